@@ -1,0 +1,289 @@
+"""The sections of an experiment spec, one pydantic model each.
+
+Unknown keys are refused, numbers carry their bounds, and every field carries the sentence that
+docs/spec.md shows for it. What one section cannot check alone stands in ``rules.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+DType = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelInit(Section):
+    """A model built from an architecture's config, with random weights."""
+
+    architecture: str = Field(
+        description="A transformers model type with a causal language model, such as `qwen3` or `llama`."
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the architecture's transformers config. `vocab_size` and the special "
+        "token ids follow from the tokenizer.",
+    )
+    tokenizer: str = Field(
+        "characters",
+        description="`characters` makes a tokenizer with one token for each printable ASCII character; "
+        "anything else is the path of a saved tokenizer.",
+    )
+
+
+class WarmStart(Section):
+    """Supervised training on the task's demonstrations, before reinforcement learning starts.
+
+    Matrices are trained by Muon, everything else by AdamW; the loss covers the response only.
+    """
+
+    steps: Count = Field(description="Optimizer updates.")
+    batch_size: Count = Field(24, description="Demonstrations per update.")
+    clean_fraction: Fraction = Field(
+        0.75,
+        description="The first part of the steps that sees clean demonstrations only; the rest sees the "
+        "task's mixture.",
+    )
+    matrix_learning_rate: float = Field(0.03, gt=0, description="Muon's peak learning rate.")
+    learning_rate: float = Field(3e-3, gt=0, description="AdamW's peak learning rate.")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of Muon.")
+    warmup_steps: int = Field(30, ge=0, description="Updates of linear warm-up; a cosine follows.")
+    threads: Count = Field(2, description="CPU threads while it runs (nothing else is busy then).")
+
+
+class ModelSpec(Section):
+    """The policy: a saved model, or one made from a config."""
+
+    path: str | None = Field(None, description="A Hugging Face model directory, or a hub id.")
+    init: ModelInit | None = Field(None, description="Build the model from a config instead.")
+    warm_start: WarmStart | None = Field(
+        None, description="Train on the task's demonstrations first. The result is cached by content."
+    )
+    max_length: Count = Field(1024, description="Longest sequence in tokens, prompt and response together.")
+
+
+class TaskSpec(Section):
+    """What the model is asked to do and how an answer is scored."""
+
+    use: str = Field(
+        description="A ready task (`chain_sum`, `spell_backward`), or `module:name` of a Task class, or of "
+        "a reward function `f(prompt, response) -> float` with prompts from `data`."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the Task class.")
+    reward_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds one rollout's reward may take before the run stops with its name."
+    )
+
+
+class SplitSpec(Section):
+    """Where the prompts of one split come from."""
+
+    path: str | None = Field(
+        None,
+        description="A JSON Lines file with a `prompt` (text or chat messages) per row; all other keys reach "
+        "the reward function. Without a path the task makes its own prompts.",
+    )
+    size: Count | None = Field(
+        None, description="Prompts to use: the first rows of the file, or how many the task makes."
+    )
+
+
+class DataSpec(Section):
+    """Prompts for training and for evaluation."""
+
+    train: SplitSpec = Field(default_factory=lambda: SplitSpec(size=100_000), description="Training prompts.")
+    eval: SplitSpec = Field(
+        default_factory=lambda: SplitSpec(size=256), description="Held-out prompts, never trained on."
+    )
+    shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, by the seed.")
+
+
+class SamplingSpec(Section):
+    """How training rollouts are sampled.
+
+    There is no top-p or top-k: they cut the distribution that was sampled from, and with it the meaning of
+    the recorded log-probabilities.
+    """
+
+    temperature: float = Field(1.0, gt=0, description="Softmax temperature; log-probs are taken at it.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a response, beside the end token.")
+
+
+class RolloutSpec(Section):
+    """The vLLM engines and what they generate."""
+
+    engines: Count = Field(1, description="vLLM engines, each in a Ray actor of its own.")
+    threads_per_engine: Count = Field(1, description="CPU threads of an engine (ignored on GPU).")
+    gpus_per_engine: int = Field(
+        0, ge=0, description="GPUs of an engine (its tensor-parallel size); 0 runs vLLM on CPU."
+    )
+    group_size: Count = Field(8, description="Rollouts per prompt.")
+    max_running_rollouts: Count = Field(256, description="Rollouts an engine runs at once.")
+    max_prompt_tokens: Count = Field(512, description="Longest prompt; a longer one is refused.")
+    max_response_tokens: Count = Field(512, description="Longest response.")
+    sampling: SamplingSpec = Field(default_factory=SamplingSpec, description="Sampling of training rollouts.")
+    dtype: DType = Field("float32", description="The engines' dtype.")
+    kv_cache_mb: Count | None = Field(
+        None,
+        description="Key-value cache of a CPU engine in MiB; when left out, enough for "
+        "`max_running_rollouts` sequences of average length.",
+    )
+    retries: int = Field(2, ge=0, description="Times a failed rollout is generated again before its group is rejected.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
+    )
+
+
+class AlgorithmSpec(Section):
+    """The objective: GRPO with asymmetric clipping and truncated importance sampling."""
+
+    normalize_advantages: bool = Field(
+        True, description="Divide a group's centred rewards by their standard deviation (GRPO); false leaves them centred."
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 − this.")
+    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 + this.")
+    aggregation: Literal["token_mean", "sequence_mean"] = Field(
+        "token_mean",
+        description="`token_mean` weighs every response token of a minibatch alike; `sequence_mean` every rollout.",
+    )
+    importance_cap: float | None = Field(
+        2.0,
+        gt=0,
+        description="Cap of the truncated importance weight between trainer and rollout policy; null turns the "
+        "correction off.",
+    )
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL penalty (k3) to the initial model; 0 loads no reference.")
+    uniform_groups: Literal["skip", "train", "reject"] = Field(
+        "skip",
+        description="Groups whose rewards are all equal: `skip` leaves their tokens out of the loss, `train` keeps "
+        "them (they count in the mean), `reject` replaces them by another prompt (dynamic sampling).",
+    )
+
+
+class OptimizerSpec(Section):
+    """AdamW."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="The gradient's norm is clipped to this.")
+
+
+class ScheduleSpec(Section):
+    """The learning rate over optimizer updates."""
+
+    kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after warm-up.")
+    warmup_updates: int = Field(0, ge=0, description="Optimizer updates of linear warm-up from zero.")
+    final_fraction: Fraction = Field(0.0, description="Where `linear` and `cosine` end, as a fraction of the peak.")
+
+
+class TrainerSpec(Section):
+    """The DeepSpeed ranks."""
+
+    ranks: Count = Field(1, description="Trainer processes, one Ray actor each.")
+    threads_per_rank: Count = Field(1, description="CPU threads of a rank (ignored on GPU).")
+    gpus_per_rank: Literal[0, 1] = Field(0, description="1 trains on GPU with NCCL, 0 on CPU with gloo.")
+    zero_stage: Literal[0, 1, 2, 3] = Field(3, description="DeepSpeed ZeRO stage.")
+    dtype: DType = Field("float32", description="Dtype of the trained weights.")
+    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW's settings.")
+    schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="Learning-rate schedule.")
+    minibatches: Count = Field(1, description="Optimizer updates per step; each sees its share of the groups.")
+    tokens_per_microbatch: Count = Field(8192, description="Padded tokens of one forward and backward pass, per rank.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
+
+
+class PipelineSpec(Section):
+    """How generation and training overlap. Everything follows from one number, `max_staleness`."""
+
+    mode: Literal["sync", "one_step_off", "async"] = Field(
+        "async",
+        description="A preset: `sync` is staleness 0, `one_step_off` is staleness 1 with `drain`, `async` leaves both to you.",
+    )
+    max_staleness: int = Field(
+        default_factory=lambda data: {"sync": 0, "one_step_off": 1, "async": 4}[data["mode"]],
+        ge=0,
+        description="Most versions a trained group may lag behind. Left out: 0, 1 and 4 in the three modes.",
+    )
+    groups_per_step: Count = Field(32, description="Groups in one training batch.")
+    publish_every: Count = Field(1, description="Steps between two weight versions.")
+    weight_update: Literal["keep", "recompute", "drain"] = Field(
+        default_factory=lambda data: "keep" if data["mode"] == "async" else "drain",
+        description="Rollouts running at a publish: `keep` goes on with their KV cache, `recompute` continues "
+        "them with the cache recomputed under the new weights, `drain` lets them finish first. Left out: `drain`, "
+        "`drain` and `keep` in the three modes.",
+    )
+    on_stale: Literal["wait", "requeue", "train"] = Field(
+        "wait",
+        description="A group that would pass its deadline: `wait` for it, `requeue` its prompt, or `train` it late and count it.",
+    )
+    stall_minutes: float = Field(
+        10.0, gt=0, description="The run stops with the name of what it waits for after this long without progress."
+    )
+
+
+class EvaluationSpec(Section):
+    """Accuracy on the held-out prompts, generated by the same engines."""
+
+    every: int = Field(0, ge=0, description="Steps between two evaluations while training; 0 evaluates before and after only.")
+    prompts: Count | None = Field(
+        None, description="Prompts of the evaluations while training; all held-out prompts when left out."
+    )
+
+
+class CheckpointSpec(Section):
+    """When the trainer's state is saved."""
+
+    every: int = Field(0, ge=0, description="Steps between two checkpoints; 0 saves when the run ends or is interrupted.")
+    keep_last: Count = Field(2, description="Checkpoints kept.")
+
+
+class TrackingSpec(Section):
+    """MLflow."""
+
+    mlflow: bool = Field(True, description="Log parameters, metrics and artifacts to MLflow.")
+    uri: str | None = Field(None, description="Tracking URI; a SQLite store in the runs folder when left out.")
+    experiment: str = Field("asyncrl", description="MLflow experiment.")
+
+
+class ClusterSpec(Section):
+    """Where the actors run."""
+
+    address: str | None = Field(
+        None, description="Address of a running Ray cluster; when left out one is started on this machine and stopped at the end."
+    )
+
+
+class StopSpec(Section):
+    """When the run is done."""
+
+    steps: Count = Field(description="Training steps.")
+
+
+class ExperimentSpec(Section):
+    """One experiment, whole."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64, description="Starts the run id.")
+    seed: int = Field(0, ge=0, description="Seed of everything random in the run.")
+    runs_dir: Path = Field(Path("runs"), description="Folder of all runs, relative to where the command is started.")
+    model: ModelSpec = Field(description="The policy.")
+    task: TaskSpec = Field(description="The task and its reward.")
+    data: DataSpec = Field(default_factory=DataSpec, description="Prompts.")
+    rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="Generation.")
+    algorithm: AlgorithmSpec = Field(default_factory=AlgorithmSpec, description="The objective.")
+    trainer: TrainerSpec = Field(default_factory=TrainerSpec, description="Training.")
+    pipeline: PipelineSpec = Field(default_factory=PipelineSpec, description="Overlap and staleness.")
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="Evaluation.")
+    checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Checkpoints.")
+    tracking: TrackingSpec = Field(default_factory=TrackingSpec, description="Experiment tracking.")
+    cluster: ClusterSpec = Field(default_factory=ClusterSpec, description="Ray.")
+    stop: StopSpec = Field(description="The end.")
