@@ -1,0 +1,34 @@
+"""The door to reasoning-gym, opened late: its import costs most of a second and it is an optional extra."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from asyncrl_cli.tasks.errors import TaskError
+
+ROWS = 2**40
+"""Rows of a data set. They are computed from their index, so a task draws indices from all of this range."""
+
+
+class ProceduralData(Protocol):
+    """What the tasks use of a reasoning-gym data set."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+
+
+def procedural_data(name: str, **config: Any) -> ProceduralData:
+    """The reasoning-gym data set ``name``, ``ROWS`` rows of it; raises ``TaskError`` where it is not installed."""
+    try:
+        reasoning_gym = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise TaskError(f"the task {name} needs reasoning-gym: {error}", mend="pip install reasoning-gym") from error
+    return cast(ProceduralData, reasoning_gym.create_dataset(name, seed=0, size=ROWS, **config))
+
+
+def verified(data: ProceduralData, answer: str, fields: Mapping[str, Any]) -> float:
+    """1.0 if the data set's own verifier gives ``answer`` the full score, else 0.0; partial credit counts as wrong."""
+    return 1.0 if data.score_answer(answer, dict(fields)) >= 1.0 else 0.0
