@@ -1,0 +1,596 @@
+"""The ledger: which groups may start, and which of them a training batch takes.
+
+Invariant: with the policies ``wait`` and ``requeue`` no group is trained more than ``max_staleness``
+weight versions after the version it was admitted at, and no finished group is ever dropped for it.
+``Ledger.room`` and ``Ledger.take`` are the two places that enforce it. Nothing here reads a clock,
+does I/O or knows what a rollout is; a group is an integer, its admission index.
+
+Life of a group::
+
+    admit -> running -> finish -> finished -> take -> taken (forgotten, only counted)
+                |                    |
+                +------ reject ------+--> rejected (leaves A, so its room is given back)
+                |
+                +-- requeue --> gone; its prompt runs again under a new index (A unchanged)
+
+The theorem
+-----------
+Symbols: B groups per step, k steps per publish, S the staleness bound, t batches taken so far, v versions
+published so far, A the groups admitted and not rejected. As every batch has B groups, A − tB groups are
+*outstanding* (running or finished).
+
+Two rules tie v to t. A batch is taken only while v = t // k: after the last batch of a version the ledger
+waits for ``publish``. So vk <= t <= (v + 1)k at any time and t < (v + 1)k whenever a batch is taken. In
+the gap between the last batch and its publish, groups are still admitted at v, the version the engines
+really serve, although the next batch will be trained at v + 1.
+
+* Admission needs A < (v + 1 + S)kB. The group's version is v and its deadline v + S: it must be in a
+  batch taken while the version is at most that, i.e. in one of the steps t, ..., (deadline + 1)k − 1.
+* For d >= v let places(d) = B·((d + 1)k − t − 1), the places in the batches *after* the next one until d
+  has passed; U(d) the outstanding groups with a deadline of at most d; run(d) the running ones of them.
+* A batch is the B finished groups of the earliest deadlines, ties by admission order, taken once there are
+  B of them and run(d) <= places(d) for every d >= v: whoever is left behind still has a place in time.
+
+Claim: U(d) <= places(d) + B for every d >= v, and U(d) = 0 for every d < v whenever a batch is taken.
+Hence every group is taken by its deadline, and a batch can be taken as soon as the running groups finish.
+
+Proof, by induction over the events; at the start nothing is outstanding.
+
+1. admit: all deadlines are at most v + S, so for d >= v + S, U(d) = A − tB <= ((v + 1 + S)k − t)B <=
+   places(d) + B. For d < v + S the new group does not count, and U(d) is what it was. How room arose
+   (publish, rejection) does not matter: the bound looks at A alone.
+2. finish changes no U. reject lowers U. requeue lowers U(d) for the old deadline and leaves the total
+   A − tB, which is all that bounds d >= v + S, the replacement's deadline.
+3. take: let F(d) = U(d) − run(d) be finished. Earliest deadline first takes min(B, F(d)) of them. If that
+   is B, then U(d) − B <= places(d) by the claim. Otherwise no finished one is left and run(d) <= places(d)
+   by the rule. Afterwards t is one more, places one batch less: what was places(d) is places(d) + B now.
+   ``train`` drops the rule, and with it the claim: late groups are counted instead.
+4. publish happens at t = (v + 1)k, when places(v) + B = 0, so U(v) = 0: nothing is overdue when d = v
+   leaves the range d >= v.
+
+The batch can always be had: (a) A can reach (t + 1)B, since (v + 1 + S)k >= (v + 1)k >= t + 1 whenever a
+batch is allowed, and the bound by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding
+group has finished, run(d) = 0 <= places(d). So if rollouts end and the caller uses the room, no step waits
+for ever. Earliest deadline first without the second condition is not enough: with k = 1, B = 2, S = 2, let
+the four groups 0 to 3 of version 0 be long; step 1 would take two groups of version 1, and at step 2 four
+groups would be due for two places.
+
+Versions never fall from one admission to the next, so deadlines rise with the admission index: earliest
+deadline first *is* admission order, and sorted lists of indices are all the state that is needed.
+
+What the theorem takes for granted, and the caller must keep: no token of a group admitted at version a is
+sampled under a version below a. So ``publish`` is called after *every* engine serves the new weights, an
+engine that restarts loads the current version before it serves, and after ``rewind`` a group newer than
+``version`` does not go on before that version is there again.
+
+With S = 0 a batch is taken strictly in admission order, because finish order must not decide what is in it:
+that makes ``async`` with S = 0 equal to ``sync`` for k > 1, too. docs/decisions/0001-ledger.md has the why.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+OnStale = Literal["wait", "requeue", "train"]
+"""What happens to a running group that the next batch may not leave behind."""
+
+SNAPSHOT_FORMAT = 1
+"""Raised when the keys of a snapshot change their meaning."""
+
+
+class LedgerError(RuntimeError):
+    """An event that the ledger's state does not allow. The state is unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    """One admitted group.
+
+    Args:
+        group_id: admission index; rises by one with every admission, requeued ones included.
+        version: weight version at admission; none of the group's tokens is older.
+        deadline: last version at which the group may be trained, ``version + max_staleness``.
+    """
+
+    group_id: int
+    version: int
+    deadline: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one step, in admission order.
+
+    Args:
+        step: the step t that trains them.
+        version: the weight version they are trained at, t // k.
+        group_ids: B admission indices, ascending.
+        group_versions: the version each of them was admitted at.
+    """
+
+    step: int
+    version: int
+    group_ids: tuple[int, ...]
+    group_versions: tuple[int, ...]
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """Versions each group lags behind, in the order of ``group_ids``."""
+        return tuple(self.version - admitted_at for admitted_at in self.group_versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Why there is no next batch yet; ``str()`` says it in a sentence.
+
+    Args:
+        kind: ``done``: all steps are taken. ``publish``: the version is due first. ``groups``: fewer than B
+            groups have finished. ``missing``: B have, but the groups in ``missing`` may not be left behind.
+        finished: groups that have finished and wait.
+        needed: B.
+        missing: running groups, in admission order; empty unless ``kind`` is ``missing``.
+    """
+
+    kind: Literal["done", "publish", "groups", "missing"]
+    finished: int
+    needed: int
+    missing: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "done":
+            return "all steps are taken"
+        if self.kind == "publish":
+            return "the next weight version must be published first"
+        if self.kind == "groups":
+            return f"only {self.finished} of {self.needed} groups have finished"
+        return "waits for groups that would miss their deadline: " + ", ".join(map(str, self.missing))
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Groups by what became of them; ``running + finished + taken`` is A."""
+
+    running: int
+    finished: int
+    taken: int
+    rejected: int
+    requeued: int
+    late: int
+
+
+class Ledger:
+    """Admits, orders and accounts for groups. The module docstring has the rules and the proof.
+
+    With n groups outstanding an event costs O(log n) comparisons and one memory move, ``next_batch``
+    O(B + D log n), where D <= S + 1 is the number of different deadlines among the running groups.
+
+    Args:
+        groups_per_step: B, groups in a batch.
+        publish_every: k, steps between two versions.
+        max_staleness: S, versions a trained group may lag behind.
+        on_stale: ``wait`` for a running group that would miss its deadline, ``requeue`` its prompt, or
+            ``train`` it late and count it.
+        total_steps: steps of the whole run; no group is admitted that they cannot consume. None: no end.
+
+    Raises:
+        ValueError: for a number or policy out of range.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        publish_every: int,
+        max_staleness: int,
+        on_stale: OnStale = "wait",
+        total_steps: int | None = None,
+    ) -> None:
+        if groups_per_step < 1 or publish_every < 1 or max_staleness < 0:
+            raise ValueError("groups_per_step and publish_every are at least 1, max_staleness at least 0")
+        if on_stale not in get_args(OnStale):
+            raise ValueError(f"on_stale is one of {', '.join(get_args(OnStale))}, not {on_stale!r}")
+        if total_steps is not None and total_steps < 0:
+            raise ValueError("total_steps is at least 0")
+        self.groups_per_step = groups_per_step
+        self.publish_every = publish_every
+        self.max_staleness = max_staleness
+        self.on_stale: OnStale = on_stale
+        self.total_steps = total_steps
+        self._step = 0
+        self._version = 0
+        self._next_id = 0
+        self._running: list[int] = []  # ascending, like _finished
+        self._finished: list[int] = []
+        self._version_of: dict[int, int] = {}  # of the outstanding groups
+        self._replay: list[Batch] = []  # batches that are taken again after a rewind
+        self._rejections: dict[str, int] = {}
+        self._requeued = 0
+        self._late = 0
+
+    # -- what is
+
+    @property
+    def step(self) -> int:
+        """t: batches taken so far, which is the index of the next one."""
+        return self._step
+
+    @property
+    def version(self) -> int:
+        """v: weight versions published so far; 0 is the initial model."""
+        return self._version
+
+    @property
+    def admitted(self) -> int:
+        """A: groups admitted and not rejected, taken ones included."""
+        return self._step * self.groups_per_step + len(self._running) + len(self._finished)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Running groups, in admission order."""
+        return tuple(self._running)
+
+    @property
+    def finished(self) -> tuple[int, ...]:
+        """Finished groups not taken yet, in admission order."""
+        return tuple(self._finished)
+
+    @property
+    def rejections(self) -> dict[str, int]:
+        """Rejected groups by reason."""
+        return dict(self._rejections)
+
+    @property
+    def publish_due(self) -> bool:
+        """True from the taking of a version's last batch until ``publish``."""
+        return self._step == (self._version + 1) * self.publish_every
+
+    @property
+    def done(self) -> bool:
+        """True when ``total_steps`` batches are taken."""
+        return self.total_steps is not None and self._step >= self.total_steps
+
+    def entry(self, group_id: int) -> GroupEntry:
+        """The entry of a running or finished group.
+
+        Raises:
+            LedgerError: the group is unknown, taken, rejected or requeued.
+        """
+        if group_id not in self._version_of:
+            raise LedgerError(f"group {group_id} is not outstanding")
+        return GroupEntry(group_id, self._version_of[group_id], self._deadline(group_id))
+
+    def counts(self) -> Counts:
+        """How many groups are where."""
+        return Counts(
+            running=len(self._running),
+            finished=len(self._finished),
+            taken=self._step * self.groups_per_step,
+            rejected=sum(self._rejections.values()),
+            requeued=self._requeued,
+            late=self._late,
+        )
+
+    # -- admission
+
+    def room(self) -> int:
+        """Groups that may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, never below 0.
+
+        It is 0 while an outstanding group is newer than the current version, which happens only while a
+        rewound run catches up: admission order would no longer be deadline order.
+        """
+        if any(ids and self._version_of[ids[-1]] > self._version for ids in (self._running, self._finished)):
+            return 0
+        steps = (self._version + 1 + self.max_staleness) * self.publish_every
+        if self.total_steps is not None:
+            steps = min(steps, self.total_steps)
+        return max(0, steps * self.groups_per_step - self.admitted)
+
+    def admit(self) -> GroupEntry:
+        """Start a group at the current version.
+
+        Raises:
+            LedgerError: there is no room.
+        """
+        if self.room() < 1:
+            raise LedgerError(f"no room at version {self._version}: {self.admitted} groups are admitted")
+        return self._start()
+
+    def finish(self, group_id: int) -> None:
+        """All rollouts of a running group are complete.
+
+        Raises:
+            LedgerError: the group is not running.
+        """
+        self._remove(self._running, group_id, "running")
+        insort(self._finished, group_id)
+
+    def reject(self, group_id: int, reason: str) -> None:
+        """Drop a running or finished group; it leaves A and its room is given back.
+
+        Args:
+            reason: a short category (``uniform``, ``failed``), counted in ``rejections``.
+
+        Raises:
+            LedgerError: the group is not outstanding, or belongs to a batch that is taken again after a
+                rewind (the update it was part of must be repeated as it was).
+        """
+        if any(group_id in batch.group_ids for batch in self._replay):
+            raise LedgerError(f"group {group_id} belongs to a batch that is taken again")
+        if _index(self._running, group_id) is not None:
+            self._remove(self._running, group_id, "running")
+        else:
+            self._remove(self._finished, group_id, "running or finished")
+        del self._version_of[group_id]
+        self._rejections[reason] = self._rejections.get(reason, 0) + 1
+
+    def overdue(self) -> tuple[int, ...]:
+        """Running groups to cancel and ``requeue`` now; always empty with the other policies.
+
+        Only groups that alone hold back a batch: while fewer than B groups have finished the step has to
+        wait anyway, and a cancelled rollout would be lost for nothing. They are the fewest that suffice
+        (max over d of run(d) − places(d)), and those of the earliest deadlines; once all are requeued
+        ``next_batch`` has a batch. With S = 0 there are none, as a replacement would be due as early.
+        """
+        if self.on_stale != "requeue" or self.max_staleness == 0:
+            return ()
+        upcoming = self.next_batch()
+        return upcoming.missing if isinstance(upcoming, Blocked) else ()
+
+    def requeue(self, group_id: int) -> GroupEntry:
+        """Give up an overdue group and start its prompt again, at the current version.
+
+        The old index is unknown from here on: cancel its rollouts and ignore what still arrives for it.
+
+        Raises:
+            LedgerError: the group is not in ``overdue()``.
+        """
+        if group_id not in self.overdue():
+            raise LedgerError(f"group {group_id} is not overdue")
+        self._remove(self._running, group_id, "running")
+        del self._version_of[group_id]
+        self._requeued += 1
+        return self._start()
+
+    # -- batches
+
+    def next_batch(self) -> Batch | Blocked:
+        """The batch of step t, or what it waits for. Changes nothing."""
+        finished, needed = len(self._finished), self.groups_per_step
+        if self.done:
+            return Blocked("done", finished, needed)
+        if self.publish_due:
+            return Blocked("publish", finished, needed)
+        if self._replay:
+            return self._replay[0]
+        if finished < needed:
+            return Blocked("groups", finished, needed)
+        if missing := self._missing():
+            return Blocked("missing", finished, needed, missing)
+        return self._batch(self._finished[:needed])
+
+    def take(self, batch: Batch) -> None:
+        """The batch leaves for training: its groups are forgotten and t rises by one.
+
+        Groups may have finished since ``next_batch`` gave the batch; it stays valid. A group of it that
+        was rejected meanwhile makes it invalid: ask for the next batch again.
+
+        Raises:
+            LedgerError: the batch is of another step, the version is not t // k, a group in it has not
+                finished, it differs from the batch to be taken again, or it would leave behind a group
+                that then has no place before its deadline.
+        """
+        if self.done or self.publish_due:
+            raise LedgerError(f"no batch can be taken: {self.next_batch()}")
+        if batch.step != self._step:
+            raise LedgerError(f"the next batch is that of step {self._step}, not {batch.step}")
+        if self._replay:
+            if batch != self._replay[0]:
+                raise LedgerError(f"step {self._step} must take the same batch as before the rewind")
+        else:
+            self._check(batch)
+        leaving = set(batch.group_ids)
+        self._finished = [group_id for group_id in self._finished if group_id not in leaving]
+        for group_id in batch.group_ids:
+            del self._version_of[group_id]
+        self._late += self._late_in(batch)
+        self._replay = self._replay[1:]
+        self._step += 1
+
+    def publish(self) -> None:
+        """Every engine serves the next weight version from here on.
+
+        Raises:
+            LedgerError: no version is due, i.e. t is not (v + 1)·k.
+        """
+        if not self.publish_due:
+            raise LedgerError(
+                f"version {self._version + 1} is due at step {(self._version + 1) * self.publish_every}, not {self._step}"
+            )
+        self._version += 1
+
+    # -- restart
+
+    def rewind(self, batches: Sequence[Batch]) -> None:
+        """Go back to the step of a checkpoint: the batches taken since then are to be taken again.
+
+        Their groups are finished again, and ``next_batch`` gives exactly these batches, in order, before it
+        makes new ones, so that the optimizer repeats the same updates. t becomes the first batch's step
+        and v that step // k, which the engines must serve before rollouts go on. The claim of the theorem
+        survives: U(d) grows by at most B for each batch that comes back, and places(d) by B; where v had
+        already passed d, all of U(d) comes from batches that were taken before step (d + 1)k.
+
+        Args:
+            batches: as they were taken, of consecutive steps, the last one of step t − 1. None: no change.
+
+        Raises:
+            LedgerError: the steps do not end at t − 1, or a group in them is outstanding.
+        """
+        if not batches:
+            return
+        first = self._step - len(batches)
+        if first < 0 or [batch.step for batch in batches] != list(range(first, self._step)):
+            raise LedgerError(f"the batches must be those of consecutive steps up to {self._step - 1}")
+        coming_back = {
+            group_id: admitted_at
+            for batch in batches
+            for group_id, admitted_at in zip(batch.group_ids, batch.group_versions, strict=True)
+        }
+        if len(coming_back) != len(batches) * self.groups_per_step or coming_back.keys() & self._version_of.keys():
+            raise LedgerError("a group of these batches is outstanding, or in two of them")
+        self._version_of |= coming_back
+        self._finished = sorted([*self._finished, *coming_back])
+        self._late -= sum(map(self._late_in, batches))
+        self._replay = [*batches, *self._replay]
+        self._step = first
+        self._version = first // self.publish_every
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as JSON-able values; ``restore`` gives a ledger that behaves the same.
+
+        Running and finished groups are pairs of index and version, in admission order.
+        """
+        return {
+            "format": SNAPSHOT_FORMAT,
+            "groups_per_step": self.groups_per_step,
+            "publish_every": self.publish_every,
+            "max_staleness": self.max_staleness,
+            "on_stale": self.on_stale,
+            "total_steps": self.total_steps,
+            "step": self._step,
+            "version": self._version,
+            "next_id": self._next_id,
+            "running": [[group_id, self._version_of[group_id]] for group_id in self._running],
+            "finished": [[group_id, self._version_of[group_id]] for group_id in self._finished],
+            "replay": [
+                {
+                    "step": batch.step,
+                    "version": batch.version,
+                    "group_ids": list(batch.group_ids),
+                    "group_versions": list(batch.group_versions),
+                }
+                for batch in self._replay
+            ],
+            "rejections": dict(self._rejections),
+            "requeued": self._requeued,
+            "late": self._late,
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> Ledger:
+        """The ledger of a snapshot.
+
+        Raises:
+            LedgerError: the snapshot is of another format or contradicts itself.
+            KeyError: a key is missing.
+        """
+        if state["format"] != SNAPSHOT_FORMAT:
+            raise LedgerError(f"snapshot format {state['format']} is not {SNAPSHOT_FORMAT}")
+        ledger = cls(
+            state["groups_per_step"],
+            state["publish_every"],
+            state["max_staleness"],
+            state["on_stale"],
+            state["total_steps"],
+        )
+        ledger._step, ledger._version, ledger._next_id = state["step"], state["version"], state["next_id"]
+        outstanding = [*state["running"], *state["finished"]]
+        ledger._version_of = {group_id: admitted_at for group_id, admitted_at in outstanding}
+        ledger._running = sorted(group_id for group_id, _ in state["running"])
+        ledger._finished = sorted(group_id for group_id, _ in state["finished"])
+        ledger._replay = [
+            Batch(row["step"], row["version"], tuple(row["group_ids"]), tuple(row["group_versions"]))
+            for row in state["replay"]
+        ]
+        ledger._rejections = dict(state["rejections"])
+        ledger._requeued, ledger._late = state["requeued"], state["late"]
+        ledger._check_restored(len(outstanding))
+        return ledger
+
+    # -- the rules
+
+    def _start(self) -> GroupEntry:
+        group_id = self._next_id
+        self._next_id += 1
+        self._running.append(group_id)
+        self._version_of[group_id] = self._version
+        return self.entry(group_id)
+
+    def _deadline(self, group_id: int) -> int:
+        return self._version_of[group_id] + self.max_staleness
+
+    def _late_in(self, batch: Batch) -> int:
+        return sum(lag > self.max_staleness for lag in batch.staleness)
+
+    def _batch(self, group_ids: Sequence[int]) -> Batch:
+        versions = tuple(self._version_of[group_id] for group_id in group_ids)
+        return Batch(self._step, self._version, tuple(group_ids), versions)
+
+    def _overflow(self, group_ids: Sequence[int]) -> int:
+        """How many of these groups find no place in time if the next batch leaves all of them behind.
+
+        The maximum over d of |{deadline <= d}| − places(d), and 0 if that is negative. Only deadlines that
+        occur matter: between two of them the count stays and places grow.
+
+        Args:
+            group_ids: outstanding groups in admission order, and so in the order of their deadlines.
+        """
+        worst = start = 0
+        while start < len(group_ids):
+            deadline = self._deadline(group_ids[start])
+            start = bisect_right(group_ids, deadline, lo=start, key=self._deadline)
+            places = self.groups_per_step * ((deadline + 1) * self.publish_every - self._step - 1)
+            worst = max(worst, start - places)
+        return worst
+
+    def _missing(self) -> tuple[int, ...]:
+        """Running groups without which the next batch may not be taken, given B finished ones."""
+        if self.max_staleness == 0:
+            oldest = sorted(self._running[: self.groups_per_step] + self._finished[: self.groups_per_step])
+            return tuple(
+                group_id for group_id in oldest[: self.groups_per_step] if _index(self._running, group_id) is not None
+            )
+        if self.on_stale == "train":
+            return ()
+        return tuple(self._running[: self._overflow(self._running)])
+
+    def _check(self, batch: Batch) -> None:
+        """Whether the rules allow this batch now; it need not be the one ``next_batch`` would choose."""
+        ids = batch.group_ids
+        if len(ids) != self.groups_per_step or list(ids) != sorted(set(ids)):
+            raise LedgerError(f"a batch has {self.groups_per_step} different groups in admission order")
+        if unfinished := [group_id for group_id in ids if _index(self._finished, group_id) is None]:
+            raise LedgerError(f"groups {unfinished} have not finished, or are gone")
+        if batch != self._batch(ids):
+            raise LedgerError("the batch's versions are not the ledger's")
+        leaving = set(ids)
+        behind = sorted(group_id for group_id in self._version_of if group_id not in leaving)
+        if self.max_staleness == 0:
+            if behind and behind[0] < ids[-1]:
+                raise LedgerError(f"with max_staleness 0 group {behind[0]} comes before group {ids[-1]}")
+        elif self.on_stale != "train" and self._overflow(behind):
+            raise LedgerError(f"the batch leaves behind groups that would miss their deadline: {behind[0]} first")
+
+    def _check_restored(self, outstanding: int) -> None:
+        ordered = [self._version_of[group_id] for group_id in sorted(self._version_of)]
+        sound = (
+            len(self._version_of) == outstanding
+            and all(group_id < self._next_id for group_id in self._version_of)
+            and ordered == sorted(ordered)
+            and self._version * self.publish_every <= self._step <= (self._version + 1) * self.publish_every
+            and all(group_id in self._finished for batch in self._replay for group_id in batch.group_ids)
+        )
+        if not sound:
+            raise LedgerError("the snapshot contradicts itself")
+
+    def _remove(self, group_ids: list[int], group_id: int, expected: str) -> None:
+        index = _index(group_ids, group_id)
+        if index is None:
+            raise LedgerError(f"group {group_id} is not {expected}")
+        del group_ids[index]
+
+
+def _index(ascending: Sequence[int], group_id: int) -> int | None:
+    index = bisect_left(ascending, group_id)
+    return index if index < len(ascending) and ascending[index] == group_id else None

@@ -1,0 +1,334 @@
+"""The ledger's rules one by one, with the examples of the design page."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from asyncrl_cli.buffer.ledger import Batch, Blocked, Ledger, LedgerError, OnStale
+
+
+def admit(ledger: Ledger, count: int) -> list[int]:
+    return [ledger.admit().group_id for _ in range(count)]
+
+
+def finish(ledger: Ledger, *group_ids: int) -> None:
+    for group_id in group_ids:
+        ledger.finish(group_id)
+
+
+def take(ledger: Ledger) -> Batch:
+    batch = ledger.next_batch()
+    assert isinstance(batch, Batch), str(batch)
+    ledger.take(batch)
+    return batch
+
+
+def train(ledger: Ledger) -> Batch:
+    batch = take(ledger)
+    if ledger.publish_due:
+        ledger.publish()
+    return batch
+
+
+def blocked(ledger: Ledger) -> Blocked:
+    result = ledger.next_batch()
+    assert isinstance(result, Blocked)
+    return result
+
+
+def four_long_groups(on_stale: OnStale) -> Ledger:
+    """The design page's example at step 1: groups 0 to 3 of version 0 still run, 6 and 7 are finished."""
+    ledger = Ledger(groups_per_step=2, publish_every=1, max_staleness=2, on_stale=on_stale)
+    admit(ledger, 6)
+    finish(ledger, 4, 5)
+    assert train(ledger).group_ids == (4, 5)
+    admit(ledger, 2)
+    finish(ledger, 6, 7)
+    return ledger
+
+
+def test_room_follows_the_formula() -> None:
+    ledger = Ledger(groups_per_step=2, publish_every=3, max_staleness=1)
+    assert ledger.room() == (0 + 1 + 1) * 3 * 2
+    admit(ledger, 12)
+    assert ledger.room() == 0
+    with pytest.raises(LedgerError, match="no room"):
+        ledger.admit()
+    finish(ledger, *range(6))
+    for _ in range(3):
+        take(ledger)
+    assert ledger.room() == 0, "a batch alone makes no room: the version is still being trained"
+    ledger.publish()
+    assert ledger.room() == 6
+    entry = ledger.admit()
+    assert (entry.group_id, entry.version, entry.deadline) == (12, 1, 2)
+
+
+def test_a_running_group_that_would_be_late_is_waited_for() -> None:
+    ledger = four_long_groups("wait")
+    assert blocked(ledger) == Blocked("missing", finished=2, needed=2, missing=(0, 1))
+    assert "0, 1" in str(blocked(ledger))
+    ledger.finish(0)
+    assert blocked(ledger).missing == (1,)
+    ledger.finish(3)  # any two of the four do
+    batch = train(ledger)
+    assert batch.group_ids == (0, 3) and batch.staleness == (1, 1)
+    finish(ledger, 1, 2)
+    assert train(ledger).group_ids == (1, 2)
+    assert train(ledger).group_ids == (6, 7)
+
+
+def test_requeue_replaces_only_what_holds_the_batch_back() -> None:
+    ledger = four_long_groups("requeue")
+    before = ledger.admitted
+    assert ledger.overdue() == (0, 1)
+    with pytest.raises(LedgerError, match="not overdue"):
+        ledger.requeue(2)
+    assert ledger.requeue(1).version == 1  # in any order
+    assert ledger.overdue() == (0,)
+    replacement = ledger.requeue(0)
+    assert replacement == ledger.entry(replacement.group_id)
+    assert (replacement.group_id, replacement.deadline) == (9, 3)
+    assert ledger.overdue() == () and ledger.admitted == before and ledger.counts().requeued == 2
+    with pytest.raises(LedgerError, match="not running"):
+        ledger.finish(0)
+    assert train(ledger).group_ids == (6, 7)
+
+
+def test_nothing_is_requeued_while_the_batch_is_not_full_anyway() -> None:
+    ledger = Ledger(groups_per_step=2, publish_every=1, max_staleness=2, on_stale="requeue")
+    admit(ledger, 6)
+    finish(ledger, 4, 5)
+    train(ledger)
+    admit(ledger, 2)
+    ledger.finish(6)
+    assert blocked(ledger).kind == "groups" and ledger.overdue() == ()
+    assert "1 of 2" in str(blocked(ledger))
+    ledger.finish(7)
+    assert ledger.overdue() == (0, 1)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "train"])
+def test_other_policies_never_requeue(on_stale: OnStale) -> None:
+    ledger = four_long_groups(on_stale)
+    assert ledger.overdue() == ()
+    with pytest.raises(LedgerError):
+        ledger.requeue(0)
+
+
+def test_train_takes_late_groups_and_counts_them() -> None:
+    ledger = four_long_groups("train")
+    assert train(ledger).group_ids == (6, 7)
+    finish(ledger, 0, 1, *admit(ledger, 2))
+    assert train(ledger).group_ids == (0, 1), "late or not, the oldest finished come first"
+    finish(ledger, 2, 3)
+    batch = train(ledger)
+    assert batch.group_ids == (2, 3) and batch.staleness == (3, 3)
+    assert ledger.counts().late == 2
+
+
+def test_a_version_is_published_before_the_next_batch() -> None:
+    ledger = Ledger(groups_per_step=1, publish_every=2, max_staleness=1)
+    finish(ledger, *admit(ledger, 4))
+    with pytest.raises(LedgerError, match="due at step 2, not 0"):
+        ledger.publish()
+    take(ledger)
+    assert not ledger.publish_due
+    take(ledger)
+    assert ledger.publish_due and (ledger.step, ledger.version) == (2, 0)
+    assert blocked(ledger).kind == "publish"
+    with pytest.raises(LedgerError, match="published first"):
+        ledger.take(Batch(2, 0, (2,), (0,)))
+    ledger.reject(3, "uniform")
+    assert ledger.admit().version == 0, "before the publish the engines still serve the old version"
+    ledger.publish()
+    assert take(ledger).staleness == (1,)
+
+
+def test_the_end_limits_room_and_a_rejection_gives_it_back() -> None:
+    ledger = Ledger(groups_per_step=2, publish_every=1, max_staleness=5, total_steps=2)
+    admit(ledger, 4)
+    assert ledger.room() == 0
+    ledger.reject(3, "failed")
+    ledger.finish(2)
+    ledger.reject(2, "uniform")
+    assert ledger.room() == 2 and ledger.rejections == {"failed": 1, "uniform": 1}
+    finish(ledger, 0, 1, *admit(ledger, 2))
+    assert train(ledger).group_ids == (0, 1) and train(ledger).group_ids == (4, 5)
+    assert ledger.done and blocked(ledger).kind == "done" and ledger.room() == 0
+    assert ledger.counts().taken == 4
+
+
+@pytest.mark.parametrize("publish_every", [1, 3])
+def test_without_staleness_finish_order_does_not_decide_the_batch(publish_every: int) -> None:
+    ledger = Ledger(groups_per_step=2, publish_every=publish_every, max_staleness=0)
+    groups = admit(ledger, 2 * publish_every)
+    batches = []
+    for group_id in reversed(groups):
+        ledger.finish(group_id)
+        if group_id:
+            assert isinstance(ledger.next_batch(), Blocked)
+    for _ in range(publish_every):
+        batches.append(take(ledger).group_ids)
+    assert batches == [(i, i + 1) for i in range(0, 2 * publish_every, 2)]
+    assert ledger.room() == 0
+
+
+def test_without_staleness_the_missing_are_named() -> None:
+    ledger = Ledger(groups_per_step=2, publish_every=2, max_staleness=0)
+    admit(ledger, 4)
+    finish(ledger, 0, 3)
+    assert blocked(ledger) == Blocked("missing", 2, 2, (1,))
+    with pytest.raises(LedgerError, match="group 1 comes before"):
+        ledger.take(Batch(0, 0, (0, 3), (0, 0)))
+
+
+def test_take_accepts_a_batch_that_newer_events_left_valid() -> None:
+    ledger = Ledger(groups_per_step=2, publish_every=1, max_staleness=1)
+    admit(ledger, 4)
+    finish(ledger, 2, 3)
+    batch = ledger.next_batch()
+    assert isinstance(batch, Batch)
+    ledger.finish(0)  # would have been chosen
+    ledger.take(batch)
+    assert ledger.finished == (0,) and ledger.running == (1,)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (Batch(0, 0, (6, 7), (1, 1)), "step 1, not 0"),
+        (Batch(1, 1, (6,), (1,)), "2 different groups"),
+        (Batch(1, 1, (7, 6), (1, 1)), "admission order"),
+        (Batch(1, 1, (6, 6), (1, 1)), "2 different groups"),
+        (Batch(1, 1, (0, 6), (0, 1)), r"groups \[0\] have not finished"),
+        (Batch(1, 1, (4, 6), (0, 1)), r"groups \[4\] have not finished"),
+        (Batch(1, 1, (6, 7), (0, 1)), "versions"),
+        (Batch(1, 1, (6, 7), (1, 1)), "miss their deadline"),
+    ],
+)
+def test_take_refuses_a_batch_against_the_rules(batch: Batch, message: str) -> None:
+    ledger = four_long_groups("wait")
+    before = ledger.snapshot()
+    with pytest.raises(LedgerError, match=message):
+        ledger.take(batch)
+    assert ledger.snapshot() == before
+
+
+def test_events_for_groups_that_are_not_outstanding_are_refused() -> None:
+    ledger = Ledger(groups_per_step=1, publish_every=1, max_staleness=1)
+    admit(ledger, 2)
+    ledger.finish(0)
+    take(ledger)
+    for group_id in (0, 7, -1):
+        with pytest.raises(LedgerError):
+            ledger.finish(group_id)
+        with pytest.raises(LedgerError):
+            ledger.reject(group_id, "failed")
+        with pytest.raises(LedgerError):
+            ledger.entry(group_id)
+    ledger.finish(1)
+    with pytest.raises(LedgerError):
+        ledger.finish(1)
+
+
+def test_rewind_takes_the_same_batches_again() -> None:
+    ledger = Ledger(groups_per_step=2, publish_every=1, max_staleness=3)
+    admit(ledger, 8)
+    finish(ledger, 6, 7)
+    first = train(ledger)
+    finish(ledger, 5, 4)
+    second = train(ledger)
+    newest = ledger.admit()
+    finish(ledger, 0, 1)
+    ledger.rewind([first, second])
+    assert (ledger.step, ledger.version, ledger.counts().taken) == (0, 0, 0)
+    assert ledger.finished == (0, 1, 4, 5, 6, 7)
+    assert newest.version == 2 and ledger.room() == 0, "no admission behind a group of a later version"
+    with pytest.raises(LedgerError, match="taken again"):
+        ledger.reject(6, "uniform")
+    with pytest.raises(LedgerError, match="same batch"):
+        ledger.take(Batch(0, 0, (0, 1), (0, 0)))
+    ledger = Ledger.restore(json.loads(json.dumps(ledger.snapshot())))
+    assert train(ledger) == first and train(ledger) == second
+    assert train(ledger).group_ids == (0, 1)
+
+
+def test_no_group_starts_behind_one_of_a_later_version() -> None:
+    ledger = Ledger(groups_per_step=1, publish_every=1, max_staleness=9)
+    finish(ledger, *admit(ledger, 1))
+    batch = train(ledger)
+    newer = ledger.admit()
+    assert newer.version == 1 and ledger.room() == 9
+    ledger.rewind([batch])
+    assert ledger.room() == 0, "deadlines would no longer rise with the admission index"
+    assert train(ledger) == batch and ledger.room() == 9
+
+
+def test_rewind_refuses_batches_that_are_not_the_last_ones() -> None:
+    ledger = Ledger(groups_per_step=1, publish_every=1, max_staleness=1)
+    finish(ledger, *admit(ledger, 2))
+    first, second = train(ledger), train(ledger)
+    for batches in ([first], [second, first], [first, first, second], [Batch(1, 1, (0, 1), (0, 0))]):
+        with pytest.raises(LedgerError):
+            ledger.rewind(batches)
+    ledger.rewind([])
+    assert ledger.step == 2
+
+
+def test_rewind_uncounts_late_groups() -> None:
+    ledger = four_long_groups("train")
+    train(ledger)
+    finish(ledger, *admit(ledger, 2))
+    train(ledger)
+    finish(ledger, 0, 1)
+    late = train(ledger)
+    assert ledger.counts().late == 2
+    ledger.rewind([late])
+    assert ledger.counts().late == 0
+    assert train(ledger) == late and ledger.counts().late == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 0},
+        {"version": 2},
+        {"next_id": 7},
+        {"running": [[0, 0], [1, 1], [2, 0], [3, 0]]},
+        {"running": [[6, 1]]},
+        {"replay": [{"step": 1, "version": 1, "group_ids": [0, 6], "group_versions": [0, 1]}]},
+    ],
+)
+def test_restore_refuses_a_snapshot_that_contradicts_itself(change: dict[str, object]) -> None:
+    snapshot = four_long_groups("wait").snapshot()
+    assert Ledger.restore(snapshot).snapshot() == snapshot
+    with pytest.raises(LedgerError):
+        Ledger.restore(snapshot | change)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(0, 1, 0), (1, 0, 0), (1, 1, -1), (1, 1, 0, "drop"), (1, 1, 0, "wait", -1)],
+)
+def test_settings_out_of_range_are_refused(arguments: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError):
+        Ledger(*arguments)  # type: ignore[arg-type]
+
+
+def test_cost_per_event_does_not_grow_with_history() -> None:
+    def seconds_per_group(steps: int) -> float:
+        ledger = Ledger(groups_per_step=64, publish_every=1, max_staleness=31)
+        started = time.process_time()
+        for _ in range(steps):
+            admit(ledger, ledger.room())
+            while isinstance(ledger.next_batch(), Blocked):
+                ledger.finish(ledger.running[-1] if len(ledger.finished) % 2 else ledger.running[0])
+            train(ledger)
+        return (time.process_time() - started) / (64 * steps)
+
+    few, many = seconds_per_group(20), seconds_per_group(200)
+    assert many < 5 * few, f"{few:.2e} s per group grew to {many:.2e} s"

@@ -1,0 +1,252 @@
+"""The theorem of the ledger's docstring, held over random histories of any length and order.
+
+The invariants are computed here from the design page's formulas (U, R and m), not from the ledger's rule,
+so that the two have to agree.
+"""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl_cli.buffer.ledger import Batch, Blocked, GroupEntry, Ledger, OnStale
+
+
+class Histories(RuleBasedStateMachine):
+    """Any order of events a run can have, with crashes (restore) and resumes (rewind)."""
+
+    @initialize(
+        groups=st.integers(1, 4),
+        every=st.integers(1, 3),
+        staleness=st.integers(0, 3),
+        on_stale=st.sampled_from(["wait", "requeue", "train"]),
+        total=st.none() | st.integers(1, 30),
+    )
+    def start(self, groups: int, every: int, staleness: int, on_stale: OnStale, total: int | None) -> None:
+        self.B, self.k, self.S, self.T = groups, every, staleness, total
+        self.ledger = Ledger(groups, every, staleness, on_stale, total)
+        self.entries: dict[int, GroupEntry] = {}
+        self.taken: list[Batch] = []
+        self.gone: set[int] = set()
+        self.rewound = False
+
+    # -- events
+
+    @rule(count=st.integers(1, 9))
+    def admits(self, count: int) -> None:
+        self._fill(count)
+
+    @precondition(lambda self: self.ledger.running)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def finish(self, data: st.DataObject, count: int) -> None:
+        for _ in range(min(count, len(self.ledger.running))):
+            self.ledger.finish(data.draw(st.sampled_from(self.ledger.running)))
+
+    @precondition(lambda self: self.ledger.running or self.ledger.finished)
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        repeated = {g for batch in self.ledger.snapshot()["replay"] for g in batch["group_ids"]}
+        candidates = [g for g in self.ledger.running + self.ledger.finished if g not in repeated]
+        if candidates:
+            group_id = data.draw(st.sampled_from(candidates))
+            self.ledger.reject(group_id, "uniform")
+            self.gone.add(group_id)
+
+    @precondition(lambda self: self.ledger.overdue())
+    @rule(data=st.data())
+    def requeue(self, data: st.DataObject) -> None:
+        while overdue := self.ledger.overdue():
+            admitted, group_id = self.ledger.admitted, data.draw(st.sampled_from(overdue))
+            self._started(self.ledger.requeue(group_id))
+            assert self.ledger.entry(max(self.entries)).deadline > self.entries[group_id].deadline
+            assert self.ledger.admitted == admitted
+            self.gone.add(group_id)
+        assert isinstance(self.ledger.next_batch(), Batch), "requeueing must free the batch at once"
+
+    @precondition(lambda self: isinstance(self.ledger.next_batch(), Batch))
+    @rule()
+    def take(self) -> None:
+        batch = self.ledger.next_batch()
+        assert isinstance(batch, Batch)
+        assert batch.step == len(self.taken) and batch.version == self.ledger.version
+        assert list(batch.group_ids) == sorted(batch.group_ids) and len(batch.group_ids) == self.B
+        assert not self.gone.intersection(batch.group_ids)
+        assert batch.group_versions == tuple(self.entries[g].version for g in batch.group_ids)
+        if self.ledger.on_stale != "train":
+            assert max(batch.staleness) <= self.S
+            assert all(self.entries[g].deadline >= batch.version for g in batch.group_ids)
+        if self.S == 0:
+            assert set(batch.group_versions) == {batch.version}
+            assert batch.group_ids == (self.ledger.running + self.ledger.finished)[: self.B] or not any(
+                g < batch.group_ids[-1] for g in self.ledger.running
+            )
+        self.ledger.take(batch)
+        self.taken.append(batch)
+
+    @rule(data=st.data())
+    def fast_ones_overtake(self, data: st.DataObject) -> None:
+        """Fill the room, then let only the newest groups finish until a batch is there or is held back."""
+        self._fill(99)
+        while self.ledger.running and len(self.ledger.finished) < self.B:
+            self.ledger.finish(self.ledger.running[-1])
+        if isinstance(self.ledger.next_batch(), Batch):
+            self.take()
+        if self.ledger.publish_due and data.draw(st.integers(0, 3)):
+            self.publish()
+
+    @precondition(lambda self: self.ledger.publish_due)
+    @rule()
+    def publish(self) -> None:
+        self.ledger.publish()
+
+    @rule()
+    def crash(self) -> None:
+        twin = Ledger.restore(json.loads(json.dumps(self.ledger.snapshot())))
+        assert twin.snapshot() == self.ledger.snapshot()
+        assert twin.next_batch() == self.ledger.next_batch() and twin.room() == self.ledger.room()
+        self.ledger = twin
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        back = data.draw(st.integers(1, min(4, len(self.taken))))
+        again = self.taken[-back:]
+        self.ledger.rewind(again)
+        self.taken = self.taken[:-back]
+        self.rewound = True
+        if data.draw(st.booleans()):
+            for batch in again:
+                assert self.ledger.next_batch() == batch
+                self.take()
+                if self.ledger.publish_due:
+                    self.ledger.publish()
+
+    @rule()
+    def nothing_is_stuck(self) -> None:
+        """If every running group ended now, and new ones too, the run would come to its next step."""
+        twin = Ledger.restore(self.ledger.snapshot())
+        if twin.publish_due:
+            twin.publish()
+        for group_id in twin.running:
+            twin.finish(group_id)
+        while twin.room():
+            twin.finish(twin.admit().group_id)
+        upcoming = twin.next_batch()
+        assert isinstance(upcoming, Batch) or upcoming.kind == "done", str(upcoming)
+
+    def _fill(self, count: int) -> None:
+        for _ in range(min(count, self.ledger.room())):
+            self._started(self.ledger.admit())
+
+    def _started(self, entry: GroupEntry) -> None:
+        assert entry.group_id == len(self.entries), "indices rise by one"
+        assert entry == GroupEntry(entry.group_id, self.ledger.version, self.ledger.version + self.S)
+        self.entries[entry.group_id] = entry
+
+    # -- what always holds
+
+    @invariant()
+    def every_group_is_in_one_place(self) -> None:
+        taken = [g for batch in self.taken for g in batch.group_ids]
+        everywhere = [*taken, *self.gone, *self.ledger.running, *self.ledger.finished]
+        assert sorted(everywhere) == list(range(len(self.entries)))
+        counts = self.ledger.counts()
+        assert counts.taken == len(taken) and counts.rejected + counts.requeued == len(self.gone)
+        assert (counts.running, counts.finished) == (len(self.ledger.running), len(self.ledger.finished))
+        assert self.ledger.admitted == len(self.entries) - len(self.gone)
+        assert counts.late == sum(lag > self.S for batch in self.taken for lag in batch.staleness)
+
+    @invariant()
+    def admission_is_bounded(self) -> None:
+        bound = (self.ledger.version + 1 + self.S) * self.k * self.B
+        if self.T is not None:
+            assert self.ledger.admitted <= self.T * self.B
+        if not self.rewound:
+            assert self.ledger.admitted <= bound
+            assert self.ledger.room() == min(bound, bound if self.T is None else self.T * self.B) - self.ledger.admitted
+
+    @invariant()
+    def demand_can_be_met(self) -> None:
+        if self.ledger.on_stale == "train":
+            return
+        v, t = self.ledger.version, self.ledger.step
+        assert v * self.k <= t <= (v + 1) * self.k
+        for d in range(max(v + self.S, *(e.deadline for e in self.entries.values()), 0) + 1 if self.entries else 0):
+            rest = (d + 1) * self.k - t - 1
+            due = self._due(self.ledger.running, d) + self._due(self.ledger.finished, d)
+            if d >= v:
+                assert due <= self.B * (rest + 1), f"U({d}) = {due}, R({d}) = {rest}"
+            else:
+                assert due == 0, f"{due} groups have missed version {d}"
+
+    @invariant()
+    def a_batch_is_taken_exactly_when_the_design_page_allows_it(self) -> None:
+        ledger = self.ledger
+        upcoming = ledger.next_batch()
+        if (
+            self.S == 0
+            or ledger.snapshot()["replay"]
+            or (isinstance(upcoming, Blocked) and upcoming.kind in ("done", "publish"))
+        ):
+            return
+        met = ledger.on_stale == "train" or all(
+            self._due(ledger.finished, d)
+            >= self._due(ledger.finished, d)
+            + self._due(ledger.running, d)
+            - self.B * ((d + 1) * self.k - ledger.step - 1)
+            for d in range(ledger.version, ledger.version + self.S + 1)
+        )
+        assert isinstance(upcoming, Batch) == (met and len(ledger.finished) >= self.B), str(upcoming)
+        if isinstance(upcoming, Batch):
+            first = sorted(ledger.finished, key=lambda g: (self.entries[g].deadline, g))[: self.B]
+            assert list(upcoming.group_ids) == first
+        elif upcoming.kind == "missing":
+            assert set(upcoming.missing) <= set(ledger.running)
+
+    def _due(self, group_ids: tuple[int, ...], deadline: int) -> int:
+        return sum(self.entries[g].deadline <= deadline for g in group_ids)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=250, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def batches_without_staleness(every: int, uniform: set[int], order: list[float]) -> list[tuple[int, ...]]:
+    """The batches when rollouts finish in the given order and the groups in ``uniform`` are rejected."""
+    ledger = Ledger(groups_per_step=3, publish_every=every, max_staleness=0, total_steps=6)
+    batches: list[tuple[int, ...]] = []
+    while not ledger.done:
+        while ledger.room():
+            ledger.admit()
+        upcoming = ledger.next_batch()
+        if isinstance(upcoming, Batch):
+            ledger.take(upcoming)
+            batches.append(upcoming.group_ids)
+        elif ledger.publish_due:
+            ledger.publish()
+        else:
+            group_id = min(ledger.running, key=lambda g: order[g % len(order)])
+            if group_id in uniform:
+                ledger.reject(group_id, "uniform")
+            else:
+                ledger.finish(group_id)
+    return batches
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    every=st.integers(1, 3),
+    uniform=st.sets(st.integers(0, 20), max_size=6),
+    order=st.permutations(range(11)),
+)
+def test_without_staleness_batches_depend_on_nothing_but_the_groups(
+    every: int, uniform: set[int], order: list[float]
+) -> None:
+    kept = [group_id for group_id in range(40) if group_id not in uniform]
+    expected = [tuple(kept[i : i + 3]) for i in range(0, 18, 3)]
+    assert batches_without_staleness(every, uniform, order) == expected
