@@ -13,13 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+DecayRate = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
+CHARACTERS = "characters"
 DType = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values do not change after validation."""
+    """Base of every section.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    Unknown keys are errors, values do not change after validation, and nothing is converted on the quiet:
+    the text "5" is no number and `true` is not 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelInit(Section):
@@ -34,9 +40,9 @@ class ModelInit(Section):
         "token ids follow from the tokenizer.",
     )
     tokenizer: str = Field(
-        "characters",
+        CHARACTERS,
         description="`characters` makes a tokenizer with one token for each printable ASCII character; "
-        "anything else is the path of a saved tokenizer.",
+        "anything else is the path of a saved tokenizer (relative to this file).",
     )
 
 
@@ -63,7 +69,7 @@ class WarmStart(Section):
 class ModelSpec(Section):
     """The policy: a saved model, or one made from a config."""
 
-    path: str | None = Field(None, description="A Hugging Face model directory, or a hub id.")
+    path: str | None = Field(None, description="A Hugging Face model directory (relative to this file), or a hub id.")
     init: ModelInit | None = Field(None, description="Build the model from a config instead.")
     warm_start: WarmStart | None = Field(
         None, description="Train on the task's demonstrations first. The result is cached by content."
@@ -90,7 +96,7 @@ class SplitSpec(Section):
     path: str | None = Field(
         None,
         description="A JSON Lines file with a `prompt` (text or chat messages) per row; all other keys reach "
-        "the reward function. Without a path the task makes its own prompts.",
+        "the reward function. Relative to this file. Without a path the task makes its own prompts.",
     )
     size: Count | None = Field(
         None, description="Prompts to use: the first rows of the file, or how many the task makes."
@@ -128,7 +134,7 @@ class RolloutSpec(Section):
     )
     group_size: Count = Field(8, description="Rollouts per prompt.")
     max_running_rollouts: Count = Field(256, description="Rollouts an engine runs at once.")
-    max_prompt_tokens: Count = Field(512, description="Longest prompt; a longer one is refused.")
+    max_prompt_tokens: Count = Field(512, description="Longest prompt; longer ones are left out and counted.")
     max_response_tokens: Count = Field(512, description="Longest response.")
     sampling: SamplingSpec = Field(default_factory=SamplingSpec, description="Sampling of training rollouts.")
     dtype: DType = Field("float32", description="The engines' dtype.")
@@ -138,6 +144,7 @@ class RolloutSpec(Section):
         "`max_running_rollouts` sequences of average length.",
     )
     retries: int = Field(2, ge=0, description="Times a failed rollout is generated again before its group is rejected.")
+    max_failures: int = Field(16, ge=0, description="Rollouts that may fail for good before the run stops.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
     )
@@ -147,9 +154,10 @@ class AlgorithmSpec(Section):
     """The objective: GRPO with asymmetric clipping and truncated importance sampling."""
 
     normalize_advantages: bool = Field(
-        True, description="Divide a group's centred rewards by their standard deviation (GRPO); false leaves them centred."
+        True,
+        description="Divide a group's centred rewards by their standard deviation (GRPO); false leaves them centred.",
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 − this.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 - this.")
     clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 + this.")
     aggregation: Literal["token_mean", "sequence_mean"] = Field(
         "token_mean",
@@ -161,7 +169,9 @@ class AlgorithmSpec(Section):
         description="Cap of the truncated importance weight between trainer and rollout policy; null turns the "
         "correction off.",
     )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL penalty (k3) to the initial model; 0 loads no reference.")
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the KL penalty (k3) to the initial model; 0 loads no reference."
+    )
     uniform_groups: Literal["skip", "train", "reject"] = Field(
         "skip",
         description="Groups whose rewards are all equal: `skip` leaves their tokens out of the loss, `train` keeps "
@@ -173,7 +183,7 @@ class OptimizerSpec(Section):
     """AdamW."""
 
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates.")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), strict=False, description="Adam's decay rates.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="The gradient's norm is clipped to this.")
@@ -207,7 +217,8 @@ class PipelineSpec(Section):
 
     mode: Literal["sync", "one_step_off", "async"] = Field(
         "async",
-        description="A preset: `sync` is staleness 0, `one_step_off` is staleness 1 with `drain`, `async` leaves both to you.",
+        description="A preset: `sync` is staleness 0, `one_step_off` is staleness 1 with `drain`, "
+        "`async` leaves both to you.",
     )
     max_staleness: int = Field(
         default_factory=lambda data: {"sync": 0, "one_step_off": 1, "async": 4}[data["mode"]],
@@ -224,7 +235,8 @@ class PipelineSpec(Section):
     )
     on_stale: Literal["wait", "requeue", "train"] = Field(
         "wait",
-        description="A group that would pass its deadline: `wait` for it, `requeue` its prompt, or `train` it late and count it.",
+        description="A group that would pass its deadline: `wait` for it, `requeue` its prompt, or `train` it late "
+        "and count it.",
     )
     stall_minutes: float = Field(
         10.0, gt=0, description="The run stops with the name of what it waits for after this long without progress."
@@ -234,7 +246,9 @@ class PipelineSpec(Section):
 class EvaluationSpec(Section):
     """Accuracy on the held-out prompts, generated by the same engines."""
 
-    every: int = Field(0, ge=0, description="Steps between two evaluations while training; 0 evaluates before and after only.")
+    every: int = Field(
+        0, ge=0, description="Steps between two evaluations while training; 0 evaluates before and after only."
+    )
     prompts: Count | None = Field(
         None, description="Prompts of the evaluations while training; all held-out prompts when left out."
     )
@@ -243,7 +257,9 @@ class EvaluationSpec(Section):
 class CheckpointSpec(Section):
     """When the trainer's state is saved."""
 
-    every: int = Field(0, ge=0, description="Steps between two checkpoints; 0 saves when the run ends or is interrupted.")
+    every: int = Field(
+        0, ge=0, description="Steps between two checkpoints; 0 saves when the run ends or is interrupted."
+    )
     keep_last: Count = Field(2, description="Checkpoints kept.")
 
 
@@ -259,7 +275,9 @@ class ClusterSpec(Section):
     """Where the actors run."""
 
     address: str | None = Field(
-        None, description="Address of a running Ray cluster; when left out one is started on this machine and stopped at the end."
+        None,
+        description="Address of a running Ray cluster; when left out one is started on this machine and stopped "
+        "at the end.",
     )
 
 
@@ -273,8 +291,10 @@ class ExperimentSpec(Section):
     """One experiment, whole."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64, description="Starts the run id.")
-    seed: int = Field(0, ge=0, description="Seed of everything random in the run.")
-    runs_dir: Path = Field(Path("runs"), description="Folder of all runs, relative to where the command is started.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the run.")
+    runs_dir: Path = Field(
+        Path("runs"), strict=False, description="Folder of all runs, relative to where the command is started."
+    )
     model: ModelSpec = Field(description="The policy.")
     task: TaskSpec = Field(description="The task and its reward.")
     data: DataSpec = Field(default_factory=DataSpec, description="Prompts.")

@@ -1,0 +1,61 @@
+"""The command line: `asyncrl COMMAND`.
+
+A command is a function in a module of its own, and a line here. Its module imports only typer at the top, and
+the rest inside the function, so that `asyncrl --help` never waits for torch, Ray or vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli import __version__
+from asyncrl_cli.cli import validate_spec
+from asyncrl_cli.runs.errors import UserError
+
+app = typer.Typer(
+    name="asyncrl",
+    help="Fully asynchronous reinforcement learning of language models, from one YAML spec.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("validate-spec")(validate_spec.validate_spec)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"asyncrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also: ASYNCRL_DEBUG=1).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ["ASYNCRL_DEBUG"] = "1"  # The actors of a run inherit it.
+
+
+def main() -> None:
+    """The entry point: run a command, and show a UserError as one paragraph without its traceback."""
+    try:
+        app(prog_name="asyncrl")
+    except UserError as error:
+        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        typer.echo(str(error), err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

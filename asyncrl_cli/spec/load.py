@@ -1,0 +1,136 @@
+"""From a spec file to a checked ``ExperimentSpec``: layers, then types, then the rules between fields.
+
+A spec with mistakes shows all of them at once. One mistake gives one problem: what a later stage finds at a place
+that an earlier stage has blamed is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from asyncrl_cli.spec.explain import explain
+from asyncrl_cli.spec.layers import override, read_layers
+from asyncrl_cli.spec.problems import Place, Problem, SpecError
+from asyncrl_cli.spec.rules import RULES
+from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec
+from asyncrl_cli.spec.source import SCALARS, Node
+
+FILE_KEYS = ("data.train.path", "data.eval.path")
+MODEL_KEYS = ("model.path", "model.init.tokenizer")
+"""Keys that hold a path or a name; ``looks_like_path`` tells which."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSpec:
+    """A spec that can run: its paths absolute, the files it was read from, and the doubts that remain."""
+
+    spec: ExperimentSpec
+    files: tuple[Path, ...]
+    warnings: tuple[Problem, ...]
+
+
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> LoadedSpec:
+    """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
+
+    Raises SpecError with every problem found.
+    """
+    problems: list[Problem] = []
+    files: list[Path] = []
+    try:
+        spec = _load(str(path), overrides, problems, files)
+    except RecursionError:
+        problems.append(Problem("", "the spec is nested too deeply").at(Place(str(path))))
+        spec = None
+    order = {str(file): rank for rank, file in enumerate(files)}
+    problems.sort(key=lambda p: (order.get(os.path.realpath(p.file), len(files)), p.line or 0, p.column or 0))
+    if spec is None or any(problem.severity == "error" for problem in problems):
+        raise SpecError(problems)
+    return LoadedSpec(spec, tuple(dict.fromkeys(files)), tuple(problems))
+
+
+def _load(path: str, overrides: Sequence[str], problems: list[Problem], files: list[Path]) -> ExperimentSpec | None:
+    root = read_layers(path, problems, files)
+    if root is None:
+        return None
+    for assignment in overrides:
+        root = override(root, assignment, problems)
+    for key in (*FILE_KEYS, *MODEL_KEYS):
+        root = _absolute(root, key.split("."), must_be_file=key in FILE_KEYS)
+    blamed = [problem.path for problem in problems]
+
+    def add(problem: Problem, key: bool) -> None:
+        if not any(problem.path == path or problem.path.startswith(f"{path}.") for path in blamed):
+            problems.append(problem.at(root.place_of(problem.path, key=key)))
+
+    try:
+        spec = ExperimentSpec.model_validate(root.plain())
+    except ValidationError as error:
+        for problem, is_key in explain(error):
+            add(problem, is_key)
+        return None
+    for rule in RULES:
+        for problem in rule(spec):
+            add(problem, key=False)
+    return spec
+
+
+def _absolute(node: Node, keys: list[str], must_be_file: bool) -> Node:
+    """The tree with the path under ``keys`` made absolute, from the folder of the file that states it."""
+    if keys:
+        below = node.child(keys[0])
+        if below is None or not isinstance(node.value, dict):
+            return node
+        return replace(node, value=node.value | {keys[0]: _absolute(below, keys[1:], must_be_file)})
+    if not isinstance(node.value, str) or not node.value:
+        return node
+    path = os.path.abspath(node.place.folder / os.path.expanduser(node.value))
+    is_path = must_be_file or looks_like_path(node.value, path)
+    return replace(node, value=path) if is_path else node
+
+
+def looks_like_path(text: str, path: str) -> bool:
+    """Whether a name means a path: it begins like one, or ``path`` or the folder that would hold it is there."""
+    if text == CHARACTERS:
+        return False
+    folder = os.path.dirname(path) if "/" in text else path
+    return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or os.path.exists(folder)
+
+
+_BREAKS = {"\x85", "\u2028", "\u2029"}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 would read as something else.
+
+    Rare line breaks are written as escapes: PyYAML folds them, and they would come back as spaces.
+    """
+
+    def represent_text(self, text: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & _BREAKS else None)
+
+
+for _tag, _pattern in SCALARS.items():
+    _Dumper.add_implicit_resolver(_tag, _pattern, None)
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def dump_spec(spec: ExperimentSpec) -> str:
+    """The whole spec as YAML, defaults included; loading it gives the same spec."""
+
+    def writable(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: writable(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [writable(inner) for inner in value]
+        if isinstance(value, (str, Path)):
+            return re.sub(r"\$+\{env:", r"$\g<0>", str(value))
+        return value
+
+    return yaml.dump(writable(spec.model_dump()), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -1,0 +1,78 @@
+"""What is wrong with a spec, and where it is written.
+
+A problem blames one key by its dotted path and carries its mend. Whoever finds it need not know the file:
+``load.py`` adds the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from asyncrl_cli.runs.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is written: a file with line and column (from 1), or an option of the command line."""
+
+    file: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths written here start from; the current one for the command line."""
+        return Path() if self.line is None else Path(self.file).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake (``error``) or one doubt (``warning``, which never stops anything)."""
+
+    path: str
+    message: str
+    mend: str = ""
+    severity: Literal["error", "warning"] = "error"
+    file: str = ""
+    line: int | None = None
+    column: int | None = None
+
+    def at(self, place: Place) -> Problem:
+        """The same problem, at a place."""
+        return replace(self, file=place.file, line=place.line, column=place.column)
+
+    def __str__(self) -> str:
+        """``file:line:column: path: message``, and the mend on a line of its own."""
+        place = str(Place(self.file, self.line, self.column))
+        label = "warning" if self.severity == "warning" else ""
+        head = ": ".join(part for part in (place, label, self.path, self.message) if part)
+        return f"{head}\n    {self.mend}" if self.mend else head
+
+
+class SpecError(UserError):
+    """A spec that cannot run. ``problems`` holds everything found, warnings too, in the order of the file."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(f"the spec has {count_problems(self.problems)}")
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.problems), count_problems(self.problems)])
+
+    def __reduce__(self) -> tuple[type[SpecError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+def count_problems(problems: Iterable[Problem]) -> str:
+    """Such as ``2 errors, 1 warning``."""
+    severities = [problem.severity for problem in problems]
+    counts = [(name, severities.count(name)) for name in ("error", "warning") if name in severities]
+    return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts)

@@ -1,0 +1,113 @@
+"""The reference of the spec, made from its models: docs/spec.md and the JSON schema.
+
+`python -m asyncrl_cli.spec.reference > docs/spec.md` writes the page; a test holds it to the models.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from asyncrl_cli.spec.catalogue import Key, keys
+from asyncrl_cli.spec.rules import RULES
+from asyncrl_cli.spec.sections import ExperimentSpec, Section
+
+_INTRODUCTION = """\
+# The experiment spec
+
+One YAML file says everything about a run. `asyncrl validate-spec SPEC` checks it in half a second and names every
+mistake with its line; `--resolved` shows it with all defaults, and `--schema` prints a JSON schema for your editor.
+
+This page is made from the models in `asyncrl_cli/spec/sections.py` by `python -m asyncrl_cli.spec.reference`.
+
+- **Files on files.** `extends: base.yaml` (or a list, later ones on top) starts from other specs, relative to this
+  file. Mappings merge key by key; lists and values replace. A key set to `null` drops what the base had there, as in
+  `model: {path: ./saved, init: null}`.
+- **Environment.** `${env:NAME}` and `${env:NAME:-default}` stand for environment variables, as a whole value (read
+  as YAML's numbers, `true`, `false` and `null` are) or within a text. `$${env:` is a literal `${env:`.
+- **Command line.** `--set pipeline.max_staleness=2` overrides one key; the value is YAML, and a list's entries have
+  indices, as in `--set trainer.optimizer.betas.1=0.99`.
+- **Paths** are relative to the file that states them, and to the current folder in `--set`. Only `runs_dir` always
+  starts from the current folder.
+- **YAML** is read as version 1.2 does: `1e-4` is a number, `no` and `2024-01-01` are text. Numbers in quotes are text.
+"""
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a spec file; `extends` is in it too."""
+    schema = ExperimentSpec.model_json_schema()
+    text = {"type": "string"}
+    schema["properties"]["extends"] = {
+        "description": "Specs to start from, relative to this file.",
+        "anyOf": [text, {"type": "array", "items": text}],
+    }
+    return schema
+
+
+def reference() -> str:
+    """docs/spec.md."""
+    schema = json_schema()
+    sections: dict[type[Section], list[str]] = {ExperimentSpec: []}
+    for path, key in keys().items():
+        if key.opens:
+            sections.setdefault(key.opens, []).append(path)
+    parts = [_INTRODUCTION]
+    for section, paths in sections.items():
+        fields = schema if section is ExperimentSpec else schema["$defs"][section.__name__]
+        parts.append(_table(section, paths, fields["properties"]))
+    rules = "\n".join(f"- {' '.join(inspect.getdoc(rule).split())}" for rule in RULES)  # type: ignore[union-attr]
+    parts.append(f"## What must fit together\n\n{rules}\n")
+    return "\n".join(parts)
+
+
+def _table(section: type[Section], paths: list[str], properties: dict[str, Any]) -> str:
+    title = ", ".join(f"`{path}`" for path in paths) or "Top level"
+    lines = [f"## {title}", "", inspect.getdoc(section) or "", "", "| key | type | default | meaning |", "|-|-|-|-|"]
+    prefix = f"{paths[0]}." if paths else ""
+    for name in section.model_fields:
+        key = keys()[prefix + name]
+        cells = (f"`{name}`", _type(properties[name]), _default(key), key.field.description or "")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A field's type in words, from its JSON schema."""
+    if "anyOf" in schema:
+        return _choice([_type(option) for option in schema["anyOf"]])
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if values:
+        return _choice([f"`{value}`" for value in values])
+    if "$ref" in schema:
+        return "section"
+    if schema.get("type") == "array":
+        items = schema.get("prefixItems")
+        return f"{len(items)} values, each a {_type(items[0])}" if items else f"list of {_type(schema['items'])}"
+    words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
+    words |= {"object": "mapping", "null": "`null`"}
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[bound]}" for bound, sign in signs.items() if bound in schema]
+    return " ".join([words[schema["type"]], ", ".join(bounds)]).strip()
+
+
+def _choice(words: list[str]) -> str:
+    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+def _default(key: Key) -> str:
+    if key.follows:
+        return "see meaning"
+    default = key.default
+    if default is PydanticUndefined:
+        return "**required**"
+    if isinstance(default, Section):
+        default = default.model_dump(exclude_unset=True)
+        return f"`{json.dumps(default)}`" if default else "its keys' defaults"
+    return f"`{json.dumps(default, default=str)}`"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

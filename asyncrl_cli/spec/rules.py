@@ -1,0 +1,324 @@
+"""What must agree between fields: a small function each, yielding problems with the field to blame.
+
+A rule sees a spec whose fields are each right by themselves. A mend names the numbers that would work. The
+docstrings are the sentences that docs/spec.md shows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+
+from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec
+
+Rule = Callable[[ExperimentSpec], Iterator[Problem]]
+RULES: list[Rule] = []
+
+READY_TASKS = ("chain_sum", "spell_backward")
+
+OWN_ENGINE_ARGS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "max_model_len": "model.max_length",
+    "max_num_seqs": "rollout.max_running_rollouts",
+    "dtype": "rollout.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "rollout.gpus_per_engine",
+    "data_parallel_size": "rollout.engines",
+    "worker_extension_cls": None,
+    "weight_transfer_config": None,
+    "logprobs_mode": None,
+    "enable_chunked_prefill": None,
+    "async_scheduling": None,
+}
+"""vLLM arguments that asyncrl sets itself, each with the key to use instead; every `schedul…` argument is one too."""
+
+
+def rule(check: Rule) -> Rule:
+    RULES.append(check)
+    return check
+
+
+def warning(path: str, message: str, mend: str = "") -> Problem:
+    return Problem(path, message, mend, "warning")
+
+
+def longest_rollout(spec: ExperimentSpec) -> int:
+    return spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
+
+
+# The model and the task.
+
+
+@rule
+def one_model(spec: ExperimentSpec) -> Iterator[Problem]:
+    """The model has one source: `model.path` or `model.init`, not both."""
+    if spec.model.path is None and spec.model.init is None:
+        yield Problem("model", "says no model", "Give model.path (a saved one) or model.init (a new one).")
+    if spec.model.path is not None and spec.model.init is not None:
+        yield Problem("model.path", "is given, and model.init too", "Set one of the two to null.")
+
+
+@rule
+def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A `model.path` or `model.init.tokenizer` that is a path exists and is a folder."""
+    if spec.model.path is not None and os.path.isabs(spec.model.path) and not os.path.isdir(spec.model.path):
+        mend = "Name a saved model's folder, or a hub id."
+        yield Problem("model.path", f"there is no folder {spec.model.path}", mend)
+    tokenizer = spec.model.init.tokenizer if spec.model.init else CHARACTERS
+    if tokenizer != CHARACTERS and not os.path.isdir(tokenizer):
+        mend = f"Name a saved tokenizer's folder, or `{CHARACTERS}`."
+        yield Problem("model.init.tokenizer", f"there is no folder {tokenizer}", mend)
+
+
+@rule
+def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
+    """In `model.init.config`, heads divide the hidden size (or `head_dim` is given), key-value heads divide heads."""
+    config = spec.model.init.config if spec.model.init else {}
+
+    def number(name: str) -> int:
+        value = config.get(name)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    size, heads, kv_heads = map(number, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if size and heads and size % heads and not number("head_dim"):
+        mend = f"Use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim."
+        yield Problem("model.init.config.hidden_size", f"{size} cannot be split over {heads} heads", mend)
+    if heads and kv_heads and heads % kv_heads:
+        message = f"{kv_heads} key-value heads cannot share {heads} heads"
+        yield Problem("model.init.config.num_key_value_heads", message, f"Use one of {divisors(heads)}.")
+
+
+@rule
+def positions(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`model.max_length` is within `max_position_embeddings`, where the config has it."""
+    limit = spec.model.init.config.get("max_position_embeddings") if spec.model.init else None
+    if isinstance(limit, int) and limit < spec.model.max_length:
+        message = f"{spec.model.max_length} tokens are more than the model's {limit} positions"
+        yield Problem("model.max_length", message, f"Lower it to {limit}, or raise max_position_embeddings.")
+
+
+@rule
+def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`task.use` is a ready task or a well-formed `module:name`; the module is imported at launch."""
+    use = spec.task.use
+    if ":" in use:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", use):
+            module, _, name = use.partition(":")
+            dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+            yield Problem("task.use", f"`{use}` is no module:name", f"Write it like an import, as `{dotted}:{name}`.")
+    elif use not in READY_TASKS:
+        close = get_close_matches(use, READY_TASKS, n=1)
+        known = f"Ready tasks: {', '.join(READY_TASKS)}. Your own is `module:name`."
+        yield Problem("task.use", f"there is no ready task `{use}`", f"Did you mean `{close[0]}`?" if close else known)
+
+
+@rule
+def splits(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Each split has a `path` or a `size`, its file exists, and the two splits are not the same file."""
+    for name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
+        if split.path is None and split.size is None:
+            mend = "Give a file, or how many prompts the task makes."
+            yield Problem(f"data.{name}", "has neither path nor size", mend)
+        if split.path is not None and not os.path.isfile(split.path):
+            found = "is a folder" if os.path.isdir(split.path) else "does not exist"
+            mend = "Name a JSON Lines file; a relative path starts from the spec's folder."
+            yield Problem(f"data.{name}.path", f"{split.path} {found}", mend)
+    if spec.data.train.path is not None and spec.data.train.path == spec.data.eval.path:
+        yield warning("data.eval.path", "the held-out prompts are trained on", "Use a file of its own.")
+
+
+# Lengths and counts.
+
+
+@rule
+def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A longest prompt and a longest response fit into `model.max_length`."""
+    rollout, limit, total = spec.rollout, spec.model.max_length, longest_rollout(spec)
+    if total > limit:
+        sum_ = f"{rollout.max_prompt_tokens} prompt + {rollout.max_response_tokens} response tokens"
+        mend = f"Raise model.max_length to {total}"
+        if limit > rollout.max_prompt_tokens:
+            mend += f", or lower rollout.max_response_tokens to {limit - rollout.max_prompt_tokens}"
+        yield Problem("model.max_length", f"{sum_} are {total}, more than {limit}", f"{mend}.")
+
+
+@rule
+def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.tokens_per_microbatch` has room for a longest rollout."""
+    total, budget = longest_rollout(spec), spec.trainer.tokens_per_microbatch
+    if total > budget:
+        message = f"a rollout may have {total} tokens, more than the {budget} of a micro-batch"
+        yield warning("trainer.tokens_per_microbatch", message, f"Raise it to {total} or more.")
+
+
+@rule
+def group_has_advantage(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A group has two rollouts or more: alone, a rollout equals its group's mean and teaches nothing."""
+    if spec.rollout.group_size < 2:
+        yield Problem("rollout.group_size", "a group of one has no advantage", "Use 2 or more; 8 is usual.")
+
+
+@rule
+def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A group fits into what an engine runs at once."""
+    group, running = spec.rollout.group_size, spec.rollout.max_running_rollouts
+    if group > running:
+        message = f"an engine runs {running} rollouts at once, fewer than one group of {group}"
+        yield Problem("rollout.max_running_rollouts", message, f"Raise it to {group} or more.")
+
+
+@rule
+def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.minibatches` divides `pipeline.groups_per_step`."""
+    parts, groups = spec.trainer.minibatches, spec.pipeline.groups_per_step
+    if groups % parts:
+        message = f"{groups} groups per step cannot be split into {parts} equal minibatches"
+        yield Problem("trainer.minibatches", message, f"Use one of {divisors(groups)}.")
+
+
+@rule
+def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Every minibatch has a rollout for every rank."""
+    rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size // spec.trainer.minibatches
+    if 0 < rollouts < spec.trainer.ranks:
+        message = f"a minibatch of {rollouts} rollouts leaves some of {spec.trainer.ranks} ranks without any"
+        yield Problem("trainer.ranks", message, f"Use {rollouts} ranks at most, or fewer minibatches.")
+
+
+# Staleness.
+
+
+@rule
+def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`sync` means staleness 0, `one_step_off` staleness 1, and both `weight_update: drain`."""
+    pipeline = spec.pipeline
+    preset = {"sync": 0, "one_step_off": 1}.get(pipeline.mode)
+    if preset is None:
+        return
+    if pipeline.max_staleness != preset:
+        message = f"mode {pipeline.mode} means {preset}, not {pipeline.max_staleness}"
+        mend = f"Set it to {preset} or leave it out, or use mode: async."
+        yield Problem("pipeline.max_staleness", message, mend)
+    if pipeline.weight_update != "drain":
+        message = f"mode {pipeline.mode} means drain, not {pipeline.weight_update}"
+        yield Problem("pipeline.weight_update", message, "Set it to drain or leave it out, or use mode: async.")
+
+
+@rule
+def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Engines run no more rollouts than staleness admits: (S + 1) · publish_every · groups_per_step · group_size."""
+    pipeline, rollout = spec.pipeline, spec.rollout
+    capacity = rollout.engines * rollout.max_running_rollouts
+    admitted = (pipeline.max_staleness + 1) * pipeline.publish_every * pipeline.groups_per_step * rollout.group_size
+    if capacity > admitted:
+        message = f"the engines could run {capacity} rollouts, but staleness admits {admitted} at most"
+        share = -(-admitted // rollout.engines)
+        staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
+        mend = f"Lower it to {max(share, rollout.group_size)}"
+        mend += f", or raise pipeline.max_staleness to {staleness}." if pipeline.mode == "async" else "."
+        yield warning("rollout.max_running_rollouts", message, mend)
+
+
+@rule
+def correction(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Stale rollouts are corrected by importance weights."""
+    if spec.algorithm.importance_cap is None and spec.pipeline.max_staleness > 0:
+        message = f"stale rollouts (up to {spec.pipeline.max_staleness} versions) are trained on without correction"
+        yield warning("algorithm.importance_cap", message, "Set it to 2.0.")
+
+
+# What happens when.
+
+
+@rule
+def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
+    """What happens every so many steps happens before `stop.steps`."""
+    steps = spec.stop.steps
+    for path, every, event in (
+        ("pipeline.publish_every", spec.pipeline.publish_every, "no weights are published"),
+        ("evaluation.every", spec.evaluation.every, "nothing is evaluated while training"),
+        ("checkpoints.every", spec.checkpoints.every, "no checkpoint is written before the end"),
+    ):
+        if every > steps:
+            yield warning(path, f"{event}: {every} is more than the run's {steps} steps", f"Use {steps} or less.")
+
+
+@rule
+def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
+    """The learning rate's warm-up ends within the run."""
+    updates = spec.stop.steps * spec.trainer.minibatches
+    if spec.trainer.schedule.warmup_updates > updates:
+        message = f"the run ends after {updates} updates, before the warm-up does"
+        yield warning("trainer.schedule.warmup_updates", message, f"Use fewer than {updates}.")
+
+
+@rule
+def evaluation_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`evaluation.prompts` are there in `data.eval`."""
+    wanted, there = spec.evaluation.prompts, spec.data.eval.size
+    if wanted is not None and there is not None and wanted > there:
+        mend = f"Raise data.eval.size to {wanted}, or lower this."
+        yield warning("evaluation.prompts", f"there are only {there} held-out prompts, not {wanted}", mend)
+
+
+# Hardware and engines.
+
+
+@rule
+def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Trainer and engines compute in one dtype; two widen the gap between their log-probs."""
+    if spec.trainer.dtype != spec.rollout.dtype:
+        message = f"engines in {spec.rollout.dtype} and trainer in {spec.trainer.dtype} widen the log-prob gap"
+        yield warning("rollout.dtype", message, f"Use {spec.trainer.dtype} in both, if memory allows.")
+
+
+@rule
+def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Trainer and engines both run on GPUs, or both on CPUs."""
+    if bool(spec.trainer.gpus_per_rank) != bool(spec.rollout.gpus_per_engine):
+        trainer, engines = ("GPU", "CPU") if spec.trainer.gpus_per_rank else ("CPU", "GPU")
+        slow = "rollout.gpus_per_engine" if engines == "CPU" else "trainer.gpus_per_rank"
+        yield warning(slow, f"the trainer is on {trainer} and the engines are on {engines}", "Set it to 1.")
+
+
+@rule
+def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`rollout.kv_cache_mb` is for CPU engines."""
+    if spec.rollout.kv_cache_mb is not None and spec.rollout.gpus_per_engine:
+        mend = "Use rollout.engine_args.gpu_memory_utilization."
+        yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", mend)
+
+
+@rule
+def threads(spec: ExperimentSpec) -> Iterator[Problem]:
+    """On this machine's CPUs, ranks and engines have a core for every thread."""
+    trainer, rollout, cores = spec.trainer, spec.rollout, os.cpu_count()
+    if spec.cluster.address is not None or trainer.gpus_per_rank or rollout.gpus_per_engine or cores is None:
+        return
+    parts = (trainer.ranks * trainer.threads_per_rank, rollout.engines * rollout.threads_per_engine)
+    needed = max(parts) if spec.pipeline.mode == "sync" else sum(parts)
+    if needed > cores:
+        message = f"trainer and engines want {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"
+        path = "trainer.threads_per_rank" if parts[0] > parts[1] else "rollout.threads_per_engine"
+        yield warning(path, message, f"Lower threads, ranks or engines until they want {cores} in all.")
+
+
+@rule
+def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`rollout.engine_args` leaves alone what asyncrl sets itself."""
+    for argument in spec.rollout.engine_args:
+        name = argument.strip("-").replace("-", "_").lower()
+        if name in OWN_ENGINE_ARGS or name.startswith("schedul"):
+            key = OWN_ENGINE_ARGS.get(name)
+            mend = f"Use {key} instead." if key else "Remove it; the pipeline depends on its own value."
+            yield Problem(f"rollout.engine_args.{argument}", "asyncrl sets this itself", mend)
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number as text; the largest twelve of many."""
+    found = [part for part in range(1, min(number, 100_000) + 1) if number % part == 0]
+    return ", ".join(map(str, found[-12:]))

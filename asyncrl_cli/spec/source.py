@@ -1,0 +1,213 @@
+"""YAML text becomes a tree of nodes that remember where they were written.
+
+Scalars follow YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text. `${env:NAME}` and
+`${env:NAME:-default}` stand for environment variables; a value that held one is read again afterwards, so that
+numbers work, and `$${env:` writes a literal `${env:`. Problems are collected, never raised: the reader goes on
+behind a mistake, with the text as it stands.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import yaml
+
+from asyncrl_cli.spec.problems import Place, Problem
+
+_TAG = "tag:yaml.org,2002:"
+SCALARS = {
+    _TAG + "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
+    _TAG + "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+    _TAG + "int": re.compile(r"(?:[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)\Z"),
+    _TAG + "float": re.compile(
+        r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+    ),
+    _TAG + "merge": re.compile(r"<<\Z"),
+}
+_REFERENCE = re.compile(r"(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})?")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's scanner and parser, with the scalars of YAML 1.2."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # type: ignore[misc]  # PyYAML says instance variable.
+
+
+for _tag, _pattern in SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value with its place, and the place of the key it stands under (if it stands under one)."""
+
+    value: dict[str, Node] | list[Node] | str | int | float | bool | None
+    place: Place
+    key_place: Place | None = None
+
+    def plain(self) -> Any:
+        """The value alone, as dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
+
+    def child(self, key: str) -> Node | None:
+        """What stands under a key, or at an index of a list."""
+        if isinstance(self.value, dict):
+            return self.value.get(key)
+        if isinstance(self.value, list) and key.isdecimal() and int(key) < len(self.value):
+            return self.value[int(key)]
+        return None
+
+    def place_of(self, path: str, *, key: bool = False) -> Place:
+        """Where a dotted path is written: its value, or with ``key`` its key.
+
+        A path that is not written belongs to the nearest key above it.
+        """
+        node = self
+        for name in path.split(".") if path else ():
+            below = node.child(name)
+            if below is None:
+                return node.key_place or node.place
+            node = below
+        return node.key_place or node.place if key else node.place
+
+
+def read_yaml(text: str, origin: Place, problems: list[Problem], path: str = "") -> Node | None:
+    """Read one YAML document; None when it has no structure to speak of (the problems say why).
+
+    ``origin`` names the file; with a command-line option as origin, that option is the place of every node.
+    ``path`` is the dotted path the document's root stands at.
+    """
+    reader = _Reader(origin, problems)
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line, column = text.count("\n", 0, error.position), error.position - text.rfind("\n", 0, error.position) - 1
+        character = f"U+{error.character:04X}" if isinstance(error.character, int) else repr(error.character)
+        reader.report(path, f"not valid YAML: the character {character} is not allowed", reader.place(line, column))
+        return None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = reader.place(mark.line, mark.column) if mark else origin
+        parts = [part for part in (error.context, error.problem) if part]
+        mend = "Indent with spaces, not with tabs." if r"'\t'" in str(error.problem) else ""
+        if mark and text[mark.index - 1 :].startswith("${env:"):
+            mend = "Between braces or brackets, ${env:NAME} needs quotes."
+        reader.report(path, f"not valid YAML: {', '.join(parts)}", place, mend)
+        return None
+    return reader.node(root, path) if root else Node(None, reader.place(0, 0))
+
+
+class _Reader:
+    def __init__(self, origin: Place, problems: list[Problem]) -> None:
+        self.origin = origin
+        self.problems = problems
+        self.open: list[yaml.Node] = []
+
+    def place(self, line: int, column: int) -> Place:
+        return self.origin if self.origin.line is None else Place(self.origin.file, line + 1, column + 1)
+
+    def report(self, path: str, message: str, place: Place, mend: str = "") -> None:
+        problem = Problem(path, message, mend).at(place)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def node(self, source: yaml.Node, path: str) -> Node:
+        place = self.place(source.start_mark.line, source.start_mark.column)
+        if any(source is parent for parent in self.open):
+            self.report(path, "this alias contains itself", place)
+            return Node(None, place)
+        self.open.append(source)
+        try:
+            if isinstance(source, yaml.MappingNode):
+                return Node(self.mapping(source, path), place)
+            if isinstance(source, yaml.SequenceNode):
+                return Node([self.node(item, f"{path}.{i}") for i, item in enumerate(source.value)], place)
+            return Node(self.scalar(source.tag, source.value, path, place), place)
+        finally:
+            self.open.pop()
+
+    def mapping(self, source: yaml.MappingNode, path: str) -> dict[str, Node]:
+        merged: dict[str, Node] = {}
+        own: dict[str, Node] = {}
+        for key, value in source.value:
+            place = self.place(key.start_mark.line, key.start_mark.column)
+            if key.tag == _TAG + "merge":
+                merged = {**dict(self.merged(value, path)), **merged}
+            elif key.tag != _TAG + "str":
+                shown = f"`{key.value}`" if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                self.report(path, f"{shown} as a key: keys must be text", place, "Put it in quotes, or remove it.")
+            else:
+                below = f"{path}.{key.value}" if path else key.value
+                if key.value in own:
+                    first = own[key.value].key_place
+                    self.report(below, f"written twice, first at {first}", place, "Keep one of the two.")
+                own[key.value] = replace(self.node(value, below), key_place=place)
+        return {**merged, **own}
+
+    def merged(self, source: yaml.Node, path: str) -> Iterator[tuple[str, Node]]:
+        """What `<<` brings in; of a list, the earlier mapping wins."""
+        for part in reversed(source.value) if isinstance(source, yaml.SequenceNode) else [source]:
+            node = self.node(part, path)
+            if isinstance(node.value, dict):
+                yield from node.value.items()
+            else:
+                self.report(path, "`<<` takes a mapping, or a list of mappings", node.place)
+
+    def scalar(self, tag: str, text: str, path: str, place: Place) -> str | int | float | bool | None:
+        expanded, substituted = self.expand(text, path, place)
+        if substituted:
+            tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
+        if tag not in SCALARS and tag != _TAG + "str":
+            self.report(path, f"the tag `{tag}` means nothing here", place, "Remove it.")
+        try:
+            return _convert(tag, expanded)
+        except ValueError:
+            self.report(path, f"`{expanded[:40]}` cannot be read as {tag.removeprefix(_TAG)}", place)
+            return expanded
+
+    def expand(self, text: str, path: str, place: Place) -> tuple[str, bool]:
+        """The text with its environment variables, and whether it had any."""
+        substituted = False
+
+        def value(match: re.Match[str]) -> str:
+            nonlocal substituted
+            dollars, name, default = match.groups()
+            if len(dollars) > 1:
+                return match[0][1:]
+            if name is None:
+                self.report(path, "`${env:` begins a variable that is not finished", place, "Write ${env:NAME}.")
+                return match[0]
+            if name not in os.environ and default is None:
+                mend = f"Export it, or give a default: ${{env:{name}:-default}}."
+                self.report(path, f"the environment variable {name} is not set", place, mend)
+                return match[0]
+            substituted = True
+            return os.environ.get(name, default or "")
+
+        return _REFERENCE.sub(value, text), substituted
+
+
+def _convert(tag: str, text: str) -> str | int | float | bool | None:
+    """A scalar's value. ValueError when its tag promises what its text does not keep."""
+    kind = tag.removeprefix(_TAG)
+    if kind in ("null", "bool", "int", "float") and not SCALARS[tag].match(text):
+        raise ValueError(text)
+    match kind:
+        case "null":
+            return None
+        case "bool":
+            return text.lower() == "true"
+        case "int":
+            digits = text.replace("_", "")
+            return int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
+        case "float":
+            return float(re.sub(r"\.(?=inf|nan)", "", text.lower().replace("_", "")))
+    return text

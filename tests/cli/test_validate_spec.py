@@ -1,0 +1,103 @@
+"""`asyncrl validate-spec`, from the outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.cli.app import main
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "specs/quickstart.yaml")
+BROKEN = str(ROOT / "tests/data/broken.yaml")
+HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "rich")
+
+
+@pytest.fixture
+def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Run a command line in this process: its exit code, stdout and stderr."""
+    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    assert asyncrl("validate-spec", QUICKSTART) == (
+        0,
+        f"{QUICKSTART} is valid: quickstart runs 100 steps of 32 groups of 8 rollouts, async with staleness 4 at most, "
+        "with 1 engine on CPU and 1 trainer rank on CPU.\n",
+        "",
+    )
+
+
+def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = asyncrl("validate-spec", BROKEN)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"{BROKEN}:3:1: seeds: there is no such key\n    Did you mean `seed`?\n")
+    assert "Traceback" not in err
+    assert "Traceback" in asyncrl("--debug", "validate-spec", BROKEN)[2]
+
+
+def test_warnings_do_not_fail(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = asyncrl("validate-spec", QUICKSTART, "--set", "algorithm.importance_cap=null")
+    assert code == 0 and "is valid" in out
+    assert err.startswith("--set algorithm.importance_cap: warning: algorithm.importance_cap: stale rollouts")
+
+
+def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = asyncrl("validate-spec", BROKEN, "--json")
+    document = json.loads(out)
+    assert (code, err, document["valid"]) == (2, "", False)
+    assert document["problems"][0] == {
+        "path": "seeds",
+        "message": "there is no such key",
+        "mend": "Did you mean `seed`?",
+        "severity": "error",
+        "file": BROKEN,
+        "line": 3,
+        "column": 1,
+    }
+    code, out, _ = asyncrl("validate-spec", QUICKSTART, "--json")
+    assert code == 0 and json.loads(out) == {"spec": QUICKSTART, "valid": True, "problems": []}
+
+
+def test_resolved_loads_again(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    _, first, _ = asyncrl("validate-spec", QUICKSTART, "--resolved", "--set", "seed=7")
+    (tmp_path / "resolved.yaml").write_text(first)
+    _, second, _ = asyncrl("validate-spec", str(tmp_path / "resolved.yaml"), "--resolved")
+    assert first == second and "seed: 7" in first and "stall_minutes: 10.0" in first
+
+
+def test_schema_needs_no_spec(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = asyncrl("validate-spec", "--schema")
+    assert code == 0 and json.loads(out)["title"] == "ExperimentSpec"
+    assert asyncrl("validate-spec")[0] == 2
+
+
+def test_version(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    assert asyncrl("--version")[1].startswith("asyncrl ")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate-spec", QUICKSTART]])
+def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
+    script = (
+        "import sys, asyncrl_cli.cli.app as a\n"
+        f"sys.argv = ['asyncrl', *{arguments!r}]\n"
+        "try: a.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"

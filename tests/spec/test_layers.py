@@ -1,0 +1,125 @@
+"""`extends` and `--set`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.spec.layers import merge, override, read_layers
+from asyncrl_cli.spec.problems import Place, Problem
+from asyncrl_cli.spec.source import Node
+
+HERE = Place("here", 1, 1)
+
+
+def tree(value: Any) -> Node:
+    if isinstance(value, dict):
+        return Node({key: tree(inner) for key, inner in value.items()}, HERE)
+    return Node([tree(inner) for inner in value] if isinstance(value, list) else value, HERE)
+
+
+def layers(path: Path) -> tuple[Node | None, list[Problem]]:
+    problems: list[Problem] = []
+    return read_layers(str(path), problems, []), problems
+
+
+def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("a: {x: 1, y: [1, 2]}\nb: 1\n")
+    (tmp_path / "sub/middle.yaml").write_text("extends: ../base.yaml\na: {y: [3]}\n")
+    (tmp_path / "other.yaml").write_text("b: 2\nc: {d: 1}\n")
+    (tmp_path / "top.yaml").write_text("extends: [sub/middle.yaml, other.yaml]\nc: null\n")
+    root, problems = layers(tmp_path / "top.yaml")
+    assert root is not None and not problems
+    assert root.plain() == {"a": {"x": 1, "y": [3]}, "b": 2, "c": None}
+    assert root.place_of("a.x") == Place(str(tmp_path / "base.yaml"), 1, 8)
+    assert root.place_of("a.y") == Place(str(tmp_path / "sub/middle.yaml"), 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("a: 1\nextends: gone.yaml\n", 2, "there is no file"),
+        ("extends: s.yaml\n", 1, "extends itself: s.yaml → s.yaml"),
+        ("extends: [.]\n", 1, "is not a file"),
+        ("extends: {a: 1}\n", 1, "must be the path of a spec"),
+        ("extends: [3]\n", 1, "must be the path of a spec"),
+    ],
+)
+def test_mistakes_in_extends(tmp_path: Path, text: str, line: int, words: str) -> None:
+    (tmp_path / "s.yaml").write_text(text)
+    _, problems = layers(tmp_path / "s.yaml")
+    assert [(p.path, p.line) for p in problems] == [("extends", line)]
+    assert words in problems[0].message
+
+
+def test_long_cycles_are_drawn(tmp_path: Path) -> None:
+    for name, target in (("a", "b"), ("b", "c"), ("c", "b")):
+        (tmp_path / f"{name}.yaml").write_text(f"extends: {target}.yaml\n")
+    _, problems = layers(tmp_path / "a.yaml")
+    assert "b.yaml → c.yaml → b.yaml" in problems[0].message
+    assert problems[0].file.endswith("c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "the file is empty"),
+        (b"# nothing\n", "the file is empty"),
+        (b"- a\n", "no mapping"),
+        (b"a: 1\nb: \xff\n", "not UTF-8"),
+    ],
+)
+def test_files_that_are_no_spec(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "s.yaml").write_bytes(data)
+    root, problems = layers(tmp_path / "s.yaml")
+    assert root is None and len(problems) == 1 and words in problems[0].message
+    assert problems[0].line == (2 if b"\xff" in data else 1)
+
+
+def test_overrides() -> None:
+    problems: list[Problem] = []
+    root = tree({"a": {"b": 1, "list": [1, 2]}, "m": {"path": "p", "init": None}})
+    for assignment in ("a.b=1e-4", "a.list.1=[x]", "m.init.config={w: 3}", "m.path=", "new.key=a=b"):
+        root = override(root, assignment, problems)
+    assert not problems
+    assert root.plain() == {
+        "a": {"b": 1e-4, "list": [1, ["x"]]},
+        "m": {"path": None, "init": {"config": {"w": 3}}},
+        "new": {"key": "a=b"},
+    }
+    assert str(root.place_of("a.b")) == "--set a.b"
+    assert str(root.place_of("m.init.config.w")) == "--set m.init.config"
+
+
+@pytest.mark.parametrize("assignment", ["a.b", "=3", "a..b=3", "a.list.2=3", "a.list.x=3", "a.b={"])
+def test_overrides_that_cannot_be_applied(assignment: str) -> None:
+    problems: list[Problem] = []
+    root = tree({"a": {"b": 1, "list": [1, 2]}})
+    assert override(root, assignment, problems).plain() == root.plain()
+    assert len(problems) == 1 and problems[0].file.startswith("--set ") and problems[0].line is None
+
+
+# Keys `m` always hold mappings and keys `v` never do: where one layer has a mapping and another a value, merging
+# cannot be associative, because a value forgets the mapping it replaced.
+trees = st.recursive(
+    st.dictionaries(st.sampled_from(["v1", "v2"]), st.none() | st.integers() | st.lists(st.integers(), max_size=2)),
+    lambda inner: st.dictionaries(st.sampled_from(["m1", "m2"]), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@given(trees, trees, trees)
+def test_merge_is_associative(a: Any, b: Any, c: Any) -> None:
+    left = merge(merge(tree(a), tree(b)), tree(c))
+    right = merge(tree(a), merge(tree(b), tree(c)))
+    assert left.plain() == right.plain()
+
+
+@given(trees)
+def test_merge_with_nothing_or_itself_changes_nothing(a: Any) -> None:
+    assert merge(tree(a), tree({})).plain() == merge(tree({}), tree(a)).plain() == merge(tree(a), tree(a)).plain() == a

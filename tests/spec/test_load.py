@@ -1,0 +1,218 @@
+"""A spec file becomes a checked spec, or all of its mistakes with their places."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.spec.catalogue import keys
+from asyncrl_cli.spec.explain import suggest
+from asyncrl_cli.spec.load import dump_spec, load_spec
+from asyncrl_cli.spec.problems import Problem, SpecError
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+Write = Callable[..., Path]
+
+
+def mistakes(path: Path, *overrides: str) -> tuple[Problem, ...]:
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, overrides)
+    return caught.value.problems
+
+
+def test_the_smallest_spec(write: Write) -> None:
+    loaded = load_spec(write())
+    assert loaded.spec.model.path == "org/model"
+    assert loaded.spec.pipeline.max_staleness == 4
+    assert loaded.files == (write().resolve(),)
+
+
+def test_broken_yaml_names_every_mistake_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCRL_NOT_SET", raising=False)
+    problems = mistakes(DATA / "broken.yaml")
+    assert [(p.line, p.column, p.path) for p in problems] == [
+        (3, 1, "seeds"),
+        (8, 13, "model.init.config"),
+        (9, 15, "model.max_length"),
+        (11, 1, "tasks"),
+        (15, 3, "rollout.group_sizes"),
+        (16, 24, "rollout.max_response_tokens"),
+        (18, 3, "rollout.dtype"),
+        (19, 17, "rollout.engine_args"),
+        (22, 3, "trainer.learning_rate"),
+        (23, 15, "trainer.zero_stage"),
+        (24, 22, "trainer.optimizer.betas"),
+        (24, 34, "trainer.optimizer.eps"),
+        (25, 13, "trainer.schedule"),
+        (28, 9, "pipeline.mode"),
+        (29, 13, "pipeline.on_stale"),
+        (31, 6, "data"),
+        (32, 21, "evaluation.every"),
+        (33, 8, "stop.step"),
+    ]
+    text = str(SpecError(problems))
+    assert f"{DATA}/broken.yaml:22:3: trainer.learning_rate: there is no such key\n" in text
+    assert "Did you mean `trainer.optimizer.learning_rate` or `model.warm_start.learning_rate`?" in text
+    assert text.endswith("18 errors")
+    assert "Input should" not in text and "pydantic" not in text
+
+
+@pytest.mark.parametrize(
+    ("parent", "key", "meant"),
+    [
+        ("rollout", "group_sizes", "rollout.group_size"),
+        ("trainer", "learning_rate", "trainer.optimizer.learning_rate"),
+        ("trainer.optimizer", "lr", "trainer.optimizer.learning_rate"),
+        ("", "steps", "stop.steps"),
+        ("", "max_stalness", "pipeline.max_staleness"),
+        ("", "extend", "extends"),
+        ("rollout", "max_length", "model.max_length"),
+        ("trainer", "num_generations", "rollout.group_size"),
+    ],
+)
+def test_suggestions(parent: str, key: str, meant: str) -> None:
+    assert suggest(parent, key)[0] == meant
+
+
+def test_unknown_keys_without_a_likeness_show_what_there_is(write: Write) -> None:
+    (problem,) = mistakes(write(), "stop.zzz=1")
+    assert problem.mend == "Keys here: steps." and str(problem).startswith("--set stop.zzz: stop.zzz: ")
+
+
+def test_missing_keys_point_at_their_parent(write: Write) -> None:
+    problems = mistakes(write("model: {path: org/model}\ntask:\n  options: {}\n"))
+    assert [(p.path, p.line, p.column) for p in problems] == [("stop", 1, 1), ("task.use", 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stop.steps='5'", "must be a whole number, not '5'"),
+        ("stop.steps=true", "must be a whole number, not true"),
+        ("stop.steps=2.5", "must be a whole number, not 2.5"),
+        ("stop.steps=0", "must be at least 1, not 0"),
+        ("stop.steps=null", "must be a whole number, not null"),
+        ("rollout.sampling.temperature=.inf", "must be a finite number, not inf"),
+        ("rollout.sampling.temperature=0", "must be more than 0, not 0"),
+        ("algorithm.clip_low=1", "must be less than 1, not 1"),
+        ("rollout.sampling.stop=x", "must be a list, not 'x'"),
+        ("rollout.sampling.stop=[1]", "must be text, not 1"),
+        ("trainer.optimizer.betas=[1,2,3]", "has 3 values, but takes 2"),
+        ("trainer.optimizer.betas=[0.1]", "has too few values: [0.1]"),
+        ("name=a b", "does not fit the pattern"),
+        (f"name={'a' * 65}", "has 65 characters, but may have 64 at most"),
+        ("runs_dir=3", "must be a path, not 3"),
+        ("task={}", "is missing"),
+        ("trainer=3", "must be a mapping of keys to values, not 3"),
+        ("data.shuffle=yes", "must be true or false, not 'yes'"),
+    ],
+)
+def test_values_of_the_wrong_kind(write: Write, override: str, words: str) -> None:
+    (problem,) = mistakes(write(), override)
+    assert words in problem.message
+    assert problem.file == f"--set {override.partition('=')[0]}" and problem.line is None
+
+
+def test_one_of_path_and_init_can_be_set_to_null(write: Write) -> None:
+    base = write(name="base.yaml")
+    top = write(f"extends: {base.name}\nmodel: {{path: null, init: {{architecture: qwen3}}}}\n")
+    assert load_spec(top).spec.model.init is not None
+    assert load_spec(top, ["model.init=null", "model.path=org/other"]).spec.model.path == "org/other"
+
+
+def test_paths_start_from_the_file_that_states_them(write: Write, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "sub/model").mkdir(parents=True)
+    for name in ("sub/train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    write("model: {path: model}\ndata: {train: {path: train.jsonl}}\n", "sub/base.yaml")
+    path = write("extends: sub/base.yaml\ntask: {use: m:f}\nstop: {steps: 1}\nname: x\n")
+    monkeypatch.chdir(tmp_path)
+    spec = load_spec(path.name, ["data.eval.path=eval.jsonl", "evaluation.every=1"]).spec
+    assert spec.data.train.path == str(tmp_path / "sub/train.jsonl")
+    assert spec.data.eval.path == str(tmp_path / "eval.jsonl")
+    assert spec.model.path == str(tmp_path / "sub/model")
+    assert str(spec.runs_dir) == "runs"
+
+
+@pytest.mark.parametrize("path", ["", "nowhere.yaml", "."])
+def test_no_such_spec(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(mistakes(Path(path) if path else tmp_path / "x" / "y")) == 1
+
+
+def test_deep_nesting_is_a_problem_like_any_other(write: Write) -> None:
+    (problem,) = mistakes(write("a: " + "[" * 3000))
+    assert "nested too deeply" in problem.message
+
+
+def test_spec_errors_travel_between_processes(write: Write) -> None:
+    error = SpecError(mistakes(write(), "stop.steps=0"))
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert error.exit_code == 2
+
+
+texts = st.text(max_size=8) | st.sampled_from(["${env:HOME}", "$${env:X}", "1e-4", "no", "0o7", "<<", "null", ""])
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+names = st.sampled_from(sorted({name for path in keys() for name in path.split(".")})) | st.text(max_size=4)
+documents = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=12
+)
+relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def shape(section: str = "") -> st.SearchStrategy[dict[str, Any]]:
+    """Mappings with real keys in their right places, and any values."""
+    prefix = f"{section}." if section else ""
+    here = {path: key for path, key in keys().items() if path.startswith(prefix) and "." not in path[len(prefix) :]}
+    fields = {path[len(prefix) :]: (shape(path) | scalars if key.opens else documents) for path, key in here.items()}
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+@relaxed
+@given(st.dictionaries(names, documents, max_size=5) | shape() | documents)
+def test_any_document_is_a_spec_or_a_spec_error(tmp_path: Path, document: Any) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text(yaml.safe_dump(document, allow_unicode=True), encoding="utf-8")
+    try:
+        load_spec(path)
+    except SpecError as error:
+        assert error.problems and str(error)
+        assert all(problem.message and problem.file for problem in error.problems)
+
+
+@relaxed
+@given(st.text(max_size=60) | st.text("{}[]:,-&*!|>'\"%@`# \n\ta${env:}<?", max_size=40), st.text(max_size=20))
+def test_any_text_is_a_spec_or_a_spec_error(tmp_path: Path, text: str, assignment: str) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text(text, encoding="utf-8", newline="")
+    with pytest.raises(SpecError):
+        load_spec(path, [assignment])
+
+
+@relaxed
+@given(
+    st.dictionaries(st.text(max_size=6), documents, max_size=4), st.lists(texts, max_size=3), st.floats(1e-300, 1e300)
+)
+def test_a_dumped_spec_loads_as_the_same_spec(
+    tmp_path: Path, options: dict[str, Any], stop: list[str], rate: float
+) -> None:
+    document = {
+        "model": {"path": "org/model"},
+        "task": {"use": "chain_sum", "options": options},
+        "rollout": {"sampling": {"stop": stop}},
+        "trainer": {"optimizer": {"learning_rate": rate}},
+        "stop": {"steps": 10},
+    }
+    spec = ExperimentSpec.model_validate(document)
+    path = tmp_path / "dumped.yaml"
+    path.write_text(dump_spec(spec), encoding="utf-8")
+    assert load_spec(path).spec == spec
