@@ -26,8 +26,9 @@ def score(task: Task, prompt: Prompt, response: str, finished: bool) -> float:
             f"{reward_name(task)} failed on prompt {prompt.uid!r}: {type(error).__name__}: {error}",
             mend=f"make it return a number for every response; this one was {_shortened(response)}",
         ) from error
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
+    number = _finite(value)
+    if number is not None:
+        return number
     raise TaskError(
         f"{reward_name(task)} returned {_shortened(value)} for prompt {prompt.uid!r}",
         mend="return a finite number (a bool counts as 0 or 1)",
@@ -39,6 +40,16 @@ def reward_name(task: Task) -> str:
     if isinstance(task, FunctionTask):
         return task.name
     return f"{type(task).__module__}:{type(task).__qualname__}.reward"
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _shortened(value: object) -> str:

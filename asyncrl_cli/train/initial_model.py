@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,18 +82,20 @@ def write_weights(directory: Path, seed: int) -> None:
                 f"model.init: transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
                 mend="change the sizes in model.init.config",
             ) from error
-    save_model(model, directory)
+    with without_progress_bars():
+        model.save_pretrained(directory)
 
 
-def save_model(model: Any, directory: Path) -> None:
-    """``model.save_pretrained(directory)`` without its progress bar, which would run through a live view."""
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars, which would run through a live view, off while it loads or saves."""
     import transformers
 
     logging: Any = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model.save_pretrained(directory)
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()
@@ -174,11 +178,6 @@ def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
             f"model.init.config: {heads} attention heads cannot share {key_value_heads} key-value heads",
             mend="make num_attention_heads a multiple of num_key_value_heads",
         )
-    width = head_dim or (hidden // heads if hidden and heads else None)
-    if width and width % 2 and getattr(config, "rope_parameters", None):
-        raise ModelInitError(
-            f"model.init.config: heads of {width} numbers cannot be rotated in pairs", mend="make head_dim even"
-        )
     if positions is not None and positions < max_length:
         raise ModelInitError(
             f"model.init.config.max_position_embeddings is {positions}, less than model.max_length {max_length}",
@@ -186,6 +185,6 @@ def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
         )
 
 
-def _did_you_mean(word: str, known: Any) -> str:
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {close[0]}? " if close else ""

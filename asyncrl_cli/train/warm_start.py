@@ -1,0 +1,194 @@
+"""Supervised training on a task's demonstrations, before reinforcement learning starts.
+
+The first ``clean_fraction`` of the updates sees faultless demonstrations only: they teach the skill. The rest
+sees the task's mixture: it teaches how seldom to use it. The loss is the mean over the response's tokens,
+its end token among them; prompts are not learned. Matrices of the blocks are trained by Muon, everything else
+(embeddings, norms, biases) by AdamW, both under one schedule: linear warm-up, then a cosine to 5 %.
+
+Invariant: with the same model, task, settings, seed and number of threads, the result is the same to the bit.
+Demonstrations are the only randomness, and they come from one generator.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.spec.sections import WarmStart
+from asyncrl_cli.tasks.base import DemonstrationTask, Task
+from asyncrl_cli.train.initial_model import without_progress_bars
+
+FINAL_FRACTION = 0.05
+"""Where the cosine ends, as a fraction of the peak learning rate."""
+
+MICROBATCH = 8
+"""Demonstrations of one forward and backward pass."""
+
+IGNORED = -100
+"""Label of a token that is not learned."""
+
+Example = tuple[list[int], int]
+"""Token ids of prompt, response and end token, and how many of them are the prompt's."""
+
+Progress = Callable[[int, int, float], None]
+"""Called after every update with the updates done, all updates, and the loss in nats a token."""
+
+
+class WarmStartError(UserError):
+    """A warm start that cannot be done with this task or model."""
+
+
+def warm_start(
+    model_dir_in: Path,
+    task: Task,
+    spec: WarmStart,
+    max_length: int,
+    seed: int,
+    directory_out: Path,
+    progress: Progress | None = None,
+) -> None:
+    """Train the model in ``model_dir_in`` on CPU in float32 and write it, with its tokenizer, to ``directory_out``.
+
+    ``max_length`` bounds a demonstration in tokens. Sets the process's number of threads while it runs.
+    Raises ``WarmStartError`` if the task has no demonstrations, one is too long, or the loss is not finite.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not isinstance(task, DemonstrationTask):
+        raise WarmStartError(
+            "model.warm_start needs demonstrations, and the task has none",
+            mend="give the task a method demonstration(rng, clean), or remove model.warm_start",
+        )
+    tokenizer = AutoTokenizer.from_pretrained(model_dir_in, local_files_only=True)
+    with without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(model_dir_in, local_files_only=True, dtype=torch.float32)
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    threads = torch.get_num_threads()
+    torch.set_num_threads(spec.threads)
+    try:
+        _train(model, _updates(task, tokenizer, spec, max_length, seed), pad_id, spec, progress)
+    finally:
+        torch.set_num_threads(threads)
+    with without_progress_bars():
+        model.save_pretrained(directory_out)
+    tokenizer.save_pretrained(directory_out)
+
+
+def learning_rate_factor(update: int, updates: int, warmup: int) -> float:
+    """The schedule's factor for the update with this number, counted from 0: linear up to 1, then a cosine."""
+    if update < warmup:
+        return (update + 1) / warmup
+    done = (update - warmup) / max(1, updates - warmup)
+    return FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels, int64, both (examples, longest - 1): the label of a position is the token that follows.
+
+    Padding is on the right, where a causal model's real tokens cannot see it: no attention mask is needed.
+    """
+    width = max(len(ids) for ids, _ in examples) - 1
+    inputs = torch.full((len(examples), width), pad_id)
+    labels = torch.full((len(examples), width), IGNORED)
+    for row, (ids, prompt) in enumerate(examples):
+        inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        labels[row, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+    return inputs, labels
+
+
+def _updates(
+    task: DemonstrationTask, tokenizer: Any, spec: WarmStart, max_length: int, seed: int
+) -> Iterator[list[Example]]:
+    """The examples of one update after the other."""
+    rng = random.Random(f"warm_start/{seed}")
+    clean_updates = round(spec.steps * spec.clean_fraction)
+    for update in range(spec.steps):
+        demonstrations = [task.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
+        yield _tokenized(demonstrations, tokenizer, max_length)
+
+
+def _tokenized(demonstrations: list[tuple[str, str]], tokenizer: Any, max_length: int) -> list[Example]:
+    prompts, responses = zip(*demonstrations, strict=True)
+    prompt_ids = tokenizer(list(prompts))["input_ids"]
+    response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+    examples = []
+    for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
+        ids = [*prompt, *response, tokenizer.eos_token_id]
+        if len(ids) > max_length:
+            raise WarmStartError(
+                f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",
+                mend="raise model.max_length, or make demonstrations shorter by task.options",
+            )
+        examples.append((ids, len(prompt)))
+    return examples
+
+
+def _microbatches(examples: list[Example]) -> Iterator[list[Example]]:
+    """The examples of an update in rows of similar length: more than half of a plain batch would be padding."""
+    by_length = sorted(examples, key=lambda example: len(example[0]))
+    for start in range(0, len(by_length), MICROBATCH):
+        yield by_length[start : start + MICROBATCH]
+
+
+def _train(
+    model: Any, updates: Iterator[list[Example]], pad_id: int, spec: WarmStart, progress: Progress | None
+) -> None:
+    optimizers = _optimizers(model, spec)
+    model.train()
+    for update, examples in enumerate(updates):
+        factor = learning_rate_factor(update, spec.steps, spec.warmup_steps)
+        loss = _accumulate_gradients(model, examples, pad_id)
+        if not math.isfinite(loss):
+            raise WarmStartError(
+                f"the warm start's loss is {loss} at update {update + 1}", mend="lower its learning rates"
+            )
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group["peak"]
+            optimizer.step()
+            optimizer.zero_grad()
+        if progress is not None:
+            progress(update + 1, spec.steps, loss)
+
+
+def _accumulate_gradients(model: Any, examples: list[Example], pad_id: int) -> float:
+    """Add the gradient of the mean loss over all response tokens of ``examples``, and return that loss."""
+    tokens = sum(len(ids) - prompt for ids, prompt in examples)
+    total = 0.0
+    for rows in _microbatches(examples):
+        inputs, labels = collate(rows, pad_id)
+        logits = model(input_ids=inputs, use_cache=False).logits
+        summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss: Any = summed / tokens
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _optimizers(model: Any, spec: WarmStart) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of linear layers, the output layer aside; AdamW for all other parameters."""
+    outer = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
+    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, torch.nn.Linear)} - outer
+    matrices = [parameter for parameter in model.parameters() if id(parameter) in linear]
+    others = [parameter for parameter in model.parameters() if id(parameter) not in linear]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=spec.matrix_learning_rate,
+        momentum=0.95,
+        weight_decay=spec.weight_decay,
+        adjust_lr_fn="original",
+    )
+    adamw = torch.optim.AdamW(others, lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers = [muon, adamw]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers

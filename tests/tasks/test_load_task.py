@@ -1,0 +1,102 @@
+"""From ``task.use`` to a task, and what is said when that fails."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.tasks.chain_sum import ChainSum
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.load import load_task
+
+names = (f"user_task_{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``load(source, "name", **options)`` loads a name from a module with this source beside the spec."""
+    import sys
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write_and_load(source: str, name: str, **options: Any) -> Any:
+        module = next(names)
+        (tmp_path / f"{module}.py").write_text(source)
+        return load_task(TaskSpec(use=f"{module}:{name}", options=options), tmp_path)
+
+    return write_and_load
+
+
+CLASS = """
+class Echo:
+    def __init__(self, bonus: float = 0.0):
+        if bonus < 0:
+            raise ValueError("bonus must not be negative")
+        self.bonus = bonus
+    def reward(self, prompt, response, finished):
+        return self.bonus + (response == prompt.content)
+"""
+
+
+def test_a_ready_task_takes_its_options() -> None:
+    task = load_task(TaskSpec(use="chain_sum", options={"min_terms": 3, "max_terms": 3}), Path())
+    assert isinstance(task, ChainSum)
+    assert task.prompts("eval", 1)[0].fields["terms"] == 3
+
+
+def test_a_class_beside_the_spec(load: Any) -> None:
+    assert load(CLASS, "Echo", bonus=0.5).reward(Prompt("row", "a"), "a", True) == 1.5
+
+
+def test_a_function_beside_the_spec_sees_the_whole_row(load: Any) -> None:
+    source = "def f(prompt, response): return prompt['uid'], prompt['prompt'], prompt['answer'], response"
+    task = load(source, "f")
+    assert task.reward(Prompt("row", "2+2=", {"answer": "4"}), "5", True) == ("row", "2+2=", "4", "5")
+    messages = ({"role": "user", "content": "hi"},)
+    assert task.reward(Prompt("row", messages, {"answer": ""}), "", True)[1] == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ("chain_sums", "did you mean chain_sum"),
+        ("nothing_like_it", "ready tasks are chain_sum, spell_backward"),
+        (":f", "no ready task"),
+        ("module:", "no ready task"),
+    ],
+)
+def test_an_unknown_name(use: str, said: str) -> None:
+    with pytest.raises(TaskError, match=said) as caught:
+        load_task(TaskSpec(use=use), Path())
+    assert "task.use" in caught.value.message and caught.value.mend
+
+
+def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(TaskError) as caught:
+        load_task(TaskSpec(use="no_such_module_here:f"), tmp_path)
+    assert str(tmp_path) in caught.value.message and "no_such_module_here.py" in caught.value.mend
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "options", "said"),
+    [
+        (CLASS, "Ecko", {}, "did you mean Echo"),
+        (CLASS, "Echo", {"bonsu": 1}, "did you mean bonus"),
+        (CLASS, "Echo", {"bonus": -1}, "bonus must not be negative"),
+        ("class C: pass", "C", {}, "no method reward"),
+        ("x = 3", "x", {}, "neither a class nor a function but int"),
+        ("def f(prompt, response): return 1", "f", {"a": 1}, "takes none"),
+        ("def f(prompt): return 1", "f", {}, r"f\(prompt, response\)"),
+        ("async def f(prompt, response): return 1", "f", {}, "async"),
+        ("import no_such_package_xyz", "f", {}, "needs 'no_such_package_xyz'"),
+        ("1/0", "f", {}, "ZeroDivisionError"),
+        ("def f(:", "f", {}, "SyntaxError"),
+    ],
+)
+def test_what_is_wrong_with_a_users_task(load: Any, source: str, name: str, options: Any, said: str) -> None:
+    with pytest.raises(TaskError, match=said) as caught:
+        load(source, name, **options)
+    assert caught.value.message.startswith(("task.use", "task.options")) and caught.value.mend

@@ -1,0 +1,58 @@
+"""One token a character, and back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.train.tokenizer import CHARACTERS, character_tokenizer
+
+TOKENIZER = character_tokenizer(256)
+
+
+@given(st.text(CHARACTERS))
+def test_text_survives_the_round_trip(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    if "<" not in text:
+        assert len(ids) == len(text)
+
+
+@given(st.lists(st.text(CHARACTERS.replace("<", "")), max_size=4))
+def test_tokens_of_parts_are_the_tokens_of_the_whole(parts: list[str]) -> None:
+    assert [token for part in parts for token in TOKENIZER.encode(part)] == TOKENIZER.encode("".join(parts))
+
+
+def test_the_vocabulary() -> None:
+    assert len(TOKENIZER) == 99
+    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id) == (0, 1, 2)
+    assert TOKENIZER.encode("aé\n") == [TOKENIZER.convert_tokens_to_ids("a"), 2, 3]
+    assert TOKENIZER.decode([*TOKENIZER.encode("#4"), 1], skip_special_tokens=True) == "#4"
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZER.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@given(text=st.text(CHARACTERS))
+def test_a_saved_tokenizer_does_the_same(loaded: Any, text: str) -> None:
+    assert loaded.encode(text) == TOKENIZER.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+
+
+def test_chat_messages_stand_one_behind_the_other(loaded: Any) -> None:
+    messages = [
+        {"role": "user", "content": "2+2="},
+        {"role": "assistant", "content": "#4"},
+        {"role": "user", "content": "ok?"},
+    ]
+    assert loaded.apply_chat_template(messages[:1], tokenize=False) == "2+2="
+    ids = loaded.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert ids == [*loaded.encode("2+2="), *loaded.encode("#4"), loaded.eos_token_id, *loaded.encode("ok?")]

@@ -1,0 +1,159 @@
+"""The warm start: what is learned, from which tokens, and that it repeats to the bit."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.spec.sections import ModelInit, WarmStart
+from asyncrl_cli.tasks.function_task import FunctionTask
+from asyncrl_cli.tasks.spell_backward import SpellBackward
+from asyncrl_cli.train.initial_model import build_initial_model
+from asyncrl_cli.train.warm_start import (
+    IGNORED,
+    WarmStartError,
+    _accumulate_gradients,
+    _optimizers,
+    collate,
+    learning_rate_factor,
+    warm_start,
+)
+
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+TASK = SpellBackward(min_letters=3, max_letters=3)
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("initial")
+    build_initial_model(ModelInit(architecture="qwen3", config=CONFIG), 32, 0, folder)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_loss_falls_and_the_result_repeats_to_the_bit(initial: Path, tmp_path: Path) -> None:
+    spec = WarmStart(steps=40, batch_size=16, warmup_steps=5, threads=1)
+    threads = torch.get_num_threads()
+    calls: list[tuple[int, int, float]] = []
+    warm_start(initial, TASK, spec, 32, 7, tmp_path / "a", lambda *call: calls.append(call))
+    assert [call[:2] for call in calls] == [(update, 40) for update in range(1, 41)]
+    assert calls[0][2] > 4 and calls[-1][2] < 3
+    assert torch.get_num_threads() == threads
+
+    torch.manual_seed(99)
+    warm_start(initial, TASK, spec, 32, 7, tmp_path / "b")
+    warm_start(initial, TASK, spec, 32, 8, tmp_path / "c")
+    first, same, other = (weights(tmp_path / name) for name in "abc")
+    assert all(torch.equal(first[key], same[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_what_comes_out_is_a_whole_model_directory(initial: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    warm_start(initial, TASK, WarmStart(steps=1, batch_size=2, threads=1), 32, 0, tmp_path)
+    assert (tmp_path / "config.json").read_text() == (initial / "config.json").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 1
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("sun>") == AutoTokenizer.from_pretrained(initial).encode(
+        "sun>"
+    )
+
+
+def test_the_first_part_of_the_updates_sees_clean_demonstrations_only(initial: Path, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    class Watched(SpellBackward):
+        def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
+            asked.append(clean)
+            return super().demonstration(rng, clean)
+
+    spec = WarmStart(steps=4, batch_size=3, clean_fraction=0.75, threads=1)
+    warm_start(initial, Watched(), spec, 32, 0, tmp_path)
+    assert asked == [True] * 9 + [False] * 3
+
+
+EXAMPLE = st.lists(st.integers(3, 98), min_size=2, max_size=12).flatmap(
+    lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids) - 1))
+)
+
+
+@given(st.lists(EXAMPLE, min_size=1, max_size=6))
+def test_labels_are_the_response_and_nothing_else(examples: list[tuple[list[int], int]]) -> None:
+    inputs, labels = collate(examples, pad_id=0)
+    assert inputs.shape == labels.shape == (len(examples), max(len(ids) for ids, _ in examples) - 1)
+    for (ids, prompt), seen, learned in zip(examples, inputs.tolist(), labels.tolist(), strict=True):
+        assert seen == ids[:-1] + [0] * (len(seen) - len(ids) + 1)
+        assert [label for label in learned if label != IGNORED] == ids[prompt:]
+        assert learned[prompt - 1 : len(ids) - 1] == ids[prompt:]
+
+
+def test_gradients_do_not_depend_on_the_grouping_by_length(initial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(initial)
+    rng = random.Random(0)
+    examples = [([rng.randrange(3, 99) for _ in range(length)], length // 2) for length in range(4, 16)]
+    results = []
+    for size in (12, 5, 1):
+        monkeypatch.setattr("asyncrl_cli.train.warm_start.MICROBATCH", size)
+        model.zero_grad()
+        loss = _accumulate_gradients(model, examples, pad_id=0)
+        results.append((loss, [parameter.grad.clone() for parameter in model.parameters()]))
+    for loss, gradients in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5)
+        for gradient, expected in zip(gradients, results[0][1], strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_has_the_blocks_matrices_and_adamw_all_the_rest(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    build_initial_model(
+        ModelInit(architecture="qwen3", config={**CONFIG, "tie_word_embeddings": tied}), 32, 0, tmp_path
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    muon, adamw = (
+        [names.pop(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+        for optimizer in _optimizers(model, WarmStart(steps=1))
+    )
+    assert not names, "every parameter is in one of them, and in no two"
+    assert len(muon) == 7 and all("proj" in name for name in muon)
+    assert "model.embed_tokens.weight" in adamw and ("lm_head.weight" in adamw) != tied
+
+
+def test_the_schedule_warms_up_and_falls_to_a_twentieth() -> None:
+    factors = [learning_rate_factor(update, 100, 10) for update in range(100)]
+    assert factors[0] == pytest.approx(0.1) and factors[9] == factors[10] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[-1] == pytest.approx(0.05, abs=0.002)
+    assert learning_rate_factor(0, 1, 0) == 1.0 and learning_rate_factor(2, 3, 30) == pytest.approx(0.1)
+
+
+def test_tasks_and_demonstrations_that_cannot_be_used(initial: Path, tmp_path: Path) -> None:
+    spec = WarmStart(steps=2, batch_size=2, threads=1)
+    with pytest.raises(WarmStartError, match="the task has none"):
+        warm_start(initial, FunctionTask(lambda prompt, response: 0.0, "m:f"), spec, 32, 0, tmp_path)
+    with pytest.raises(WarmStartError, match="more than model.max_length 7"):
+        warm_start(initial, TASK, spec, 7, 0, tmp_path)
+    assert not list(tmp_path.iterdir())
