@@ -405,9 +405,8 @@ class Ledger:
             LedgerError: no version is due, i.e. t is not (v + 1)·k.
         """
         if not self.publish_due:
-            raise LedgerError(
-                f"version {self._version + 1} is due at step {(self._version + 1) * self.publish_every}, not {self._step}"
-            )
+            due = (self._version + 1) * self.publish_every
+            raise LedgerError(f"version {self._version + 1} is due at step {due}, not {self._step}")
         self._version += 1
 
     # -- restart
@@ -496,7 +495,7 @@ class Ledger:
         )
         ledger._step, ledger._version, ledger._next_id = state["step"], state["version"], state["next_id"]
         outstanding = [*state["running"], *state["finished"]]
-        ledger._version_of = {group_id: admitted_at for group_id, admitted_at in outstanding}
+        ledger._version_of = dict(outstanding)
         ledger._running = sorted(group_id for group_id, _ in state["running"])
         ledger._finished = sorted(group_id for group_id, _ in state["finished"])
         ledger._replay = [

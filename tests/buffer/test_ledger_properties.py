@@ -71,8 +71,10 @@ class Histories(RuleBasedStateMachine):
     def take(self) -> None:
         batch = self.ledger.next_batch()
         assert isinstance(batch, Batch)
-        assert batch.step == len(self.taken) and batch.version == self.ledger.version
-        assert list(batch.group_ids) == sorted(batch.group_ids) and len(batch.group_ids) == self.B
+        assert batch.step == len(self.taken)
+        assert batch.version == self.ledger.version
+        assert list(batch.group_ids) == sorted(batch.group_ids)
+        assert len(batch.group_ids) == self.B
         assert not self.gone.intersection(batch.group_ids)
         assert batch.group_versions == tuple(self.entries[g].version for g in batch.group_ids)
         if self.ledger.on_stale != "train":
@@ -106,7 +108,8 @@ class Histories(RuleBasedStateMachine):
     def crash(self) -> None:
         twin = Ledger.restore(json.loads(json.dumps(self.ledger.snapshot())))
         assert twin.snapshot() == self.ledger.snapshot()
-        assert twin.next_batch() == self.ledger.next_batch() and twin.room() == self.ledger.room()
+        assert twin.next_batch() == self.ledger.next_batch()
+        assert twin.room() == self.ledger.room()
         self.ledger = twin
 
     @precondition(lambda self: self.taken)
@@ -154,7 +157,8 @@ class Histories(RuleBasedStateMachine):
         everywhere = [*taken, *self.gone, *self.ledger.running, *self.ledger.finished]
         assert sorted(everywhere) == list(range(len(self.entries)))
         counts = self.ledger.counts()
-        assert counts.taken == len(taken) and counts.rejected + counts.requeued == len(self.gone)
+        assert counts.taken == len(taken)
+        assert counts.rejected + counts.requeued == len(self.gone)
         assert (counts.running, counts.finished) == (len(self.ledger.running), len(self.ledger.finished))
         assert self.ledger.admitted == len(self.entries) - len(self.gone)
         assert counts.late == sum(lag > self.S for batch in self.taken for lag in batch.staleness)

@@ -1,0 +1,185 @@
+"""From rollouts of any length to micro-batches of a bounded size, the same number on every rank.
+
+Invariant: a micro-batch's padded size, rows · longest row, is at most ``tokens_per_microbatch``, or it is one
+row that is longer by itself. Every rank gets the same number of micro-batches, because under ZeRO-3 each
+forward and backward pass is a collective call: a rank with one less would leave the others waiting for ever.
+A rank without rows for a micro-batch has an empty list there, and ``pad_rows([])`` makes a row of it that
+counts for nothing.
+
+The plan depends on the lengths alone and is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+DUMMY_TOKENS = 2
+"""Length of the row that stands for an empty micro-batch: the shortest with a token to predict."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingRow:
+    """One rollout as the trainer needs it. Arrays are of the response's length.
+
+    Args:
+        prompt_ids: token ids, at least one.
+        response_ids: token ids that follow the prompt.
+        behaviour_logprobs: float32; log-probability each response token was sampled with.
+        on_policy: bool; true where a token was sampled under the version that trains it.
+        advantage: the rollout's advantage.
+        loss_mask: bool; false for response tokens that the policy did not sample (an environment's words
+            between two turns). None: all count.
+    """
+
+    prompt_ids: Sequence[int] | NDArray[np.int32]
+    response_ids: Sequence[int] | NDArray[np.int32]
+    behaviour_logprobs: NDArray[np.float32]
+    on_policy: NDArray[np.bool_]
+    advantage: float
+    loss_mask: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedRows:
+    """A micro-batch, padded on the right. Entry [r, t] of every matrix is about token ``input_ids[r, t]``.
+
+    A model's logits at t − 1 predict token t, so log-probs for these matrices have nothing in column 0 (a
+    prompt's first token, where the mask is false). T is the longest row.
+
+    Args:
+        input_ids: int64, [rows, T]; the pad token after a row's end.
+        attention_mask: int64, [rows, T]; 1 up to a row's end.
+        response_mask: bool, [rows, T]; true where a token counts in the loss.
+        behaviour_logprobs: float32, [rows, T]; 0 outside the response.
+        on_policy: bool, [rows, T]; false outside the response.
+        advantages: float32, [rows].
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    behaviour_logprobs: Tensor
+    on_policy: Tensor
+    advantages: Tensor
+
+    def to(self, device: torch.device | str) -> PaddedRows:
+        """The same on another device."""
+        return PaddedRows(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def plan_microbatches(lengths: Sequence[int], tokens_per_microbatch: int, ranks: int) -> list[list[list[int]]]:
+    """Which rows each rank trains together.
+
+    Rows go to ranks from the longest to the shortest, each to the rank with the fewest tokens so far (R. L.
+    Graham's LPT rule, 1969), so two ranks differ by at most one longest row. A rank fills micro-batches in
+    the same order; as the first row of each is its longest, no other grouping of these rows needs fewer.
+    A rank with fewer micro-batches than another halves its largest ones, which costs nothing, and gets empty
+    ones only when no rows are left to part.
+
+    Args:
+        lengths: tokens of each row, prompt and response together.
+        tokens_per_microbatch: bound of a micro-batch's padded tokens.
+        ranks: trainer ranks.
+
+    Returns:
+        ``plan[rank][microbatch]`` is a list of indices into ``lengths``, from the longest row to the
+        shortest. Every index occurs once; every rank has the same number of micro-batches, at least one.
+
+    Raises:
+        ValueError: a length, the bound or the number of ranks is below 1.
+    """
+    if tokens_per_microbatch < 1 or ranks < 1 or any(length < 1 for length in lengths):
+        raise ValueError("lengths, tokens_per_microbatch and ranks are at least 1")
+    rows_of: list[list[int]] = [[] for _ in range(ranks)]
+    tokens_of = [0] * ranks
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        rank = tokens_of.index(min(tokens_of))
+        rows_of[rank].append(row)
+        tokens_of[rank] += lengths[row]
+    plan = [_fill(rows, lengths, tokens_per_microbatch) for rows in rows_of]
+    most = max(1, *(len(microbatches) for microbatches in plan))
+    for microbatches in plan:
+        _part(microbatches, lengths, most)
+    return plan
+
+
+def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: int) -> list[list[int]]:
+    """Micro-batches of rows that come sorted from the longest to the shortest."""
+    microbatches: list[list[int]] = []
+    for row in rows:
+        if microbatches and (len(microbatches[-1]) + 1) * lengths[microbatches[-1][0]] <= tokens_per_microbatch:
+            microbatches[-1].append(row)
+        else:
+            microbatches.append([row])
+    return microbatches
+
+
+def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int) -> None:
+    """Halve the largest micro-batches in place, then add empty ones, until there are as many as wanted."""
+    while len(microbatches) < wanted:
+        sizes = [len(rows) * lengths[rows[0]] if len(rows) > 1 else 0 for rows in microbatches]
+        if not any(sizes):
+            microbatches.extend([] for _ in range(wanted - len(microbatches)))
+            return
+        largest = sizes.index(max(sizes))
+        rows = microbatches[largest]
+        microbatches[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+
+
+def pad_rows(rows: Sequence[TrainingRow], pad_id: int) -> PaddedRows:
+    """Build a micro-batch's tensors, on the CPU.
+
+    Args:
+        rows: the micro-batch. None: one row of two pad tokens, attended to so that the forward pass is
+            ordinary, in which nothing counts.
+        pad_id: token id after a row's end.
+
+    Returns:
+        The tensors; ``PaddedRows`` has their shapes.
+
+    Raises:
+        ValueError: a row has no prompt, or arrays that are not of its response's length.
+    """
+    for index, row in enumerate(rows):
+        _check(index, row)
+    shape = (max(1, len(rows)), max(map(len, rows), default=DUMMY_TOKENS))
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    response_mask = np.zeros(shape, dtype=np.bool_)
+    behaviour_logprobs = np.zeros(shape, dtype=np.float32)
+    on_policy = np.zeros(shape, dtype=np.bool_)
+    advantages = np.zeros(shape[0], dtype=np.float32)
+    if not rows:
+        attention_mask[:] = 1
+    for index, row in enumerate(rows):
+        response = slice(len(row.prompt_ids), len(row))
+        input_ids[index, : response.start] = row.prompt_ids
+        input_ids[index, response] = row.response_ids
+        attention_mask[index, : response.stop] = 1
+        response_mask[index, response] = True if row.loss_mask is None else row.loss_mask
+        behaviour_logprobs[index, response] = row.behaviour_logprobs
+        on_policy[index, response] = row.on_policy
+        advantages[index] = row.advantage
+    arrays = (input_ids, attention_mask, response_mask, behaviour_logprobs, on_policy, advantages)
+    return PaddedRows(*map(torch.from_numpy, arrays))
+
+
+def _check(index: int, row: TrainingRow) -> None:
+    if len(row.prompt_ids) < 1:
+        raise ValueError(f"row {index} has no prompt: its first response token would have no context")
+    for name in ("behaviour_logprobs", "on_policy", "loss_mask"):
+        values = getattr(row, name)
+        if values is not None and values.shape != (len(row.response_ids),):
+            raise ValueError(
+                f"row {index}: {name} has shape {values.shape} for {len(row.response_ids)} response tokens"
+            )

@@ -1,0 +1,47 @@
+"""The learning rate over optimizer updates, as a factor of its peak.
+
+Invariant: no update of a run has a learning rate of zero. Warm-up starts at 1 / warmup, not at 0, and the
+final fraction is where the curve arrives after the last update.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+Kind = Literal["constant", "linear", "cosine"]
+
+
+def factor(update: int, total_updates: int, warmup: int, kind: Kind, final_fraction: float) -> float:
+    """Learning rate of one optimizer update, divided by the peak.
+
+    Warm-up: (update + 1) / warmup while update < warmup. Then, with p = (update − warmup) / (total_updates −
+    warmup) and f = final_fraction: 1 (``constant``), 1 − (1 − f)·p (``linear``), or
+    f + (1 − f)·(1 + cos πp) / 2 (``cosine``: Loshchilov and Hutter, arXiv 1608.03983, eq. 5, one cycle).
+
+    Args:
+        update: updates done before this one, from 0. From ``total_updates`` on the factor stays at its end.
+        total_updates: updates of the whole run.
+        warmup: updates of linear warm-up; 0 is none.
+        kind: shape after warm-up.
+        final_fraction: where ``linear`` and ``cosine`` end, in [0, 1].
+
+    Returns:
+        A number in (0, 1] for every update < total_updates.
+
+    Raises:
+        ValueError: for a number or kind out of range.
+    """
+    if update < 0 or total_updates < 1 or warmup < 0:
+        raise ValueError("update and warmup must be at least 0, total_updates at least 1")
+    if not 0.0 <= final_fraction <= 1.0:
+        raise ValueError(f"final_fraction is in [0, 1], not {final_fraction}")
+    if kind not in ("constant", "linear", "cosine"):
+        raise ValueError(f"kind is constant, linear or cosine, not {kind!r}")
+    if update < warmup:
+        return (update + 1) / warmup
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (update - warmup) / max(1, total_updates - warmup))
+    remaining = 1.0 - progress if kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+    return final_fraction + (1.0 - final_fraction) * remaining

@@ -1,0 +1,143 @@
+"""Plans: every row once, in bounds, equal over ranks and as few micro-batches as there can be; and padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.train.packing import TrainingRow, pad_rows, plan_microbatches
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=40)
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 150), ranks=st.integers(1, 5))
+def test_every_plan_keeps_its_promises(lengths: list[int], budget: int, ranks: int) -> None:
+    plan = plan_microbatches(lengths, budget, ranks)
+    assert len(plan) == ranks
+    assert len({len(microbatches) for microbatches in plan}) == 1
+    assert plan[0]
+    rows = [row for microbatches in plan for rows in microbatches for row in rows]
+    assert sorted(rows) == list(range(len(lengths)))
+    for microbatches in plan:
+        for rows in microbatches:
+            assert len(rows) <= 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+        in_order = [lengths[row] for rows in microbatches for row in rows]
+        assert in_order == sorted(in_order, reverse=True)
+        if [] in microbatches:
+            assert all(len(rows) <= 1 for rows in microbatches), "an empty one only when nothing is left to part"
+    loads = [sum(lengths[row] for rows in microbatches for row in rows) for microbatches in plan]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    assert plan == plan_microbatches(lengths, budget, ranks)
+
+
+def fewest(lengths: list[int], budget: int) -> int:
+    """The smallest number of micro-batches over all ways to part the rows."""
+    best = len(lengths)
+
+    def place(index: int, groups: list[list[int]]) -> None:
+        nonlocal best
+        if len(groups) >= best:
+            return
+        if index == len(lengths):
+            best = len(groups)
+            return
+        for group in [*groups, []]:
+            if not group:
+                place(index + 1, [*groups, [lengths[index]]])
+            elif (len(group) + 1) * max(*group, lengths[index]) <= budget:
+                group.append(lengths[index])
+                place(index + 1, groups)
+                group.pop()
+
+    place(0, [])
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), budget=st.integers(1, 40))
+def test_no_grouping_needs_fewer_microbatches(lengths: list[int], budget: int) -> None:
+    assert len(plan_microbatches(lengths, budget, ranks=1)[0]) == fewest(lengths, budget)
+
+
+def test_a_rank_with_short_rows_parts_them_instead_of_running_empty() -> None:
+    assert plan_microbatches([8, 4, 4], 8, ranks=2) == [[[0]], [[1, 2]]]
+    # Rows 1 and 3 would fit together, but the first rank needs two micro-batches.
+    assert plan_microbatches([6, 6, 4, 4, 4], 12, ranks=2) == [[[0, 2], [4]], [[1], [3]]]
+    assert plan_microbatches([5, 5, 5, 4, 4], 5, ranks=2) == [[[0], [2], []], [[1], [3], [4]]]
+
+
+def test_empty_plans_still_have_one_microbatch() -> None:
+    assert plan_microbatches([], 10, ranks=2) == [[[]], [[]]]
+    assert plan_microbatches([99], 10, ranks=2) == [[[0]], [[]]]
+
+
+@pytest.mark.parametrize("arguments", [([0], 1, 1), ([1], 0, 1), ([1], 1, 0)])
+def test_numbers_below_one_are_refused(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_microbatches(*arguments)
+
+
+def row(prompt: int, response: int, seed: int = 0, loss_mask: list[bool] | None = None) -> TrainingRow:
+    generator = np.random.default_rng(seed)
+    return TrainingRow(
+        prompt_ids=generator.integers(1, 1000, prompt).tolist(),
+        response_ids=generator.integers(1, 1000, response).astype(np.int32),
+        behaviour_logprobs=-generator.random(response).astype(np.float32),
+        on_policy=generator.random(response) < 0.5,
+        advantage=float(generator.standard_normal()),
+        loss_mask=None if loss_mask is None else np.array(loss_mask),
+    )
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=5),
+    seed=st.integers(0, 10**6),
+)
+def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
+    rows = [row(prompt, response, seed + i) for i, (prompt, response) in enumerate(sizes)]
+    padded = pad_rows(rows, pad_id=0)
+    shape = (len(rows), max(map(len, rows)))
+    assert padded.input_ids.dtype == padded.attention_mask.dtype == torch.int64
+    assert padded.behaviour_logprobs.dtype == padded.advantages.dtype == torch.float32
+    assert padded.response_mask.dtype == padded.on_policy.dtype == torch.bool
+    for index, one in enumerate(rows):
+        ids = padded.input_ids[index]
+        assert ids.shape == shape[1:]
+        assert ids[padded.attention_mask[index] == 1].tolist() == [*one.prompt_ids, *one.response_ids]
+        assert not ids[len(one) :].any()
+        mask = padded.response_mask[index]
+        assert mask.nonzero().flatten().tolist() == list(range(len(one.prompt_ids), len(one)))
+        np.testing.assert_array_equal(padded.behaviour_logprobs[index][mask].numpy(), one.behaviour_logprobs)
+        np.testing.assert_array_equal(padded.on_policy[index][mask].numpy(), one.on_policy)
+        assert not padded.behaviour_logprobs[index][~mask].any()
+        assert not padded.on_policy[index][~mask].any()
+        assert padded.advantages[index].item() == np.float32(one.advantage)
+
+
+def test_tokens_the_policy_did_not_sample_do_not_count() -> None:
+    padded = pad_rows([row(2, 3, loss_mask=[True, False, True])], pad_id=7)
+    assert padded.response_mask.tolist() == [[False, False, True, False, True]]
+
+
+def test_an_empty_microbatch_is_a_row_that_counts_for_nothing() -> None:
+    padded = pad_rows([], pad_id=7)
+    assert padded.input_ids.tolist() == [[7, 7]]
+    assert padded.attention_mask.tolist() == [[1, 1]]
+    assert not padded.response_mask.any()
+    assert padded.advantages.tolist() == [0.0]
+    assert padded.to("cpu").input_ids.tolist() == [[7, 7]]
+
+
+def test_rows_that_do_not_fit_together_are_refused() -> None:
+    good = row(2, 3)
+    with pytest.raises(ValueError, match="row 1 has no prompt"):
+        pad_rows([good, row(0, 3)], pad_id=0)
+    bad = TrainingRow([1], [2, 3], np.zeros(1, np.float32), np.zeros(2, np.bool_), 0.0)
+    with pytest.raises(ValueError, match="row 0: behaviour_logprobs has shape"):
+        pad_rows([bad], pad_id=0)
