@@ -25,8 +25,8 @@ def procedural_data(name: str, **config: Any) -> ProceduralData:
     try:
         reasoning_gym = importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise TaskError(f"the task {name} needs reasoning-gym: {error}", mend="pip install reasoning-gym") from error
-    return cast(ProceduralData, reasoning_gym.create_dataset(name, seed=0, size=ROWS, **config))
+        raise TaskError(f"the task {name} needs reasoning-gym: {error}", mend="pip install 'asyncrl[gym]'") from error
+    return cast("ProceduralData", reasoning_gym.create_dataset(name, seed=0, size=ROWS, **config))
 
 
 def verified(data: ProceduralData, answer: str, fields: Mapping[str, Any]) -> float:

@@ -28,7 +28,7 @@ from asyncrl_cli.tasks.splits import is_held_out
 class SpellBackward:
     """The task ``spell_backward``. Words and verifier are reasoning-gym's; words are written in lower case."""
 
-    def __init__(self, min_letters: int = 3, max_letters: int = 5, careful: float = 0.2) -> None:
+    def __init__(self, min_letters: int = 3, max_letters: int = 5, careful: float = 0.3) -> None:
         """Words of ``min_letters`` to ``max_letters`` letters; a share ``careful`` of the mixture is right.
 
         Raises ``ValueError`` for impossible values: reasoning-gym's list has words of 3 to 10 letters.

@@ -69,14 +69,13 @@ def write_weights(directory: Path, seed: int) -> None:
     build the architecture.
     """
     import torch
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    models: Any = transformers.AutoModelForCausalLM
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = models.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ModelInitError(
                 f"model.init: transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
@@ -89,9 +88,8 @@ def write_weights(directory: Path, seed: int) -> None:
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Keep transformers' progress bars, which would run through a live view, off while it loads or saves."""
-    import transformers
+    from transformers.utils import logging
 
-    logging: Any = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -7,7 +7,6 @@ come first, so that the ids of characters do not move when a special token is re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,15 +26,14 @@ CHAT_TEMPLATE = (
 
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """A tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII."""
-    import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    fast: Callable[..., PreTrainedTokenizerFast] = transformers.PreTrainedTokenizerFast
     vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNK, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return fast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         eos_token=EOS,

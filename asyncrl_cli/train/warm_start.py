@@ -66,9 +66,9 @@ def warm_start(
             "model.warm_start needs demonstrations, and the task has none",
             mend="give the task a method demonstration(rng, clean), or remove model.warm_start",
         )
-    tokenizer = AutoTokenizer.from_pretrained(model_dir_in, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir_in)
     with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(model_dir_in, local_files_only=True, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     threads = torch.get_num_threads()
     torch.set_num_threads(spec.threads)

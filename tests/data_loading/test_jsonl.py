@@ -37,7 +37,8 @@ def test_rows_without_uid_are_named_by_line_and_content(tmp_path: Path) -> None:
     first = [prompt.uid for prompt in read_jsonl(write(tmp_path, '{"prompt": "a"}', '{"prompt": "a"}'))]
     again = [prompt.uid for prompt in read_jsonl(write(tmp_path, '{"prompt": "a"}', '{"prompt": "b"}'))]
     assert len(set(first)) == 2
-    assert again[0] == first[0] and again[1] != first[1]
+    assert again[0] == first[0]
+    assert again[1] != first[1]
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.lists(st.text(max_size=9), max_size=3)
@@ -82,7 +83,8 @@ def test_a_refusal_names_file_and_line(tmp_path: Path, line: str | bytes, said: 
     path = write(tmp_path, '{"prompt": "a", "uid": "first"}', line)
     with pytest.raises(DataError, match=said) as caught:
         read_jsonl(path)
-    assert caught.value.place == f"{path}:2" and caught.value.mend
+    assert caught.value.place == f"{path}:2"
+    assert caught.value.mend
 
 
 def test_a_file_that_is_missing_empty_or_short(tmp_path: Path) -> None:

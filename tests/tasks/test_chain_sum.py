@@ -20,7 +20,9 @@ def prompt_for(expression: str) -> Prompt:
 
 
 def test_it_is_a_task_with_prompts_and_demonstrations() -> None:
-    assert isinstance(TASK, Task) and isinstance(TASK, PromptTask) and isinstance(TASK, DemonstrationTask)
+    assert isinstance(TASK, Task)
+    assert isinstance(TASK, PromptTask)
+    assert isinstance(TASK, DemonstrationTask)
 
 
 def test_the_splits_and_the_demonstrations_share_no_expression_even_for_two_terms() -> None:
@@ -29,7 +31,8 @@ def test_the_splits_and_the_demonstrations_share_no_expression_even_for_two_term
     held_out = {prompt.content for prompt in task.prompts("eval", 500)}
     rng = random.Random(0)
     shown = {task.demonstration(rng, clean)[0] for clean in (True, False) for _ in range(1500)}
-    assert not train & held_out and not shown & held_out
+    assert not train & held_out
+    assert not shown & held_out
     assert len(train | held_out) == 200, "together they are all there is"
     assert len(held_out) >= 10
 
@@ -47,7 +50,8 @@ def test_a_hundred_thousand_prompts_cost_nothing_until_they_are_used() -> None:
     TASK.prompts("train", 1)[0]
     start = time.perf_counter()
     prompts = TASK.prompts("train", 100_000)
-    assert len(prompts) == 100_000 and prompts[99_999].uid == "chain_sum/train/99999"
+    assert len(prompts) == 100_000
+    assert prompts[99_999].uid == "chain_sum/train/99999"
     assert time.perf_counter() - start < 0.1
 
 

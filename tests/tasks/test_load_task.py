@@ -71,13 +71,15 @@ def test_a_function_beside_the_spec_sees_the_whole_row(load: Any) -> None:
 def test_an_unknown_name(use: str, said: str) -> None:
     with pytest.raises(TaskError, match=said) as caught:
         load_task(TaskSpec(use=use), Path())
-    assert "task.use" in caught.value.message and caught.value.mend
+    assert "task.use" in caught.value.message
+    assert caught.value.mend
 
 
 def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as caught:
         load_task(TaskSpec(use="no_such_module_here:f"), tmp_path)
-    assert str(tmp_path) in caught.value.message and "no_such_module_here.py" in caught.value.mend
+    assert str(tmp_path) in caught.value.message
+    assert "no_such_module_here.py" in caught.value.mend
 
 
 @pytest.mark.parametrize(
@@ -99,4 +101,5 @@ def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_users_task(load: Any, source: str, name: str, options: Any, said: str) -> None:
     with pytest.raises(TaskError, match=said) as caught:
         load(source, name, **options)
-    assert caught.value.message.startswith(("task.use", "task.options")) and caught.value.mend
+    assert caught.value.message.startswith(("task.use", "task.options"))
+    assert caught.value.mend

@@ -23,7 +23,8 @@ def returning(value: Any) -> FunctionTask:
 @pytest.mark.parametrize("value", [1, 0.5, -2.0, True, False, np.float32(0.5), np.int64(1), fractions.Fraction(1, 2)])
 def test_numbers_become_floats(value: Any) -> None:
     scored = score(returning(value), PROMPT, "4", True)
-    assert type(scored) is float and scored == float(value)
+    assert type(scored) is float
+    assert scored == float(value)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,8 @@ def test_numbers_become_floats(value: Any) -> None:
 def test_anything_else_is_refused_by_name(value: Any) -> None:
     with pytest.raises(TaskError) as caught:
         score(returning(value), PROMPT, "4", True)
-    assert "rewards:f" in caught.value.message and "'row/7'" in caught.value.message
+    assert "rewards:f" in caught.value.message
+    assert "'row/7'" in caught.value.message
     assert repr(value)[:100] in caught.value.message
 
 

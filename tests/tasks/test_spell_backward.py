@@ -16,14 +16,19 @@ def test_the_splits_and_the_demonstrations_share_no_word() -> None:
     held_out = {prompt.content for prompt in TASK.prompts("eval", 500)}
     rng = random.Random(0)
     shown = {TASK.demonstration(rng, clean)[0] for clean in (True, False) for _ in range(1000)}
-    assert not train & held_out and not shown & held_out
+    assert not train & held_out
+    assert not shown & held_out
 
 
 def test_words_are_short_lower_case_and_no_palindromes() -> None:
     for prompt in SpellBackward(3, 4).prompts("train", 300):
         word = prompt.fields["metadata"]["word"]
-        assert word.isalpha() and word.isascii() and word.islower() and 3 <= len(word) <= 4
-        assert prompt.content == f"{word}>" and prompt.fields["answer"] == word[::-1] != word
+        assert word.isalpha()
+        assert word.isascii()
+        assert word.islower()
+        assert 3 <= len(word) <= 4
+        assert prompt.content == f"{word}>"
+        assert prompt.fields["answer"] == word[::-1] != word
 
 
 def test_only_the_whole_word_backward_and_finished_counts() -> None:
@@ -39,7 +44,7 @@ def test_clean_demonstrations_are_right_and_most_of_the_mixture_copies() -> None
     assert all(response == prompt.removesuffix(">")[::-1] for prompt, response in clean)
     mixture = [TASK.demonstration(rng, clean=False) for _ in range(1000)]
     copied = sum(response == prompt.removesuffix(">") for prompt, response in mixture)
-    assert 750 < copied < 850
+    assert 650 < copied < 750
 
 
 @pytest.mark.parametrize("options", [{"min_letters": 2}, {"max_letters": 11}, {"careful": -0.1}])
