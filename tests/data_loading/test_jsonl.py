@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.data.errors import DataError
@@ -51,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(rows=st.lists(st.tuples(st.text(min_size=1), FIELDS), min_size=1, max_size=4))
+@settings(deadline=None)
 def test_whatever_json_can_say_comes_back(folder: Path, rows: list[tuple[str, Any]]) -> None:
     fields = [{key: value for key, value in row.items() if key not in ("uid", "prompt")} for _, row in rows]
     lines = [json.dumps({**row, "prompt": text}) for (text, _), row in zip(rows, fields, strict=True)]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.train.tokenizer import CHARACTERS, character_tokenizer
@@ -13,6 +13,7 @@ TOKENIZER = character_tokenizer(256)
 
 
 @given(st.text(CHARACTERS))
+@settings(deadline=None)
 def test_text_survives_the_round_trip(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
@@ -21,6 +22,7 @@ def test_text_survives_the_round_trip(text: str) -> None:
 
 
 @given(st.lists(st.text(CHARACTERS.replace("<", "")), max_size=4))
+@settings(deadline=None)
 def test_tokens_of_parts_are_the_tokens_of_the_whole(parts: list[str]) -> None:
     assert [token for part in parts for token in TOKENIZER.encode(part)] == TOKENIZER.encode("".join(parts))
 
@@ -42,6 +44,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @given(text=st.text(CHARACTERS))
+@settings(deadline=None)
 def test_a_saved_tokenizer_does_the_same(loaded: Any, text: str) -> None:
     assert loaded.encode(text) == TOKENIZER.encode(text)
     assert loaded.decode(loaded.encode(text)) == text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.spec.sections import ModelInit, WarmStart
@@ -99,6 +99,7 @@ EXAMPLE = st.lists(st.integers(3, 98), min_size=2, max_size=12).flatmap(
 
 
 @given(st.lists(EXAMPLE, min_size=1, max_size=6))
+@settings(deadline=None)
 def test_labels_are_the_response_and_nothing_else(examples: list[tuple[list[int], int]]) -> None:
     inputs, labels = collate(examples, pad_id=0)
     assert inputs.shape == labels.shape == (len(examples), max(len(ids) for ids, _ in examples) - 1)
