@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import validate_spec
+from asyncrl_cli.cli import resume, runs, train, validate_spec
 from asyncrl_cli.runs.errors import UserError
 
 app = typer.Typer(
@@ -26,6 +26,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("train")(train.train)
+app.command("resume")(resume.resume)
+app.command("runs")(runs.runs)
 app.command("validate-spec")(validate_spec.validate_spec)
 
 

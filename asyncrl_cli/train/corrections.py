@@ -14,7 +14,6 @@ anything, NaN included, and has no effect.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +78,7 @@ def truncated_importance_weights(
 ) -> tuple[Tensor, CorrectionSums]:
     """w = min(exp(proximal − behaviour), cap) for each token, and its statistics.
 
-    The cap is applied to the exponent, so no ratio overflows. A NaN among tokens that count stays visible in
-    the weights and the sums.
+    A NaN among tokens that count stays visible in the weights and the sums.
 
     Args:
         proximal_logprobs: [rows, tokens], of the trainer's weights at the start of the step.
@@ -108,8 +106,8 @@ def truncated_importance_weights(
         if cap is None:
             weights, capped = mask.to(log_ratio.dtype), torch.zeros_like(mask)
         else:
-            weights = log_ratio.clamp(max=math.log(cap)).exp().masked_fill(~mask, 0.0)
-            capped = mask & (log_ratio > math.log(cap))
+            ratio = log_ratio.exp()  # may overflow to infinity, which the cap takes back; nothing runs backward
+            weights, capped = ratio.clamp(max=cap).masked_fill(~mask, 0.0), mask & (ratio > cap)
         return weights, CorrectionSums(
             tokens=mask.sum().double(),
             weight=weights.sum(dtype=torch.float64),

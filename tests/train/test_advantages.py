@@ -37,8 +37,9 @@ def test_matches_the_formula(rewards: np.ndarray, normalize: bool) -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7.3e6, 1e-30])
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_equal_rewards_give_exactly_zero(normalize: bool, value: float, size: int) -> None:
-    assert not group_advantages(torch.full((2, size), value), normalize).any()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_zero(normalize: bool, value: float, size: int, dtype: torch.dtype) -> None:
+    assert not group_advantages(torch.full((2, size), value, dtype=dtype), normalize).any()
 
 
 def test_right_and_wrong_answers_weigh_against_each_other() -> None:

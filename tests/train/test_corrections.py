@@ -50,6 +50,7 @@ def test_matches_the_formula(seed: int, rows: int, tokens: int, spread: float, c
     summary, count = sums.summary(), max(1, mask.sum())
     kept, gaps = expected[mask], np.abs(gap[mask])
     assert sums.tokens.item() == mask.sum()
+    assert cap is None or weights.max() <= cap
     assert summary["importance_mean"] == pytest.approx(kept.sum() / count, rel=1e-5, abs=1e-6)
     assert summary["importance_max"] == pytest.approx(kept.max(initial=0.0), rel=1e-5, abs=1e-6)
     if cap is not None and not np.isclose(ratio[mask], cap, rtol=1e-4).any():

@@ -1,0 +1,45 @@
+# The habits of this project, one command each.
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart install test test-fast lint format bench lock docs clean
+
+quickstart: install
+	$(BIN)/asyncrl train specs/quickstart.yaml
+
+install: $(STAMP)
+
+$(STAMP): requirements/cpu.lock requirements/install.sh pyproject.toml
+	bash requirements/install.sh $(VENV)
+	touch $@
+
+test: install
+	$(BIN)/python -m pytest
+
+test-fast: install
+	$(BIN)/python -m pytest -m "not slow and not stack"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python benchmarks/async_vs_sync.py
+
+docs: install
+	$(BIN)/python -m asyncrl_cli.spec.reference > docs/spec.md
+
+# Needs uv. Pass INDEX="--find-links DIR" where torch's CPU build lies elsewhere.
+INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
+lock:
+	uv pip compile requirements/cpu.in --override requirements/overrides.txt $(INDEX) \
+	  --index-strategy unsafe-best-match --python-version 3.11 --no-annotate --no-header -o requirements/cpu.lock
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,83 @@
+"""What `train` and `resume` share: the header, the view, and how a run's end is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from asyncrl_cli.runs.errors import UserError
+
+if TYPE_CHECKING:
+    from asyncrl_cli.pipeline.checkpoints import SavedRun
+    from asyncrl_cli.pipeline.launch import Experiment, Outcome
+    from asyncrl_cli.runs.directory import RunDirectory
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def drive(experiment: Experiment, run: RunDirectory, resume_from: SavedRun | None = None) -> None:
+    """Run an experiment under the eyes of a person, and say how it ended."""
+    from asyncrl_cli.observe.view import open_view
+    from asyncrl_cli.pipeline.launch import Interrupted, run_experiment
+
+    spec = experiment.spec
+    pipeline = spec.pipeline
+    typer.echo(f"run      {run.run_id}")
+    typer.echo(
+        f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
+        f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
+        f"{spec.rollout.engines} engine(s), {spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}"
+    )
+    typer.echo(f"where    {_shown(run.path)}")
+    try:
+        with open_view(spec.stop.steps, pipeline.max_staleness) as view:
+            outcome = run_experiment(experiment, run, view, resume_from)
+    except Interrupted as interrupted:
+        typer.echo(
+            f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}"
+            if interrupted.resumable
+            else "stopped before the first checkpoint: there is nothing to resume from",
+            err=True,
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    except UserError:
+        raise
+    except Exception as error:
+        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
+            raise
+        raise UserError(
+            f"the run failed: {type(error).__name__}: {error}",
+            place=run.run_id,
+            mend=f"The logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
+        ) from error
+    typer.echo(summary(run, outcome))
+
+
+def summary(run: RunDirectory, outcome: Outcome) -> str:
+    """The closing lines of a run."""
+    lines = [f"\nfinished {run.state.step} steps in {outcome.seconds:.0f} s"]
+    for kind, after in sorted(outcome.accuracy.items()):
+        before = outcome.accuracy_before.get(kind)
+        was = f"{before:.3f} -> " if before is not None else ""
+        lines.append(f"held-out accuracy, {kind + ':':8} {was}{after:.3f}")
+    places = {
+        "model": outcome.model and _shown(outcome.model),
+        "checkpoint": outcome.checkpoint and _shown(outcome.checkpoint),
+        "MLflow": outcome.tracking,
+        "run folder": _shown(run.path),
+    }
+    lines += [f"{name:11} {place}" for name, place in places.items() if place]
+    lines += ["next:", "  asyncrl runs", f"  asyncrl resume {run.run_id} --steps {2 * run.state.steps}"]
+    return "\n".join(lines)
+
+
+def _shown(path: Path) -> str:
+    """The path, relative to here when it is below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

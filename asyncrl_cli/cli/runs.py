@@ -1,0 +1,47 @@
+"""`asyncrl runs`: what has been run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from asyncrl_cli.runs.directory import RunDirectory
+
+
+def runs(
+    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List runs, oldest first, with their state, step and held-out accuracy."""
+    from asyncrl_cli.runs.catalogue import all_runs
+
+    rows = [_row(run) for run in all_runs(runs_dir)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        typer.echo(f"no runs in {runs_dir} yet")
+        return
+    width = max(len(row["run"]) for row in rows)
+    typer.echo(f"{'run':{width}}  {'state':11}  {'step':>9}  {'greedy':>6}  {'sampled':>7}  started")
+    for row in rows:
+        step = f"{row['step']}/{row['steps']}"
+        greedy, sampled = (_percent(row["accuracy"].get(kind)) for kind in ("greedy", "sampled"))
+        typer.echo(f"{row['run']:{width}}  {row['state']:11}  {step:>9}  {greedy:>6}  {sampled:>7}  {row['started']}")
+
+
+def _row(run: RunDirectory) -> dict[str, Any]:
+    state = asdict(run.state)
+    phase = state.pop("phase")
+    if phase in ("starting", "running") and not run.is_driven:
+        phase = "died"
+    return {"run": run.run_id, "state": phase, "started": run.manifest.get("started", ""), **state}
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,38 @@
+"""`asyncrl train`: check the spec, then run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
+    ] = None,
+) -> None:
+    """Train: check the spec, start Ray, DeepSpeed and vLLM, and run to the last step.
+
+    Ends with 0 when the run is finished, 2 when the spec cannot run, 1 when the run failed and 130 when it was
+    stopped by Ctrl-C.
+    """
+    from asyncrl_cli.spec.load import dump_spec, load_spec
+
+    loaded = load_spec(spec, overrides or ())
+    for problem in loaded.warnings:
+        typer.echo(problem, err=True)
+
+    from asyncrl_cli.cli.running import drive
+    from asyncrl_cli.pipeline.launch import Experiment
+    from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.runs.manifest import describe_start
+
+    experiment = Experiment.load(loaded.spec, spec.absolute().parent)
+    run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
+    run.write_json("manifest.json", describe_start(spec))
+    run.write_text("spec.yaml", dump_spec(loaded.spec))
+    run.update(phase="starting", steps=loaded.spec.stop.steps)
+    drive(experiment, run)

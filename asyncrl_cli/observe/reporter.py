@@ -1,0 +1,71 @@
+"""One place that the run reports to: state and metrics on disk, the view on screen, MLflow.
+
+Nothing here may hold the run up or end it: a tracker that fails is noted once and left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.observe.records import EvaluationResult
+from asyncrl_cli.observe.tracker import TrackerClient
+from asyncrl_cli.runs.directory import RunDirectory
+
+
+class View(Protocol):
+    """What a person sees of a run."""
+
+    def status(self, text: str) -> None:
+        """What the run is doing while it starts or ends."""
+
+    def doing(self, text: str, counts: Counts) -> None:
+        """What the loop is doing, and what is in the buffer."""
+
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """A step is done."""
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """An evaluation is done."""
+
+
+class Reporter:
+    """Passes what happens on to everyone who wants to know."""
+
+    def __init__(self, run: RunDirectory, view: View, tracker: TrackerClient | None) -> None:
+        self._run = run
+        self._view = view
+        self._tracker = tracker
+        self.accuracy_before: dict[str, float] = {}
+        self.accuracy: dict[str, float] = dict(run.state.accuracy)
+
+    def status(self, text: str) -> None:
+        """What the run is doing while it starts or ends."""
+        self._view.status(text)
+
+    def doing(self, text: str, counts: Counts) -> None:
+        """What the loop is doing, and what is in the buffer."""
+        self._view.doing(text, counts)
+
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
+        """A step is done, at the unix time ``at``."""
+        self._run.append_metrics({"step": step, "version": version, "time": at, **metrics})
+        self._run.update(phase="running", step=step, version=version)
+        self._view.stepped(step, version, metrics)
+        if self._tracker is not None:
+            self._tracker.log(step, at, metrics)
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """An evaluation is done."""
+        if result.step == 0:
+            self.accuracy_before[result.kind] = result.accuracy
+        self.accuracy[result.kind] = result.accuracy
+        self._run.update(accuracy=dict(self.accuracy))
+        self._view.evaluated(result)
+        if self._tracker is not None:
+            metrics = {
+                f"eval/{result.kind}_accuracy": result.accuracy,
+                f"eval/{result.kind}_tokens_mean": result.mean_length,
+            }
+            self._tracker.log(result.step, None, metrics)

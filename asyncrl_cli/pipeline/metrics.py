@@ -1,0 +1,113 @@
+"""The numbers of one step, by name.
+
+Names are ``area/quantity``; docs/metrics.md says what each means. Counts of groups, rollouts and tokens are
+told apart in the name.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl_cli.buffer.ledger import Batch, Counts
+from asyncrl_cli.pipeline.dispatcher import Dispatcher
+from asyncrl_cli.pipeline.publisher import PublishReport
+from asyncrl_cli.train.records import StepReport, TrainingBatch
+
+CORRECT = 1.0
+"""A reward of at least this counts as correct."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What went on since the step before. Shares are of wall time, 0 to 1."""
+
+    seconds: float
+    generated_tokens: int
+    trainer_busy: float
+    engines_busy: float
+    engines_paused: float
+
+
+class StepClock:
+    """Cuts the run's time into the windows between steps."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._at = time.monotonic()
+        self._totals = self._read()
+
+    def lap(self, report: StepReport) -> Window:
+        """The window that ends now, with the step of ``report`` in it."""
+        now, totals = time.monotonic(), self._read()
+        seconds = now - self._at
+        tokens, busy, paused, wall = (new - old for new, old in zip(totals, self._totals, strict=True))
+        self._at, self._totals = now, totals
+        return Window(
+            seconds=seconds,
+            generated_tokens=int(tokens),
+            trainer_busy=min(1.0, report.seconds / seconds),
+            engines_busy=(busy - paused) / wall if wall else 0.0,
+            engines_paused=paused / wall if wall else 0.0,
+        )
+
+    def _read(self) -> tuple[float, float, float, float]:
+        activities = [engine.activity for engine in self._dispatcher.engines]
+        return (
+            sum(activity.generated_tokens for activity in activities),
+            sum(activity.busy_s for activity in activities),
+            sum(activity.paused_s for activity in activities),
+            sum(activity.wall_s for activity in activities),
+        )
+
+
+def step_metrics(
+    batch: Batch,
+    training_batch: TrainingBatch,
+    report: StepReport,
+    published: PublishReport | None,
+    window: Window,
+    counts: Counts,
+) -> dict[str, float]:
+    """All metrics of one step."""
+    rollouts = [rollout for group in training_batch.groups for rollout in group.rollouts]
+    rewards = np.array([reward for group in training_batch.groups for reward in group.rewards])
+    lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
+    lags = batch.version - np.concatenate([rollout.versions for rollout in rollouts])
+    crossed = [rollout.versions[0] != rollout.versions[-1] for rollout in rollouts]
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/correct": float((rewards >= CORRECT).mean()),
+        "response/tokens_mean": float(lengths.mean()),
+        "response/tokens_max": float(lengths.max()),
+        "response/cut": float(np.mean([not rollout.finished for rollout in rollouts])),
+        "staleness/groups_mean": float(np.mean(batch.staleness)),
+        "staleness/groups_max": float(max(batch.staleness)),
+        "staleness/tokens_mean": float(lags.mean()),
+        "staleness/tokens_max": float(lags.max()),
+        "staleness/rollouts_crossed": float(np.mean(crossed)),
+        "tokens/trained": float(report.trained_tokens),
+        "tokens/generated": float(window.generated_tokens),
+        "tokens/generated_per_s": window.generated_tokens / window.seconds,
+        "time/step_s": window.seconds,
+        "time/train_s": report.seconds,
+        "share/trainer_busy": window.trainer_busy,
+        "share/engines_busy": window.engines_busy,
+        "share/engines_paused": window.engines_paused,
+        "buffer/groups_running": float(counts.running),
+        "buffer/groups_finished": float(counts.finished),
+        "buffer/groups_taken": float(counts.taken),
+        "buffer/groups_rejected": float(counts.rejected),
+        "buffer/groups_requeued": float(counts.requeued),
+        "buffer/groups_late": float(counts.late),
+    }
+    if published is not None:
+        metrics |= {
+            "publish/seconds": published.seconds,
+            "publish/stall_s": published.stall_s,
+            "publish/probe_gap": published.gap,
+            "publish/probe_change": published.change,
+        }
+    return metrics | report.metrics

@@ -1,0 +1,43 @@
+"""Waiting for Ray calls: whatever goes wrong in an actor comes out as one error that names it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.errors import UserError
+
+
+async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = None) -> Any:
+    """The result of a Ray call to the actor ``who`` (the name of its log file).
+
+    Raises the actor's own ``UserError`` unchanged, and ``RunError`` when the actor died, raised anything else
+    or did not answer in ``timeout_s`` seconds.
+    """
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    mend = f"The log says more: logs/{who}.log in the run's folder"
+    try:
+        return await asyncio.wait_for(_result(call), timeout_s)
+    except TimeoutError:
+        raise RunError(f"no answer within {timeout_s:.0f} s", place=who, mend=mend) from None
+    except RayTaskError as error:
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise RunError(f"{type(cause).__name__}: {_first_line(cause)}", place=who, mend=mend) from error
+    except RayActorError as error:
+        raise RunError("the process died", place=who, mend=mend) from error
+    except RayError as error:
+        raise RunError(f"{type(error).__name__}: {_first_line(error)}", place=who, mend=mend) from error
+
+
+async def _result(call: Awaitable[Any]) -> Any:
+    return await call
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no message"

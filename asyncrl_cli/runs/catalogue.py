@@ -1,0 +1,36 @@
+"""Finding runs: all of them, the newest, or the one that a prefix names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+
+
+def all_runs(runs_dir: Path) -> list[RunDirectory]:
+    """Every run in the folder, oldest first."""
+    if not runs_dir.is_dir():
+        return []
+    folders = [path for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
+    return [RunDirectory(path) for path in sorted(folders, key=lambda path: (path / "manifest.json").stat().st_mtime)]
+
+
+def find_run(runs_dir: Path, name: str) -> RunDirectory:
+    """The run called ``name``: its id, a unique start of it, ``latest``, or the path of its folder.
+
+    Raises ``RunError`` when no run or several fit.
+    """
+    if "/" in name and (Path(name) / "manifest.json").is_file():
+        return RunDirectory(Path(name).absolute())
+    runs = all_runs(runs_dir)
+    if name == "latest":
+        if not runs:
+            raise RunError("there is no run yet", place=str(runs_dir), mend="Start one: asyncrl train SPEC")
+        return runs[-1]
+    fitting = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        listing = ", ".join(run.run_id for run in fitting)
+        raise RunError(f"{name!r} names {len(fitting)} runs: {listing}", mend="Give more of the id")
+    raise RunError(f"no run is called {name!r}", place=str(runs_dir), mend="`asyncrl runs` lists those there are")

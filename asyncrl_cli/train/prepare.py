@@ -1,0 +1,83 @@
+"""The model a run starts from: a saved one, or one made from the spec and kept for the next run.
+
+Made models lie in ``<runs folder>/models/<key>``, where the key is a digest of everything that decides the
+weights. A folder appears there whole or not at all: it is made aside and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl_cli import __version__
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.base import Task
+
+
+def model_key(spec: ExperimentSpec) -> str:
+    """A digest of what decides the initial weights."""
+    model = spec.model.model_dump(mode="json")
+    if spec.model.warm_start is not None:
+        model["warm_start"].pop("threads")
+        model["task"] = spec.task.model_dump(mode="json", include={"use", "options"})
+    facts = json.dumps({"asyncrl": __version__, "seed": spec.seed, **model}, sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def made_model_dir(spec: ExperimentSpec) -> Path | None:
+    """Where the model lies once it is made; None when the spec names a saved model to use as it is."""
+    if spec.model.init is None and spec.model.warm_start is None:
+        return None
+    return spec.runs_dir.absolute() / "models" / model_key(spec)
+
+
+def skeleton(spec: ExperimentSpec, folder: Path) -> Path:
+    """A folder with the model's config and tokenizer, which is all that an engine starts from.
+
+    Raises ``ModelInitError`` for a config that makes no model.
+    """
+    from asyncrl_cli.train.initial_model import write_skeleton
+
+    if spec.model.init is None:
+        assert spec.model.path is not None
+        return Path(spec.model.path)
+    write_skeleton(spec.model.init, spec.model.max_length, folder)
+    return folder
+
+
+def prepare_model(spec: ExperimentSpec, task: Task, progress: Callable[[int, int, float], None]) -> Path:
+    """The folder of the initial model, made now unless it was made before.
+
+    Raises ``ModelInitError`` or ``WarmStartError``.
+    """
+    from asyncrl_cli.train.initial_model import build_initial_model
+    from asyncrl_cli.train.warm_start import warm_start
+
+    final = made_model_dir(spec)
+    if final is None:
+        assert spec.model.path is not None
+        return Path(spec.model.path)
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".making-", dir=final.parent))
+    try:
+        source = Path(spec.model.path) if spec.model.path else aside / "initial"
+        if spec.model.init is not None:
+            build_initial_model(spec.model.init, spec.model.max_length, spec.seed, source)
+        if spec.model.warm_start is not None:
+            warm_start(source, task, spec.model.warm_start, spec.model.max_length, spec.seed, aside / "warm", progress)
+            source = aside / "warm"
+        try:
+            os.rename(source, final)
+        except OSError:
+            if not final.is_dir():  # another run has just made the same model
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final

@@ -1,0 +1,54 @@
+"""What the trainer is given and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.rollout.records import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingGroup:
+    """The finished rollouts of one prompt with their rewards, in the order of the rollouts' indices."""
+
+    group_id: int
+    uid: str
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """The groups of one step, in admission order, and the version they are trained at."""
+
+    step: int
+    version: int
+    groups: tuple[TrainingGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did, the same on every rank. ``seconds`` is the wall time of the rank's call."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    trained_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """Weights that lie ready in the mapping.
+
+    ``source`` is what ``WeightMapping.describe`` says. ``probe_logprobs`` (float32, [probe tokens - 1]) are
+    the trainer's own log-probs of ``probe_ids`` under these weights: an engine that serves them agrees.
+    """
+
+    version: int
+    checksum: str
+    source: dict[str, Any]
+    probe_ids: tuple[int, ...]
+    probe_logprobs: NDArray[np.float32]

@@ -1,0 +1,147 @@
+"""The Ray actor of one trainer rank: a thin shell round the DeepSpeed engine.
+
+Every rank is called alike, with the same batch; each plans the same micro-batches and takes its share, so
+no rank needs to be told what to do. Calls that move weights are collective: all ranks get them.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.runs.logs import redirect_output
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
+
+PROBE_TOKENS = 24
+"""Length of the sequence whose log-probs prove which weights an engine serves."""
+
+
+class TrainerWorker:
+    """One rank. Methods run one at a time, except ``progress``."""
+
+    def __init__(self, rank: int, spec: ExperimentSpec, log_dir: str) -> None:
+        redirect_output(log_dir, f"trainer-{rank}")
+        self._rank = rank
+        self._spec = spec
+        self._progress = (0, 0, 0.0)
+        self._updates = 0
+
+    def preload(self) -> tuple[str, int, str]:
+        """Import what ``start`` needs; returns this node's address, a free port on it, and the node's id."""
+        import deepspeed  # noqa: F401
+        import ray
+        import transformers  # noqa: F401
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        address = "127.0.0.1" if self._spec.cluster.address is None else ray.util.get_node_ip_address()
+        return address, port, str(ray.get_runtime_context().get_node_id())
+
+    def prepare_model(self, search_path: str) -> str:
+        """Make the initial model, if it has to be made; returns its folder. For rank 0."""
+        from asyncrl_cli.tasks.load import load_task
+        from asyncrl_cli.train.prepare import prepare_model
+
+        def note(done: int, total: int, loss: float) -> None:
+            self._progress = (done, total, loss)
+
+        return str(prepare_model(self._spec, load_task(self._spec.task, Path(search_path)), note))
+
+    def progress(self) -> tuple[int, int, float]:
+        """The warm start's updates done, all updates, and loss."""
+        return self._progress
+
+    def start(self, model_dir: str, address: str, port: int, checkpoint: str | None) -> None:
+        """Join the other ranks and load the model, or a checkpoint's state over it."""
+        import torch
+
+        from asyncrl_cli.train import deepspeed_engine as ds
+        from asyncrl_cli.train.step import load_reference
+
+        trainer = self._spec.trainer
+        if trainer.gpus_per_rank == 0:
+            torch.set_num_threads(trainer.threads_per_rank)
+        torch.manual_seed(self._spec.seed)
+        self._model_dir = model_dir
+        ds.join_process_group(self._rank, trainer.ranks, address, port, gpu=trainer.gpus_per_rank > 0)
+        self._engine = ds.start_engine(self._spec, model_dir)
+        self._model = self._engine.module.model
+        self._reference = load_reference(self._spec, model_dir, self._engine.device)
+        self._mapping: Any = None
+        if checkpoint is not None:
+            _, client_state = self._engine.load_checkpoint(checkpoint, tag="state")
+            self._updates = client_state["updates"]
+
+    def train_step(self, batch: TrainingBatch) -> StepReport:
+        """All optimizer updates of one step."""
+        from asyncrl_cli.train.step import train_batch
+
+        report, self._updates = train_batch(self._engine, self._reference, self._spec, batch, self._rank, self._updates)
+        return report
+
+    def publish(self, version: int) -> Publication | None:
+        """Write the weights into the mapping, and what proves them. Rank 0 returns the publication."""
+        import torch
+
+        from asyncrl_cli.train import deepspeed_engine as ds
+        from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
+
+        named = list(self._model.named_parameters())
+        if self._mapping is None and self._rank == 0:
+            dtype = getattr(torch, self._spec.rollout.dtype)
+            self._mapping = WeightMapping.create(
+                plan_slots((name, dtype, ds.full_shape(parameter)) for name, parameter in named)
+            )
+        targets = dict(self._mapping.tensors()) if self._rank == 0 else {}
+        for name, parameter in named:
+            with ds.gathered([parameter], self._spec.trainer.zero_stage), torch.no_grad():
+                if self._rank == 0:
+                    targets[name].copy_(parameter)
+        probe_ids, logprobs = self._probe()
+        if self._rank != 0:
+            return None
+        return Publication(version, self._mapping.checksum(), self._mapping.describe(), probe_ids, logprobs)
+
+    def save_model(self, folder: str) -> None:
+        """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
+        from transformers import AutoTokenizer
+
+        from asyncrl_cli.train import deepspeed_engine as ds
+
+        state = {}
+        for name, parameter in self._model.named_parameters():
+            with ds.gathered([parameter], self._spec.trainer.zero_stage):
+                if self._rank == 0:
+                    state[name] = parameter.detach().cpu().clone()
+        if self._rank == 0:
+            self._model.save_pretrained(folder, state_dict=state)
+            AutoTokenizer.from_pretrained(self._model_dir).save_pretrained(folder)
+
+    def save_checkpoint(self, folder: str) -> float:
+        """Write this rank's shard of weights, optimizer and counters; returns the seconds it took."""
+        started = time.monotonic()
+        self._engine.save_checkpoint(folder, tag="state", client_state={"updates": self._updates})
+        return time.monotonic() - started
+
+    def _probe(self) -> tuple[tuple[int, ...], Any]:
+        import torch
+
+        vocabulary = self._model.config.vocab_size
+        length = min(PROBE_TOKENS, self._spec.model.max_length - 1)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (1, length), generator=generator)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[:, 0] = False
+        device = self._engine.device
+        policy = self._engine.module
+        temperature, policy.temperature = policy.temperature, 1.0
+        try:
+            with torch.no_grad():
+                logprobs = self._engine(ids.to(device), mask.to(device))
+        finally:
+            policy.temperature = temperature
+        return tuple(ids[0].tolist()), logprobs[0, 1:].float().cpu().numpy()
