@@ -6,7 +6,7 @@ Nothing here may hold the run up or end it: a tracker that fails is noted once a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.observe.records import EvaluationResult
@@ -48,9 +48,13 @@ class Reporter:
         """What the loop is doing, and what is in the buffer."""
         self._view.doing(text, counts)
 
+    def trained(self, batch: Mapping[str, Any]) -> None:
+        """What the step that is being reported was trained on."""
+        self._run.append("batches.jsonl", batch)
+
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
         """A step is done, at the unix time ``at``."""
-        self._run.append_metrics({"step": step, "version": version, "time": at, **metrics})
+        self._run.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
         self._run.update(phase="running", step=step, version=version)
         self._view.stepped(step, version, metrics)
         if self._tracker is not None:

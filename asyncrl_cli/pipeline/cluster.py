@@ -46,6 +46,8 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         # setproctitle would overwrite the environment that the guardian reads.
         "SPT_NOENV": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray's workers give way to everything else on the machine (nice 15).
+        "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     with (log_dir / "guardian.log").open("ab") as log:

@@ -14,7 +14,6 @@ import time
 from typing import Any
 
 from asyncrl_cli.buffer.ledger import Batch, Ledger
-from asyncrl_cli.pipeline.metrics import StepClock, step_metrics
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
@@ -22,6 +21,7 @@ from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.evaluation import Evaluator
 from asyncrl_cli.pipeline.fleet import Fleet
 from asyncrl_cli.pipeline.groups import Ended, GroupSource
+from asyncrl_cli.pipeline.metrics import StepClock, describe_batch, step_metrics
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.publisher import Publisher, PublishReport
 from asyncrl_cli.pipeline.remote import wait_for
@@ -79,7 +79,12 @@ class Conductor:
             await asyncio.wait([self._training])
 
     async def checkpoint(self) -> None:
-        """Save where the run is now. Call it between steps, or after ``settle``."""
+        """Save where the run is now. Call it between steps, or after ``settle``.
+
+        Between two publishes nothing is saved: the engines' version could not be made again from it.
+        """
+        if self._ledger.step % self._ledger.publish_every:
+            return
         outstanding = self._groups.outstanding_prompts() + self._prompts.waiting()
         await self._checkpoints.save(self._ledger, self._prompts.loader.state(), outstanding)
 
@@ -113,8 +118,6 @@ class Conductor:
                 await self._between_steps(ledger.step)
         if self._evaluation is not None:
             await self._bounded(self._evaluation, "an evaluation")
-        if ledger.step % ledger.publish_every:
-            await self._publisher.publish(ledger.version + 1)
         await self._bounded(self._begin_evaluation(steps, None), "the evaluation after training")
         await self.checkpoint()
 
@@ -204,6 +207,7 @@ class Conductor:
         window = self._clock.lap(report)
         metrics = step_metrics(batch, training_batch, report, published, window, self._ledger.counts())
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)
+        self._reporter.trained(describe_batch(training_batch))
         self._reporter.stepped(self._ledger.step, self._ledger.version, metrics, time.time())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl_cli.buffer.ledger import GroupEntry, Ledger
 from asyncrl_cli.data.prompts import Prompt
@@ -75,10 +74,13 @@ class GroupSource:
 
     async def requeue_overdue(self, on_end: Callable[[Ended], None]) -> None:
         """Policy ``requeue``: give up the groups that hold back a batch and start their prompts again."""
-        for group_id in self._ledger.overdue():
+        overdue = self._ledger.overdue()
+        # All at once: a group that finished while we waited for a cancellation would change who is overdue.
+        for group_id in overdue:
             group = self._open.pop(group_id)
-            await self._dispatcher.cancel(f"{group_id}-{i}" for i in range(self._spec.rollout.group_size))
             self._start(self._ledger.requeue(group_id), group.prompt, group.prompt_ids, on_end)
+        size = self._spec.rollout.group_size
+        await self._dispatcher.cancel(f"{group_id}-{i}" for group_id in overdue for i in range(size))
 
     def unscored(self, ended: Ended) -> list[tuple[int, int, Prompt, Rollout]]:
         """Record what ended; returns (group, index, prompt, rollout) of those that still need a reward.

@@ -6,8 +6,10 @@ told apart in the name.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +63,20 @@ class StepClock:
             sum(activity.paused_s for activity in activities),
             sum(activity.wall_s for activity in activities),
         )
+
+
+def describe_batch(batch: TrainingBatch) -> dict[str, Any]:
+    """What a step was trained on: uids in the batch's order, and a digest of prompts, responses and versions.
+
+    Two runs with equal lines had the same batch token for token.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            for part in (np.asarray(rollout.prompt_ids, np.int32), rollout.response_ids, rollout.versions):
+                digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
+    uids = [group.uid for group in batch.groups]
+    return {"step": batch.step + 1, "version": batch.version, "uids": uids, "tokens": digest.hexdigest()}
 
 
 def step_metrics(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 CPU_ENVIRONMENT = {
+    # With 1, vLLM's CPU platform puts the worker in a process of its own behind the engine core.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -6,6 +6,7 @@
       state.json        where the run is; replaced whole after every step
       lock              held (flock) by the process that drives the run; the kernel frees it however that ends
       metrics.jsonl     one line per step
+      batches.jsonl     one line per step: the prompts it trained on, and a digest of every token
       evaluations/      the samples of each evaluation
       logs/             one file per process
       checkpoints/      trainer state, one folder per checkpointed step
@@ -130,15 +131,15 @@ class RunDirectory:
         aside.write_text(text)
         os.replace(aside, path)
 
-    def append_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Add one line to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Add one line to a JSON Lines file."""
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
-    def read_metrics(self) -> list[dict[str, float]]:
-        """Every complete line of metrics.jsonl."""
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """Every complete line of a JSON Lines file."""
         try:
-            lines = (self.path / "metrics.jsonl").read_text().splitlines()
+            lines = (self.path / name).read_text().splitlines()
         except OSError:
             return []
         return [json.loads(line) for line in lines if line.endswith("}")]

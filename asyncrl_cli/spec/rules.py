@@ -163,6 +163,16 @@ def group_has_advantage(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A run ends, and is checkpointed, at a published version: these steps are multiples of `publish_every`."""
+    every = spec.pipeline.publish_every
+    for path, steps in (("stop.steps", spec.stop.steps), ("checkpoints.every", spec.checkpoints.every)):
+        if steps % every:
+            near = max(every, steps // every * every)
+            yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"Make it {near}.")
+
+
+@rule
 def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
     """A group fits into what an engine runs at once."""
     group, running = spec.rollout.group_size, spec.rollout.max_running_rollouts
@@ -239,7 +249,6 @@ def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
     """What happens every so many steps happens before `stop.steps`."""
     steps = spec.stop.steps
     for path, every, event in (
-        ("pipeline.publish_every", spec.pipeline.publish_every, "no weights are published"),
         ("evaluation.every", spec.evaluation.every, "nothing is evaluated while training"),
         ("checkpoints.every", spec.checkpoints.every, "no checkpoint is written before the end"),
     ):

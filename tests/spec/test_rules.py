@@ -43,6 +43,8 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (27, "trainer.minibatches"),
         (32, "pipeline.max_staleness"),
         (35, "pipeline.weight_update"),
+        (37, "checkpoints.every"),
+        (38, "stop.steps"),
     ]
     assert [p.path for p in problems if p.severity == "warning"] == [
         "rollout.dtype",
@@ -51,7 +53,6 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         "trainer.gpus_per_rank",
         "trainer.tokens_per_microbatch",
         "trainer.schedule.warmup_updates",
-        "pipeline.publish_every",
         "evaluation.every",
         "checkpoints.every",
     ]
