@@ -1,0 +1,181 @@
+"""Real runs, as a user starts them: the command in a process of its own, on real Ray, DeepSpeed and vLLM.
+
+The model that these runs start from is warm-started once for all of them, in a runs folder they share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 420
+"""Seconds after which a run that should have ended counts as hung."""
+
+SPELL: dict[str, Any] = {
+    "name": "spell",
+    "seed": 0,
+    "model": {
+        "init": {
+            "architecture": "qwen3",
+            "config": {
+                "hidden_size": 96,
+                "intermediate_size": 256,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 1,
+                "head_dim": 32,
+                "tie_word_embeddings": True,
+                "initializer_range": 0.0653,
+            },
+        },
+        "warm_start": {"steps": 350, "clean_fraction": 0.0},
+        "max_length": 64,
+    },
+    "task": {"use": "spell_backward"},
+    "data": {"eval": {"size": 64}},
+    "rollout": {
+        "group_size": 8,
+        "max_running_rollouts": 64,
+        "max_prompt_tokens": 16,
+        "max_response_tokens": 40,
+    },
+    "trainer": {"optimizer": {"learning_rate": 5.0e-4}, "tokens_per_microbatch": 2048},
+    "pipeline": {"mode": "async", "max_staleness": 2, "groups_per_step": 8},
+    "tracking": {"mlflow": False},
+    "stop": {"steps": 4},
+}
+"""A run that takes seconds once its model is warm-started."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A runs folder and the commands a user has for it."""
+
+    folder: Path
+
+    def write_spec(self, **sections: Any) -> Path:
+        """The spell spec with some sections changed (merged one level deep)."""
+        spec = {**SPELL, "runs_dir": str(self.folder)}
+        for name, value in sections.items():
+            spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
+        path = self.folder / f"{spec['name']}.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        return path
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        """Start `asyncrl ARGUMENTS` and go on."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"COLUMNS": "120"},
+        )
+
+    def run(self, *arguments: str | Path) -> Ended:
+        """Run `asyncrl ARGUMENTS` to its end."""
+        return self.wait(self.start(*arguments))
+
+    def wait(self, process: subprocess.Popen[str]) -> Ended:
+        """Wait for a command; one that hangs is interrupted and fails the test."""
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+            pytest.fail(f"the run hung\n{out}\n{err}")
+        return Ended(process.returncode, out, err)
+
+    def train(self, **sections: Any) -> Path:
+        """Train a spec that must succeed; returns the run's folder."""
+        ended = self.run("train", self.write_spec(**sections))
+        assert ended.code == 0, ended.out + ended.err + self.logs()
+        return self.newest()
+
+    def newest(self) -> Path:
+        """The folder of the run that was started last."""
+        return max(self.folder.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime_ns).parent
+
+    def logs(self) -> str:
+        """The ends of the newest run's logs, for a failure's message."""
+        logs = sorted(self.newest().glob("logs/*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+
+def rows(run: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of one of a run's JSON Lines files."""
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = LIMIT_S) -> Any:
+    """The first true answer of ``condition``; fails the test when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if answer := condition():
+            return answer
+        time.sleep(0.05)
+    pytest.fail(f"waited {seconds:.0f} s for {what}")
+
+
+def processes_of(run_mark: str) -> list[int]:
+    """Living processes that carry a run's mark in their environment."""
+    from asyncrl_cli.runs.guardian import marked_processes
+
+    return list(marked_processes(run_mark))
+
+
+def mark_of(pid: int) -> str:
+    """The mark of the run whose driver has this pid, read off one of its descendants."""
+    import psutil
+
+    from asyncrl_cli.runs.guardian import MARK
+
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if mark := child.environ().get(MARK):
+                return mark
+        except psutil.Error:
+            continue
+    return ""
+
+
+@pytest.fixture(scope="session")
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """One runs folder for the session, so that the warm start happens once."""
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Every test here ends with /dev/shm and the temporary folder as it found them."""
+    import tempfile
+
+    def litter() -> set[str]:
+        temporary = {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}
+        return temporary | {str(path) for path in Path("/dev/shm").iterdir()}
+
+    before = litter()
+    yield
+    until(lambda: not litter() - before, f"{litter() - before} to be removed", 30)

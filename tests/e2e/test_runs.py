@@ -1,0 +1,134 @@
+"""Whole runs: what they learn, what they leave, and that equal settings give equal bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Runs, rows
+
+pytestmark = pytest.mark.stack
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model/model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def sync_run(shared_runs: Runs) -> Path:
+    return shared_runs.train(pipeline={"mode": "sync", "max_staleness": 0})
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run: Path, engines: int) -> None:
+    run = shared_runs.train(
+        pipeline={"mode": "async", "max_staleness": 0, "weight_update": "keep"},
+        rollout={"engines": engines, "max_running_rollouts": 64 // engines},
+    )
+    assert rows(run, "batches.jsonl") == rows(sync_run, "batches.jsonl")
+    assert weights(run) == weights(sync_run)
+    # The comparison means something only if the weights moved.
+    trained = rows(run, "metrics.jsonl")
+    assert sum(row["train/updates"] for row in trained) > 0
+    assert any(row["publish/probe_change"] > 1e-3 for row in trained)
+
+
+def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
+    assert all(row["staleness/tokens_max"] == 0 for row in rows(sync_run, "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"mode": "one_step_off", "max_staleness": 1},
+        {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
+        {"max_staleness": 1, "on_stale": "requeue"},
+    ],
+    ids=["one_step_off", "recompute_every_2", "requeue"],
+)
+def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
+    shared_runs: Runs, pipeline: dict[str, object]
+) -> None:
+    run = shared_runs.train(pipeline=pipeline, stop={"steps": 8})
+    metrics = rows(run, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    assert max(row["staleness/groups_max"] for row in metrics) <= pipeline["max_staleness"]  # type: ignore[operator]
+    assert max(row["staleness/tokens_max"] for row in metrics) <= pipeline["max_staleness"]  # type: ignore[operator]
+    assert metrics[-1]["buffer/groups_late"] == 0
+    every = int(str(pipeline.get("publish_every", 1)))
+    published = [row for row in metrics if "publish/probe_gap" in row]
+    assert [row["step"] for row in published] == list(range(every, 9, every))
+    assert all(row["publish/probe_gap"] < 1e-4 for row in published)
+    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in metrics if "engine/logprob_gap_max" in row)
+    uids = [uid for row in rows(run, "batches.jsonl") for uid in row["uids"]]
+    assert len(set(uids)) == len(uids) == 8 * 8  # nothing is trained twice
+
+
+@pytest.fixture(scope="module")
+def two_ranks(shared_runs: Runs) -> Path:
+    """specs/zero3-two-ranks.yaml as it is, but for the runs folder."""
+    spec = ROOT / "specs/zero3-two-ranks.yaml"
+    ended = shared_runs.run("train", spec, "--set", f"runs_dir={shared_runs.folder}")
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    assert "finished 60 steps" in ended.out
+    return shared_runs.newest()
+
+
+@pytest.mark.slow
+def test_two_zero3_ranks_learn(two_ranks: Path) -> None:
+    before, after = (
+        json.loads((two_ranks / f"evaluations/step-{step:06d}-greedy.jsonl").read_text().splitlines()[0])["accuracy"]
+        for step in (0, 60)
+    )
+    assert before < 0.3
+    assert after > before + 0.3
+
+
+@pytest.mark.slow
+def test_the_final_model_loads_in_transformers_and_answers_as_the_engine_did(two_ranks: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(two_ranks / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(two_ranks / "model")
+    samples = rows(two_ranks, "evaluations/step-000060-greedy.jsonl")[1:17]
+    for sample in samples:
+        ids = tokenizer(sample["prompt"], return_tensors="pt").input_ids
+        answer = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.decode(answer, skip_special_tokens=True) == sample["response"]
+
+
+@pytest.mark.slow
+def test_mlflow_has_parameters_metrics_and_artifacts(two_ranks: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{two_ranks.parent}/mlflow.db")
+    run_id = json.loads((two_ranks / "manifest.json").read_text())["mlflow_run_id"]
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["trainer.ranks"] == "2"
+    assert len(client.get_metric_history(run_id, "reward/mean")) == 60
+    assert run.data.metrics["eval/greedy_accuracy"] > 0
+    names = {artifact.path for artifact in client.list_artifacts(run_id)}
+    assert {"spec.yaml", "evaluations"} <= names
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns(shared_runs: Runs) -> None:
+    spec = ROOT / "specs/quickstart.yaml"
+    ended = shared_runs.run("train", spec, "--set", f"runs_dir={shared_runs.folder}")
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    run = shared_runs.newest()
+    last = rows(run, "metrics.jsonl")[-1]["step"]
+    accuracy = {
+        (kind, when): rows(run, f"evaluations/step-{step:06d}-{kind}.jsonl")[0]
+        for kind in ("greedy", "sampled")
+        for when, step in (("before", 0), ("after", last))
+    }
+    assert accuracy["greedy", "before"]["accuracy"] < 0.25
+    assert accuracy["greedy", "after"]["accuracy"] >= 0.95
+    assert accuracy["sampled", "before"]["accuracy"] < 0.35
+    assert accuracy["sampled", "after"]["accuracy"] >= 0.85
+    assert accuracy["greedy", "after"]["mean_length"] > 2 * accuracy["greedy", "before"]["mean_length"]

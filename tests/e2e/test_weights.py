@@ -1,0 +1,185 @@
+"""Which weights an engine serves, on a real vLLM engine: every token's log-prob is recomputed by transformers
+under the version that the engine says sampled it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
+
+from .conftest import Runs
+
+pytestmark = pytest.mark.stack
+
+TOLERANCE = 1e-4
+"""Nats, in fp32 (the project's bound; agreement is near 1e-6)."""
+
+
+class Bench:
+    """A real engine and, beside it, the models of all versions it was given."""
+
+    def __init__(self, spec: Any, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from asyncrl_cli.rollout.engine import Engine
+        from asyncrl_cli.train.initial_model import build_initial_model
+
+        build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+        self._load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.models: dict[int, Any] = {}
+        named = list(self._load().named_parameters())
+        self.mapping = WeightMapping.create(plan_slots((name, p.dtype, tuple(p.shape)) for name, p in named))
+        self.engine = Engine(spec, str(folder))
+        self._requests = 0
+
+    async def publish(self, version: int, policy: str) -> None:
+        """Give the engine new random weights as ``version``."""
+        generator = torch.Generator().manual_seed(version)
+        model = self._load()
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, target in self.mapping.tensors():
+                noise = torch.randn(target.shape, generator=generator)
+                parameters[name].add_(noise, alpha=0.05)
+                target.copy_(parameters[name])
+        self.models[version] = model
+        await self.engine.update_weights(version, self.mapping.checksum(), self.mapping.describe(), policy)
+
+    async def generate(self, prompt: list[int], tokens: int) -> Rollout:
+        self._requests += 1
+        sampling = Sampling(temperature=1.0, max_tokens=tokens, seed=self._requests)
+        return await self.engine.generate(RolloutRequest(str(self._requests), tuple(prompt), sampling))
+
+    def recomputed(self, rollout: Rollout, version: int) -> np.ndarray:
+        """Log-probs of the response under one version's weights, the whole sequence through them."""
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
+        with torch.no_grad():
+            logprobs = self.models[version](ids).logits[0].log_softmax(-1)
+        start = len(rollout.prompt_ids)
+        return logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    with asyncio.Runner() as runner:
+        yield runner.get_loop()
+
+
+@pytest.fixture(scope="module")
+def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    from asyncrl_cli.rollout.engine import engine_environment
+
+    folder = tmp_path_factory.mktemp("bench")
+    path = Runs(folder).write_spec(model={"warm_start": None})
+    spec = load_spec(path).spec
+    os.environ.update(engine_environment(spec))
+
+    async def start() -> Bench:
+        return Bench(spec, folder / "model")
+
+    bench = loop.run_until_complete(start())
+    yield bench
+    bench.engine.shutdown()
+
+
+def crossing(bench: Bench, version: int, policy: str) -> list[Rollout]:
+    """Rollouts that run while version ``version`` replaces ``version - 1``."""
+
+    async def generate() -> list[Rollout]:
+        await bench.publish(version - 1, policy)
+        running = [asyncio.create_task(bench.generate([3 + i, 40, 50], 48)) for i in range(16)]
+        await bench.engine.attest((3, 4, 5), 0.0)  # a probe that is answered: by then the rollouts run
+        await bench.publish(version, policy)
+        return list(await asyncio.gather(*running))
+
+    return asyncio.get_event_loop_policy().get_event_loop().run_until_complete(generate())
+
+
+def gaps(bench: Bench, rollout: Rollout, version: int) -> np.ndarray:
+    """Differences to the recomputed log-probs, of the tokens that ``version`` sampled."""
+    return np.abs(bench.recomputed(rollout, version) - rollout.logprobs)[rollout.versions == version]
+
+
+@pytest.mark.parametrize(("policy", "version"), [("keep", 11), ("recompute", 21), ("drain", 31)])
+def test_tokens_carry_the_version_that_sampled_them(
+    bench: Bench, loop: asyncio.AbstractEventLoop, policy: str, version: int
+) -> None:
+    asyncio.set_event_loop(loop)
+    rollouts = crossing(bench, version, policy)
+    crossed = [rollout for rollout in rollouts if len(set(rollout.versions.tolist())) > 1]
+    assert bool(crossed) == (policy != "drain")
+    for rollout in rollouts:
+        assert (np.diff(rollout.versions) >= 0).all()
+        assert set(rollout.versions.tolist()) <= {version - 1, version}
+        assert gaps(bench, rollout, version - 1).max(initial=0.0) < TOLERANCE
+    after = max(gaps(bench, rollout, version).max(initial=0.0) for rollout in rollouts)
+    if policy == "keep":
+        # Keys and values of the older version stay: these tokens are from neither version's own distribution.
+        assert after > TOLERANCE
+    else:
+        assert after < TOLERANCE
+
+
+@pytest.mark.parametrize(("policy", "version"), [("keep", 41), ("recompute", 51)])
+def test_a_request_after_an_update_sees_nothing_of_the_old_weights(
+    bench: Bench, loop: asyncio.AbstractEventLoop, policy: str, version: int
+) -> None:
+    prompt = [7] * 15 + [8] * 17  # a whole block of the prefix cache
+
+    async def generate() -> Rollout:
+        await bench.publish(version - 1, policy)
+        await bench.generate(prompt, 8)
+        await bench.publish(version, policy)
+        return await bench.generate(prompt, 24)
+
+    rollout = loop.run_until_complete(generate())
+    assert set(rollout.versions.tolist()) == {version}
+    assert gaps(bench, rollout, version).max() < TOLERANCE
+
+
+def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
+    probe = (5, 9, 30, 31, 60, 22, 14)
+    rollout = Rollout("probe", probe[:1], np.array(probe[1:], np.int32), *[np.zeros(6)] * 2, "", "stop")  # type: ignore[arg-type]
+
+    async def attest() -> np.ndarray:
+        await bench.publish(60, "keep")
+        await bench.publish(61, "keep")
+        return (await bench.engine.attest(probe, 0.0)).probe_logprobs
+
+    served = loop.run_until_complete(attest())
+    assert np.abs(served - bench.recomputed(rollout, 61)).max() < TOLERANCE
+    assert np.abs(served - bench.recomputed(rollout, 60)).max() > 100 * TOLERANCE
+
+
+def test_weights_that_do_not_match_their_checksum_are_refused(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
+    async def publish() -> None:
+        await bench.publish(70, "keep")
+        await bench.engine.update_weights(71, "0" * 64, bench.mapping.describe(), "keep")
+
+    with pytest.raises(Exception, match="checksum"):
+        loop.run_until_complete(publish())
+
+
+def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(
+    bench: Bench, loop: asyncio.AbstractEventLoop
+) -> None:
+    async def generate(crowd: int) -> Rollout:
+        others = [asyncio.create_task(bench.generate([9, i + 3], 40)) for i in range(crowd)]
+        sampling = Sampling(temperature=1.0, max_tokens=40, seed=1234)
+        rollout = await bench.engine.generate(RolloutRequest(f"same-{crowd}", (3, 4, 5), sampling))
+        await asyncio.gather(*others)
+        return rollout
+
+    loop.run_until_complete(bench.publish(80, "recompute"))
+    alone, crowded = loop.run_until_complete(generate(0)), loop.run_until_complete(generate(40))
+    assert alone.response_ids.tolist() == crowded.response_ids.tolist()
