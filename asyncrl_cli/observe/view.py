@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-TREND_STEPS = 40
-"""Steps that a sparkline shows."""
+TREND_STEPS = 32
+"""Values that a sparkline shows; so many fit beside the numbers on a terminal of 80 columns."""
 BARS = "▁▂▃▄▅▆▇█"
+LABEL_WIDTH = len("held-out, sampled")
 
 
 def sparkline(values: list[float]) -> str:
@@ -27,7 +29,9 @@ def sparkline(values: list[float]) -> str:
     if not values:
         return ""
     low, span = min(values), max(values) - min(values)
-    return "".join(BARS[int((value - low) / span * (len(BARS) - 1))] if span else BARS[0] for value in values)
+    if not 0.0 < span < math.inf:
+        return BARS[0] * len(values)
+    return "".join(BARS[int((value - low) / span * (len(BARS) - 1))] for value in values)
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
@@ -115,29 +119,34 @@ class LiveView:
     def _panel(self) -> RenderableType:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
+
+        def line(text: str) -> Text:  # not a plain string, in which rich would look for markup
+            return Text(text, no_wrap=True, overflow="ellipsis")
 
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", min_width=12)
-        table.add_column(no_wrap=True, overflow="ellipsis")
-        table.add_row("now", self._status)
+        # rich takes room from columns without a fixed width first, so that labels survive a long line.
+        table.add_column(style="dim", width=LABEL_WIDTH)
+        table.add_column()
+        table.add_row("now", line(self._status))
         if self._metrics:
-            table.add_row("step", f"{self._step} of {self._steps}, weight version {self._version}{self._remaining()}")
+            table.add_row(
+                "step", line(f"{self._step} of {self._steps}, weight version {self._version}{self._remaining()}")
+            )
             table.add_row("", ProgressBar(total=self._steps, completed=self._step, width=40))
             for name, value in self._rows():
-                table.add_row(name, value)
+                table.add_row(name, line(value))
         return table
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         m = self._metrics
         yield "reward", f"{m['reward/mean']:.3f}  {sparkline(list(self._trend['reward/mean']))}"
         for kind, values in self._accuracy.items():
-            yield f"held-out, {kind}", f"{values[-1]:.3f}  {sparkline(values)}  (first {values[0]:.3f})"
+            yield f"held-out, {kind}", f"{values[-1]:.3f}  {sparkline(values[-TREND_STEPS:])}  (first {values[0]:.3f})"
         lengths = sparkline(list(self._trend["response/tokens_mean"]))
         yield "response", f"{m['response/tokens_mean']:.1f} tokens  {lengths}"
-        yield (
-            "staleness",
-            f"mean {m['staleness/groups_mean']:.2f}, max {m['staleness/groups_max']:.0f} of {self._max_staleness} versions",
-        )
+        mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
+        yield "staleness", f"mean {mean:.2f}, max {worst:.0f} of {self._max_staleness} versions"
         yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
         yield "busy", f"trainer {m['share/trainer_busy']:.0%}, engines {m['share/engines_busy']:.0%}"
         if self._counts is not None:

@@ -11,8 +11,9 @@ def all_runs(runs_dir: Path) -> list[RunDirectory]:
     """Every run in the folder, oldest first."""
     if not runs_dir.is_dir():
         return []
-    folders = [path for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
-    return [RunDirectory(path) for path in sorted(folders, key=lambda path: (path / "manifest.json").stat().st_mtime)]
+    runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
+    # By what the manifest says: the file itself is written again when a run ends.
+    return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))
 
 
 def find_run(runs_dir: Path, name: str) -> RunDirectory:

@@ -32,6 +32,8 @@ from asyncrl_cli.runs.errors import UserError
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
+LOCK_PATIENCE_S = 0.5
+"""Seconds that ``lock`` tries: ``is_driven`` holds the lock for a moment when it looks."""
 
 
 class RunError(UserError):
@@ -83,16 +85,17 @@ class RunDirectory:
     def lock(self) -> None:
         """Become the one driver of this run. Raises ``RunError`` with the other's pid when there is one."""
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(descriptor, 200).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise RunError(
-                f"the run is being driven by {owner or 'another process'}",
-                place=self.run_id,
-                mend="Wait for it to end, or stop that process first",
-            ) from None
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while not _locked(descriptor):
+            if time.monotonic() > deadline:
+                owner = os.read(descriptor, 200).decode(errors="replace").strip()
+                os.close(descriptor)
+                raise RunError(
+                    f"the run is being driven by {owner or 'another process'}",
+                    place=self.run_id,
+                    mend="Wait for it to end, or stop that process first",
+                )
+            time.sleep(0.005)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
         self._lock = descriptor
@@ -128,7 +131,7 @@ class RunDirectory:
         """Replace a text file whole."""
         path = self.path / name
         aside = path.with_name(f".{path.name}.tmp")
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8")
         os.replace(aside, path)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
@@ -137,12 +140,12 @@ class RunDirectory:
             file.write(json.dumps(row) + "\n")
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        """Every complete line of a JSON Lines file."""
+        """Every whole line of a JSON Lines file; a kill or a full disk can leave half a line anywhere in it."""
         try:
-            lines = (self.path / name).read_text().splitlines()
+            lines = (self.path / name).read_text(errors="replace").splitlines()
         except OSError:
             return []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return [row for line in lines if (row := _parsed(line)) is not None]
 
     @property
     def state(self) -> RunState:
@@ -168,3 +171,19 @@ class RunDirectory:
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

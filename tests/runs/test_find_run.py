@@ -1,0 +1,73 @@
+"""Finding runs by id, prefix, path and age."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.runs.catalogue import all_runs, find_run
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+
+
+def make(runs_dir: Path, run_id: str, started: str) -> RunDirectory:
+    run = RunDirectory(runs_dir / run_id)
+    run.path.mkdir(parents=True)
+    run.write_json("manifest.json", {"started": started})
+    return run
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    make(tmp_path, "b-1", "2026-01-01T10:00:00+00:00")
+    make(tmp_path, "a-12", "2026-01-02T10:00:00+00:00")
+    make(tmp_path, "a-1", "2026-01-03T10:00:00+00:00")
+    (tmp_path / "mlflow-artifacts").mkdir()
+    (tmp_path / "mlflow.db").touch()
+    return tmp_path
+
+
+def test_oldest_first_whatever_was_written_last(runs_dir: Path) -> None:
+    first = runs_dir / "b-1"
+    RunDirectory(first).write_json("manifest.json", RunDirectory(first).manifest | {"mlflow_run_id": "x"})
+    os.utime(first / "manifest.json", (2**31, 2**31))
+    assert [run.run_id for run in all_runs(runs_dir)] == ["b-1", "a-12", "a-1"]
+    assert find_run(runs_dir, "latest").run_id == "a-1"
+
+
+def test_a_run_without_a_readable_manifest_is_still_listed(runs_dir: Path) -> None:
+    (runs_dir / "a-1/manifest.json").write_text("{")
+    assert [run.run_id for run in all_runs(runs_dir)] == ["a-1", "b-1", "a-12"]
+
+
+def test_no_folder_no_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert all_runs(tmp_path / "missing") == all_runs(tmp_path / "file") == []
+    with pytest.raises(RunError, match=r"there is no run yet\. Start one: asyncrl train SPEC"):
+        find_run(tmp_path / "missing", "latest")
+
+
+@pytest.mark.parametrize(("name", "found"), [("b", "b-1"), ("a-12", "a-12"), ("a-1", "a-1"), ("latest", "a-1")])
+def test_an_id_wins_over_a_prefix(runs_dir: Path, name: str, found: str) -> None:
+    assert find_run(runs_dir, name).run_id == found
+
+
+def test_an_ambiguous_start_lists_what_it_could_mean(runs_dir: Path) -> None:
+    with pytest.raises(RunError, match=r"'a-' names 2 runs: a-12, a-1\. Give more of the id"):
+        find_run(runs_dir, "a-")
+
+
+def test_an_unknown_name_says_where_it_was_looked_for(runs_dir: Path) -> None:
+    with pytest.raises(RunError, match=r"no run is called 'c'\. `asyncrl runs` lists") as error:
+        find_run(runs_dir, "c")
+    assert error.value.place == str(runs_dir)
+
+
+def test_a_path_needs_no_runs_folder(
+    runs_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(runs_dir.parent)
+    assert find_run(elsewhere, f"{runs_dir.name}/a-1").path == runs_dir / "a-1"
+    assert find_run(elsewhere, str(runs_dir / "b-1")).path == runs_dir / "b-1"

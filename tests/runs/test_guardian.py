@@ -1,0 +1,162 @@
+"""The guardian: when the driver is gone, so is everything it started, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.runs.guardian import MARK, marked_processes
+
+STUBBORN = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+wait = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print(os.getpid(), child.pid, flush=True)
+signal.pause()
+"""
+"""Ignores SIGTERM and has a grandchild in a session of its own; prints both pids."""
+
+DRIVER = """
+import os, signal, subprocess, sys
+mark, folder, stubborn = sys.argv[1:]
+guardian = subprocess.Popen([sys.executable, "-m", "asyncrl_cli.runs.guardian", mark, folder],
+                            stdin=subprocess.PIPE, start_new_session=True)
+child = subprocess.Popen([sys.executable, "-c", stubborn], env=os.environ | {"ASYNCRL_RUN": mark},
+                         stdout=subprocess.PIPE, text=True)
+print(guardian.pid, child.stdout.readline(), flush=True)
+signal.pause()
+"""
+PATIENCE_S = 60.0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits for its parent to notice its end does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start Python processes that are gone after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, mark: str | None = None) -> subprocess.Popen[str]:
+        environment = {key: value for key, value in os.environ.items() if key != MARK}
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment | ({MARK: mark} if mark else {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[str]:
+    name = f"test-{os.getpid()}-{tmp_path.name}"
+    yield name
+    for pid in [*marked_processes(name), *marked_processes(f"{name}0")]:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "session"
+    (folder / "sockets").mkdir(parents=True)
+    (folder / "sockets/plasma").touch()
+    return folder
+
+
+def pids(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    return [int(word) for word in process.stdout.readline().split()]
+
+
+def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: str, folder: Path) -> None:
+    marked = pids(start("-c", STUBBORN, mark=mark))
+    others = [*pids(start("-c", STUBBORN, mark=f"{mark}0")), *pids(start("-c", STUBBORN))]
+    try:
+        guardian = start("-m", "asyncrl_cli.runs.guardian", mark, str(folder))
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        assert guardian.wait(PATIENCE_S) == 0
+        assert len(marked) == 2
+        assert not any(map(is_alive, marked))
+        assert not folder.exists()
+        assert len(others) == 4
+        assert all(map(is_alive, others))
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_it_waits_for_the_pipe(start: Start, mark: str, folder: Path) -> None:
+    marked = pids(start("-c", STUBBORN, mark=mark))
+    guardian = start("-m", "asyncrl_cli.runs.guardian", mark, str(folder))
+    assert guardian.stdin is not None
+    guardian.stdin.write("not the end\n")
+    guardian.stdin.flush()
+    with pytest.raises(subprocess.TimeoutExpired):
+        guardian.wait(1.0)
+    assert all(map(is_alive, marked))
+    assert folder.is_dir()
+    guardian.stdin.close()
+    guardian.wait(PATIENCE_S)
+    assert not any(map(is_alive, marked))
+
+
+def test_a_killed_driver_takes_everything_with_it(start: Start, mark: str, folder: Path) -> None:
+    driver = start("-c", DRIVER, mark, str(folder), STUBBORN)
+    guardian, *marked = pids(driver)
+    assert len(marked) == 2
+    assert all(map(is_alive, [guardian, *marked]))
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    eventually(lambda: not is_alive(guardian))
+    assert not any(map(is_alive, marked))
+    assert not folder.exists()
+
+
+def test_with_nothing_left_it_just_ends(start: Start, mark: str, tmp_path: Path) -> None:
+    guardian = start("-m", "asyncrl_cli.runs.guardian", mark, str(tmp_path / "missing"))
+    guardian.communicate()
+    assert guardian.returncode == 0
+
+
+def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
+    script = f"import os; from asyncrl_cli.runs.guardian import marked_processes as m; print(*m({mark!r}))"
+    out, _ = start("-c", script, mark=mark).communicate()
+    assert out.split() == []
+    marked = pids(start("-c", STUBBORN, mark=mark))
+    assert sorted(marked_processes(mark)) == sorted(marked)

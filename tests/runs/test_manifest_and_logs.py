@@ -1,0 +1,87 @@
+"""What a run was started from, what its processes print, and how errors read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli import __version__
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.logs import last_lines
+from asyncrl_cli.runs.manifest import describe_start
+
+REDIRECTED = """
+import os, subprocess, sys
+from asyncrl_cli.runs.logs import redirect_output
+print("before")
+redirect_output(sys.argv[1], "worker")
+print("printed", flush=True)
+print("complained", file=sys.stderr)
+os.write(1, b"written by C\\n")
+subprocess.run([sys.executable, "-c", "print('from a child')"])
+"""
+
+
+def test_output_goes_to_the_log_also_from_children_and_c(tmp_path: Path) -> None:
+    (tmp_path / "worker.log").write_text("of an earlier process\n")
+    done = subprocess.run([sys.executable, "-c", REDIRECTED, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("before\n", "")
+    expected = ["of an earlier process", "printed", "complained", "written by C", "from a child"]
+    assert (tmp_path / "worker.log").read_text().splitlines() == expected
+
+
+def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(b"".join(b"line %d\n" % i for i in range(40)) + b"\xff")
+    assert last_lines(tmp_path / "a.log", 3) == "line 38\nline 39\n\ufffd"
+    assert last_lines(tmp_path / "missing.log") == ""
+
+
+def test_the_manifest_says_where_the_run_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tmp_path / "code/spec.yaml"
+    spec.parent.mkdir()
+    spec.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "train", "code/spec.yaml"])
+    manifest = describe_start(Path("code/spec.yaml"))
+    assert manifest["spec_file"] == str(spec)
+    assert manifest["directory"] == str(tmp_path)
+    assert manifest["command"] == ["asyncrl", "train", "code/spec.yaml"]
+    assert manifest["asyncrl"] == __version__
+    assert {"torch", "ray", "pydantic"} <= manifest["packages"].keys()
+    assert manifest["git"] is None
+    run = RunDirectory(tmp_path)
+    run.write_json("manifest.json", manifest)
+    assert run.manifest == json.loads(json.dumps(manifest))
+
+
+def test_the_manifest_knows_the_code(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("a")
+    git("init")
+    assert describe_start(spec)["git"] is None, "no commit yet"
+    git("add", ".")
+    git("commit", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    assert describe_start(spec)["git"] == {"commit": commit, "dirty": False}
+    spec.write_text("b")
+    assert describe_start(spec)["git"] == {"commit": commit, "dirty": True}
+
+
+def test_an_error_is_one_paragraph_and_travels_between_processes() -> None:
+    error = RunError("it broke", place="engine-0", mend="Mend it.")
+    assert str(error) == "engine-0: it broke. Mend it."
+    assert str(UserError("it broke.")) == "it broke."
+    twin = pickle.loads(pickle.dumps(error))
+    assert (type(twin), str(twin), twin.exit_code) == (RunError, str(error), 1)
