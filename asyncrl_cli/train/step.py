@@ -41,8 +41,13 @@ class _Sums:
         return _Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
-def training_rows(groups: Sequence[TrainingGroup], version: int, spec: ExperimentSpec) -> list[TrainingRow]:
-    """The rows that have something to teach, in the order of groups and rollouts."""
+def training_rows(groups: Sequence[TrainingGroup], batch: TrainingBatch, spec: ExperimentSpec) -> list[TrainingRow]:
+    """The rows that have something to teach, in the order of groups and rollouts.
+
+    A token is on-policy when the trainer's weights at the start of the step are the very ones it was sampled
+    with: those of its version, which the trainer has only in the first step after a publish.
+    """
+    at_a_version = batch.step % spec.pipeline.publish_every == 0
     if not groups:
         return []
     rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)
@@ -57,7 +62,7 @@ def training_rows(groups: Sequence[TrainingGroup], version: int, spec: Experimen
                     prompt_ids=rollout.prompt_ids,
                     response_ids=rollout.response_ids,
                     behaviour_logprobs=rollout.logprobs,
-                    on_policy=rollout.versions == version,
+                    on_policy=(rollout.versions == batch.version) & at_a_version,
                     advantage=advantage,
                 )
             )
@@ -77,7 +82,7 @@ def train_batch(
     total_updates = spec.stop.steps * trainer.minibatches
     minibatches = []
     for first in range(0, size * trainer.minibatches, size):
-        rows = training_rows(batch.groups[first : first + size], batch.version, spec)
+        rows = training_rows(batch.groups[first : first + size], batch, spec)
         minibatches.append((rows, _microbatches(engine, spec, rows, rank)))
 
     sums: _Sums | None = None
