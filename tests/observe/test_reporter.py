@@ -1,0 +1,54 @@
+"""The reporter tells everyone: the run's folder and the view."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.observe.records import EvaluationResult
+from asyncrl_cli.observe.reporter import Reporter
+from asyncrl_cli.observe.view import PlainView
+from asyncrl_cli.runs.directory import RunDirectory
+
+METRICS = dict.fromkeys(
+    [
+        "reward/mean",
+        "response/tokens_mean",
+        "staleness/groups_mean",
+        "staleness/groups_max",
+        "tokens/generated_per_s",
+        "share/trainer_busy",
+        "share/engines_busy",
+        "buffer/groups_running",
+        "buffer/groups_finished",
+    ],
+    0.5,
+)
+
+
+def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory.create(tmp_path, "test")
+    run.update(steps=10)
+    reporter = Reporter(run, PlainView(10), None)
+    reporter.evaluated(EvaluationResult("greedy", 0, 0.25, 0.25, 9.0, 4, 0, 0))
+    reporter.trained({"step": 1, "uids": ["a"]})
+    reporter.stepped(1, 1, METRICS, 1234.5)
+    reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
+    reader = RunDirectory(run.path)
+    assert reader.read("metrics.jsonl") == [{"step": 1, "version": 1, "time": 1234.5, **METRICS}]
+    assert reader.read("batches.jsonl") == [{"step": 1, "uids": ["a"]}]
+    state = reader.state
+    assert (state.phase, state.step, state.steps, state.version) == ("running", 1, 10, 1)
+    assert state.accuracy == reporter.accuracy == {"greedy": 0.75}
+    assert reporter.accuracy_before == {"greedy": 0.25}
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "test")
+    run.update(accuracy={"greedy": 0.5, "sampled": 0.25})
+    reporter = Reporter(RunDirectory(run.path), PlainView(10), None)
+    reporter.evaluated(EvaluationResult("greedy", 8, 0.75, 0.75, 9.0, 4, 8, 8))
+    assert RunDirectory(run.path).state.accuracy == {"greedy": 0.75, "sampled": 0.25}
+    assert reporter.accuracy_before == {}

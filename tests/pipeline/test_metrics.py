@@ -1,0 +1,140 @@
+"""The numbers of a step: shares of time, and what is computed from tokens and rewards."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stand_ins import StandInEngine, rollout
+
+from asyncrl_cli.buffer.ledger import Batch, Counts
+from asyncrl_cli.pipeline.dispatcher import Dispatcher
+from asyncrl_cli.pipeline.metrics import StepClock, Window, describe_batch, step_metrics
+from asyncrl_cli.pipeline.publisher import PublishReport
+from asyncrl_cli.rollout.records import EngineActivity
+from asyncrl_cli.train.records import StepReport, TrainingBatch, TrainingGroup
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
+    dispatcher = Dispatcher([(f"engine-{i}", StandInEngine()) for i in range(2)], retries=0)
+    one, other = dispatcher.engines
+    one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
+    steps = StepClock(dispatcher)  # what was before does not count
+    clock.now += 10.0
+    one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
+    other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
+    assert steps.lap(StepReport(seconds=2.5)) == Window(
+        seconds=10.0,
+        generated_tokens=150,
+        trainer_busy=0.25,
+        engines_busy=pytest.approx((6.0 - 1.0 + 4.0 - 1.0) / 20.0),
+        engines_paused=pytest.approx(2.0 / 20.0),
+    )
+    clock.now += 4.0
+    other.activity = EngineActivity(60, 8.0, 1.0, 14.0)
+    assert steps.lap(StepReport(seconds=5.0)) == Window(
+        seconds=4.0, generated_tokens=10, trainer_busy=1.0, engines_busy=1.0, engines_paused=0.0
+    )
+
+
+def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
+    steps = StepClock(Dispatcher([("engine-0", StandInEngine())], retries=0))
+    clock.now += 1.0
+    assert steps.lap(StepReport(seconds=0.5)) == Window(1.0, 0, 0.5, 0.0, 0.0)
+
+
+GROUPS = (
+    TrainingGroup(4, "a", (rollout("4-0", (1, 1)), rollout("4-1", (1, 2, 3, 3), finished=False)), (1.0, 0.5)),
+    TrainingGroup(6, "b", (rollout("6-0", (3,)), rollout("6-1", (2, 2, 2))), (0.0, 1.5)),
+)
+TRAINING_BATCH = TrainingBatch(7, 3, GROUPS)
+WINDOW = Window(seconds=2.0, generated_tokens=500, trainer_busy=0.5, engines_busy=0.25, engines_paused=0.125)
+
+
+def test_the_numbers_of_a_step() -> None:
+    metrics = step_metrics(
+        batch=Batch(step=7, version=3, group_ids=(4, 6), group_versions=(1, 2)),
+        training_batch=TRAINING_BATCH,
+        report=StepReport({"loss/policy": 0.125}, seconds=1.5, trained_tokens=9),
+        published=PublishReport(version=4, seconds=0.5, stall_s=0.25, gap=1e-5, change=0.01),
+        window=WINDOW,
+        counts=Counts(running=1, finished=2, taken=16, rejected=3, requeued=4, late=5),
+    )
+    expected = {
+        "reward/mean": 0.75,
+        "reward/correct": 0.5,
+        "response/tokens_mean": 2.5,
+        "response/tokens_max": 4,
+        "response/cut": 0.25,
+        "staleness/groups_mean": 1.5,
+        "staleness/groups_max": 2,
+        "staleness/tokens_mean": (2 + 2 + 2 + 1 + 0 + 0 + 0 + 1 + 1 + 1) / 10,
+        "staleness/tokens_max": 2,
+        "staleness/rollouts_crossed": 0.25,
+        "tokens/trained": 9,
+        "tokens/generated": 500,
+        "tokens/generated_per_s": 250,
+        "time/step_s": 2,
+        "time/train_s": 1.5,
+        "share/trainer_busy": 0.5,
+        "share/engines_busy": 0.25,
+        "share/engines_paused": 0.125,
+        "buffer/groups_running": 1,
+        "buffer/groups_finished": 2,
+        "buffer/groups_taken": 16,
+        "buffer/groups_rejected": 3,
+        "buffer/groups_requeued": 4,
+        "buffer/groups_late": 5,
+        "publish/seconds": 0.5,
+        "publish/stall_s": 0.25,
+        "publish/probe_gap": 1e-5,
+        "publish/probe_change": 0.01,
+        "loss/policy": 0.125,
+    }
+    assert metrics == pytest.approx(expected)
+    assert all(type(value) is float for value in metrics.values()), "JSON and MLflow take no numpy numbers"
+
+
+def test_without_a_publish_nothing_is_said_about_it() -> None:
+    metrics = step_metrics(
+        Batch(7, 3, (4, 6), (1, 2)), TRAINING_BATCH, StepReport(), None, WINDOW, Counts(0, 0, 0, 0, 0, 0)
+    )
+    assert not [name for name in metrics if name.startswith("publish/")]
+
+
+def test_a_batch_is_described_by_its_tokens() -> None:
+    described = describe_batch(TRAINING_BATCH)
+    assert (described["step"], described["version"], described["uids"]) == (8, 3, ["a", "b"])
+    first, second = GROUPS[0].rollouts
+    variants = [
+        (replace(first, response_ids=first.response_ids + np.int32(1)), second),
+        (replace(first, versions=first.versions - np.int32(1)), second),
+        (replace(first, prompt_ids=(1, 3)), second),
+        (second, first),
+        (  # the same numbers in a row, with a boundary elsewhere
+            replace(first, response_ids=first.response_ids[:1]),
+            replace(second, prompt_ids=(*first.response_ids[1:].tolist(), *second.prompt_ids)),
+        ),
+    ]
+    digests = {described["tokens"]}
+    for rollouts in variants:
+        digests.add(describe_batch(TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=rollouts), GROUPS[1])))["tokens"])
+    assert len(digests) == 1 + len(variants)
+    wide = replace(first, response_ids=first.response_ids.astype(np.int64))
+    again = TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=(wide, second)), GROUPS[1]))
+    assert describe_batch(again) == described

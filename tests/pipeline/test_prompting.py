@@ -1,0 +1,76 @@
+"""Prompts to token ids: long ones are left out and counted, and nobody searches for ever."""
+
+from __future__ import annotations
+
+import pytest
+from stand_ins import prompts
+
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.prompting import MAX_SKIPS_IN_A_ROW, PromptEncoder, PromptSource
+from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.train.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer(256)
+CHAT = Prompt("chat", ({"role": "user", "content": "2+2="},))
+
+
+def source(texts: list[str], max_tokens: int, first: tuple[Prompt, ...] = ()) -> PromptSource:
+    rows = [Prompt(f"p{i}", text) for i, text in enumerate(texts)]
+    return PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, max_tokens), first)
+
+
+def test_text_is_encoded_up_to_the_limit() -> None:
+    encoder = PromptEncoder(TOKENIZER, 3)
+    ids = encoder.encode(Prompt("p", "1+1"))
+    assert ids is not None
+    assert TOKENIZER.decode(ids) == "1+1"
+    assert encoder.encode(Prompt("p", "1+1=")) is None
+
+
+def test_chats_go_through_the_template() -> None:
+    ids = PromptEncoder(TOKENIZER, 10).encode(CHAT)
+    assert ids is not None
+    assert all(isinstance(token, int) for token in ids)
+    expected = TOKENIZER.apply_chat_template([*CHAT.content], add_generation_prompt=True, tokenize=False)
+    assert TOKENIZER.decode(ids) == expected
+    assert PromptEncoder(TOKENIZER, 1).encode(CHAT) is None
+
+
+def test_a_chat_without_a_template_is_the_users_to_mend() -> None:
+    bare = character_tokenizer(256)
+    bare.chat_template = None
+    with pytest.raises(RunError, match="data: prompt chat is a chat, and the model's tokenizer has no chat template"):
+        PromptEncoder(bare, 10).encode(CHAT)
+
+
+def test_long_prompts_are_skipped_and_counted() -> None:
+    stream = source(["123456789", "12", "1234567", "3"], max_tokens=3)
+    assert [stream.next()[0].uid for _ in range(4)] == ["p1", "p3", "p1", "p3"]
+    assert stream.skipped == 4
+    assert stream.loader.state() == {"epoch": 1, "position": 4}
+
+
+def test_prompts_given_back_come_first() -> None:
+    given_back = (Prompt("a", "1"), Prompt("b", "123456789"), Prompt("c", "2"))
+    stream = source(["3"], max_tokens=3, first=given_back)
+    assert stream.waiting() == list(given_back)
+    assert stream.next()[0].uid == "a"
+    assert [prompt.uid for prompt in stream.waiting()] == ["b", "c"]
+    assert stream.loader.state() == {"epoch": 0, "position": 0}
+    assert [stream.next()[0].uid for _ in range(3)] == ["c", "p0", "p0"]
+    assert stream.waiting() == []
+    assert stream.skipped == 1
+
+
+def test_only_long_prompts_end_the_search() -> None:
+    asked = []
+
+    class Encoder(PromptEncoder):
+        def encode(self, prompt: Prompt) -> None:
+            asked.append(prompt)
+
+    stream = PromptSource(PromptLoader(prompts(3), 0, shuffle=True), Encoder(TOKENIZER, 1))
+    with pytest.raises(RunError, match=r"data\.train: 10000 prompts in a row are longer than rollout\."):
+        stream.next()
+    assert len(asked) == stream.skipped == MAX_SKIPS_IN_A_ROW

@@ -1,0 +1,84 @@
+"""Waiting for actors: whatever goes wrong comes out as one error that names the actor."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
+
+from asyncrl_cli.pipeline.remote import wait_for
+from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.spec.problems import Problem, SpecError
+from asyncrl_cli.tasks.errors import TaskError
+
+
+async def raising(error: BaseException) -> Any:
+    raise error
+
+
+def raised_in_an_actor(cause: Exception) -> BaseException:
+    """What Ray raises in the driver."""
+    error: BaseException = RayTaskError("method", "traceback", cause).as_instanceof_cause()
+    return error
+
+
+def failure(error: BaseException, timeout_s: float | None = None) -> UserError:
+    with pytest.raises(UserError) as caught:
+        asyncio.run(wait_for(raising(error), "engine-0", timeout_s))
+    return caught.value
+
+
+def test_an_answer_is_passed_on() -> None:
+    async def answer() -> int:
+        return 7
+
+    assert asyncio.run(wait_for(answer(), "engine-0")) == 7
+    assert asyncio.run(wait_for(answer(), "engine-0", 60.0)) == 7
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        TaskError("the reward is no number", place="task.use", mend="Return one"),
+        RunError("no room", place="trainer-0"),
+        SpecError([Problem("seed", "is negative")]),
+    ],
+)
+def test_what_the_user_can_mend_comes_out_unchanged(cause: Exception) -> None:
+    error = failure(raised_in_an_actor(cause))
+    assert type(error) is type(cause)
+    assert str(error) == str(cause)
+
+
+def test_a_bug_in_an_actor_names_actor_cause_and_log() -> None:
+    error = failure(raised_in_an_actor(ValueError("\n  bad shape\nand much more")))
+    assert isinstance(error, RunError)
+    assert str(error) == ("engine-0: ValueError: bad shape. The log says more: logs/engine-0.log in the run's folder.")
+    assert str(failure(raised_in_an_actor(KeyError()))).startswith("engine-0: KeyError: no message.")
+
+
+def test_a_dead_actor_is_named() -> None:
+    assert str(failure(ActorDiedError())).startswith("engine-0: the process died. The log says more")
+
+
+def test_no_answer_in_time() -> None:
+    async def never() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RunError, match="engine-0: no answer within 0 s"):
+        asyncio.run(wait_for(never(), "engine-0", 0.01))
+
+
+@pytest.mark.xfail(strict=True, reason="remote.py takes a TimeoutError raised in an actor for its own")
+@pytest.mark.parametrize("timeout_s", [None, 600.0])
+def test_a_timeout_inside_an_actor_is_not_our_own(timeout_s: float | None) -> None:
+    error = failure(raised_in_an_actor(TimeoutError("the store did not answer")), timeout_s)
+    assert str(error).startswith("engine-0: TimeoutError: the store did not answer.")
+
+
+@pytest.mark.xfail(strict=True, reason="remote.py takes Ray's GetTimeoutError for its own")
+def test_rays_own_timeout() -> None:
+    assert str(failure(GetTimeoutError("slow"))).startswith("engine-0: GetTimeoutError: slow.")

@@ -1,0 +1,84 @@
+"""What of the engine can be checked without vLLM: its memory, its environment, and how answers are read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.rollout.engine import BLOCK_SIZE, _sampled_logprobs, _versions, engine_environment, kv_cache_bytes
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+def spec(**rollout: Any) -> ExperimentSpec:
+    return ExperimentSpec.model_validate(
+        {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}, "rollout": rollout}
+    )
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**({"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64} | changes))
+
+
+@given(
+    prompt=st.integers(1, 300),
+    response=st.integers(1, 300),
+    running=st.integers(1, 64),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    heads=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_the_cache_holds_whole_blocks_and_at_least_one_longest_sequence(
+    prompt: int, response: int, running: int, dtype: str, heads: int
+) -> None:
+    sizes = {"max_prompt_tokens": prompt, "max_response_tokens": response, "max_running_rollouts": running}
+    size = kv_cache_bytes(spec(**sizes, dtype=dtype), config(num_key_value_heads=heads, head_dim=8))
+    per_token = 2 * 3 * heads * 8 * {"float32": 4, "bfloat16": 2}[dtype]
+    assert size % (BLOCK_SIZE * per_token) == 0
+    tokens = size // per_token
+    assert tokens >= prompt + response
+    assert tokens >= running * (prompt + response) / 2
+
+
+def test_the_cache_follows_the_models_shape() -> None:
+    base = kv_cache_bytes(spec(), config())
+    assert base == kv_cache_bytes(spec(), config(num_key_value_heads=None, head_dim=None))
+    assert base == kv_cache_bytes(spec(), config(head_dim=16, num_key_value_heads=4))
+    assert base == 4 * kv_cache_bytes(spec(), config(num_key_value_heads=1))
+    assert base == 2 * kv_cache_bytes(spec(dtype="bfloat16"), config())
+    assert kv_cache_bytes(spec(kv_cache_mb=3), config()) == 3 * 2**20
+
+
+def test_the_environment_differs_between_cpu_and_gpu() -> None:
+    cpu = engine_environment(spec(threads_per_engine=3))
+    assert cpu["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in engine_environment(spec(gpus_per_engine=1))
+    assert all(isinstance(value, str) for value in cpu.values())
+
+
+def answer(tokens: int, spans: list[tuple[int, int, int]] | None) -> Any:
+    versions = spans and [SimpleNamespace(start=start, end=end, version=str(version)) for start, end, version in spans]
+    return SimpleNamespace(token_ids=range(tokens), weight_versions=versions)
+
+
+def test_every_token_has_the_version_of_its_span() -> None:
+    versions = _versions(answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)]))
+    assert versions.tolist() == [7, 7, 8, 10, 10]
+    assert versions.dtype == np.int32
+
+
+@pytest.mark.parametrize("spans", [None, [], [(0, 4, 1)], [(1, 5, 1)], [(0, 2, 1), (3, 5, 2)]])
+def test_a_token_without_a_version_is_an_error(spans: list[tuple[int, int, int]] | None) -> None:
+    with pytest.raises(RuntimeError, match="did not say which weights"):
+        _versions(answer(5, spans))
+
+
+def test_the_sampled_tokens_logprob_is_the_first_of_each_position() -> None:
+    flat = SimpleNamespace(start_indices=[0, 1, 3], logprobs=[-0.5, -1.5, -0.1, -2.5])
+    values = _sampled_logprobs(SimpleNamespace(logprobs=flat))  # type: ignore[arg-type]
+    assert values.tolist() == [-0.5, -1.5, -2.5]
+    assert values.dtype == np.float32

@@ -1,0 +1,162 @@
+"""The actor round an engine, without Ray and with an engine that is told what to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.rollout.records import Attestation, Delivery, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.rollout.worker import RolloutWorker
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+SPEC = ExperimentSpec.model_validate(
+    {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
+)
+
+
+class StandInEngine:
+    """Every request waits until the test ends it."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, asyncio.Future[Rollout]] = {}
+        self.cancelled: list[str] = []
+        self.stall_s = 0.0
+
+    async def generate(self, request: RolloutRequest) -> Rollout:
+        self.waiting[request.rollout_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await self.waiting[request.rollout_id]
+        except asyncio.CancelledError:
+            self.cancelled.append(request.rollout_id)
+            raise
+
+    async def update_weights(self, version: int, checksum: str, source: dict[str, Any], policy: str) -> float:
+        self.version = version
+        return self.stall_s
+
+    async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
+        return Attestation(self.version, np.zeros(len(probe_ids) - 1, dtype=np.float32), stall_s)
+
+
+def request(rollout_id: str) -> RolloutRequest:
+    return RolloutRequest(rollout_id, (1,), Sampling(1.0, 8))
+
+
+def rollout(rollout_id: str, tokens: int = 3) -> Rollout:
+    ids = np.zeros(tokens, dtype=np.int32)
+    return Rollout(rollout_id, (1,), ids, ids.astype(np.float32), ids, "", "stop")
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
+    """A worker with a stand-in engine; its output is pytest's again after the test."""
+    saved = os.dup(1), os.dup(2)
+    try:
+        worker = RolloutWorker("engine-0", SPEC, str(tmp_path))
+        worker._engine = StandInEngine()  # type: ignore[assignment]
+        yield worker
+    finally:
+        for target, descriptor in enumerate(saved, start=1):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+
+
+def ids(delivery: Delivery) -> list[str]:
+    return [rollout.rollout_id for rollout in delivery.rollouts]
+
+
+async def submitted(worker: RolloutWorker, *names: str) -> StandInEngine:
+    engine: Any = worker._engine
+    await worker.submit([request(name) for name in names])
+    await asyncio.sleep(0)  # the tasks take their first step
+    assert list(engine.waiting)[-len(names) :] == list(names)
+    return engine  # type: ignore[no-any-return]
+
+
+def test_what_ended_is_delivered_once_and_in_order(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "a", "b", "c")
+        engine.waiting["b"].set_result(rollout("b", tokens=2))
+        engine.waiting["a"].set_result(rollout("a", tokens=5))
+        delivery = await worker.collect(60.0)
+        assert ids(delivery) == ["b", "a"]
+        assert delivery.activity.generated_tokens == 7
+        assert ids(await worker.collect(0.0)) == []
+        collecting = asyncio.create_task(worker.collect(60.0))
+        await asyncio.sleep(0)
+        assert not collecting.done()
+        engine.waiting["c"].set_result(rollout("c"))
+        assert ids(await collecting) == ["c"]
+
+    asyncio.run(check())
+
+
+def test_a_failure_is_delivered_with_its_reason(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "a", "b")
+        engine.waiting["a"].set_exception(ValueError("no such token"))
+        engine.waiting["b"].set_result(rollout("b"))
+        delivery = await worker.collect(60.0)
+        assert delivery.failures == [RolloutFailure("a", "ValueError: no such token")]
+        assert ids(delivery) == ["b"]
+
+    asyncio.run(check())
+
+
+def test_a_cancelled_rollout_is_stopped_and_not_delivered(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "a", "b")
+        await worker.cancel(["a", "unknown"])
+        engine.waiting["b"].set_result(rollout("b"))
+        delivery = await worker.collect(60.0)
+        assert (ids(delivery), delivery.failures) == (["b"], [])
+        assert engine.cancelled == ["a"]
+
+    asyncio.run(check())
+
+
+def test_time_is_busy_only_while_something_runs(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        assert (await worker.collect(0.0)).activity.busy_s == 0.0
+        engine = await submitted(worker, "a")
+        running = (await worker.collect(0.01)).activity
+        assert 0.0 < running.busy_s <= running.wall_s
+        engine.waiting["a"].set_result(rollout("a"))
+        await worker.collect(60.0)
+        after = (await worker.collect(0.01)).activity
+        assert (after.busy_s, after.wall_s > 0.0) == (0.0, True)
+
+    asyncio.run(check())
+
+
+def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine: Any = worker._engine
+        engine.stall_s = 0.25
+        answer = await worker.update_weights(3, "checksum", {}, "keep", (1, 2, 3))
+        assert (answer.version, answer.stall_s, answer.probe_logprobs.shape) == (3, 0.25, (2,))
+
+    asyncio.run(check())
+
+
+@pytest.mark.xfail(strict=True, reason="_BusyClock.add_pause counts a pause also when nothing ran: a negative share")
+def test_updating_an_idle_engine_holds_nobody_up(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine: Any = worker._engine
+        engine.stall_s = 5.0
+        await worker.update_weights(1, "checksum", {}, "drain", (1, 2))
+        activity = (await worker.collect(0.0)).activity
+        assert activity.busy_s - activity.paused_s >= 0.0
+
+    asyncio.run(check())
+
+
+def test_stopping_before_the_start_is_no_error(worker: RolloutWorker) -> None:
+    del worker._engine
+    asyncio.run(worker.stop())
