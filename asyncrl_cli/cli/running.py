@@ -67,11 +67,13 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
     places = {
         "model": outcome.model and _shown(outcome.model),
         "checkpoint": outcome.checkpoint and _shown(outcome.checkpoint),
-        "MLflow": outcome.tracking,
+        "MLflow": outcome.tracking and outcome.tracking.note,
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {place}" for name, place in places.items() if place]
     lines += ["next:", "  asyncrl runs", f"  asyncrl resume {run.run_id} --steps {2 * run.state.steps}"]
+    if outcome.tracking:
+        lines.append(f"  mlflow ui --backend-store-uri {outcome.tracking.uri}")
     return "\n".join(lines)
 
 

@@ -12,9 +12,6 @@ from typing import Any
 
 from asyncrl_cli.runs.logs import redirect_output
 
-FLUSH_TIMEOUT_S = 30.0
-"""Seconds that the end of a run waits for MLflow."""
-
 
 class Tracker:
     """The Ray actor: one MLflow run."""
@@ -95,18 +92,24 @@ class TrackerClient:
         """Copy files or folders to the run's artifacts."""
         self._calls.append(self._actor.log_artifacts.remote([str(path) for path in paths]))
 
-    def close(self, status: str) -> tuple[str | None, str]:
-        """Wait (bounded) until everything is logged; returns MLflow's run id, if any, and what went wrong."""
+    async def run_id(self) -> str | None:
+        """MLflow's id of the run, once it has one; None when it has failed."""
+        try:
+            return str(await self._first)
+        except Exception:
+            return None
+
+    def close(self, status: str, timeout_s: float) -> str:
+        """Wait up to ``timeout_s`` until everything is logged; returns what went wrong, empty if nothing did."""
         import ray
+        from ray.exceptions import GetTimeoutError
 
         self._calls.append(self._actor.end.remote(status))
-        deadline = time.monotonic() + FLUSH_TIMEOUT_S
-        run_id, problem = None, ""
-        for call in (self._first, *self._calls):
-            try:
-                answer = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
-            except Exception as error:
-                cause = getattr(error, "cause", error)
-                return run_id, f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else 'no message'}"
-            run_id = run_id or answer
-        return run_id, problem
+        try:
+            ray.get([self._first, *self._calls], timeout=timeout_s)
+        except GetTimeoutError:
+            return f"no answer within {timeout_s:.0f} s"
+        except Exception as error:
+            cause = getattr(error, "cause", error)
+            return f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), 'no message')}"
+        return ""

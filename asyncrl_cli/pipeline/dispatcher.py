@@ -86,7 +86,8 @@ class Dispatcher:
 
     def _hand_on(self, engine: EngineState, delivery: Delivery) -> None:
         by_owner: dict[OnEnd, list[tuple[RolloutRequest, Rollout | RolloutFailure]]] = {}
-        for ended in (*delivery.rollouts, *delivery.failures):
+        all_ended: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
+        for ended in all_ended:
             pending = engine.pending.get(ended.rollout_id)
             if pending is None:  # cancelled while it was on its way
                 continue

@@ -27,13 +27,15 @@ from asyncrl_cli.pipeline.conductor import Conductor
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.evaluation import Evaluator
 from asyncrl_cli.pipeline.fleet import Fleet
+from asyncrl_cli.pipeline.preflight import check_machine
 from asyncrl_cli.pipeline.prompting import PromptEncoder, PromptSource
+from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, note_tracking, start_tracker
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.train.prepare import skeleton
 
-INTERRUPT_S = 8.0
+INTERRUPT_S = 5.0
 """Seconds that an interrupted run may spend on saving where it is."""
 
 
@@ -54,7 +56,7 @@ class Outcome:
     accuracy: Mapping[str, float] = field(default_factory=dict)
     model: Path | None = None
     checkpoint: Path | None = None
-    tracking: str = ""
+    tracking: Tracking | None = None
 
 
 @dataclass(slots=True)
@@ -68,7 +70,8 @@ class Experiment:
 
     @classmethod
     def load(cls, spec: ExperimentSpec, search_path: Path) -> Experiment:
-        """Import the task and open the data. Raises ``TaskError`` or ``DataError``."""
+        """Import the task, open the data, look at the machine. Raises a ``UserError`` that names what is wrong."""
+        check_machine(spec)
         task = load_task(spec.task, search_path)
         return cls(
             spec,
@@ -103,14 +106,17 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, resume_fro
     spec = experiment.spec
     tracker: TrackerClient | None = None
     conductor: Conductor | None = None
-    status, tracking = "FAILED", ""
+    status = "FAILED"
+    tracking: Tracking | None = None
     fleet = Fleet.create(spec, run.path / "logs", experiment.search_path)
     stop = _stop_on_signals()
     try:
         with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:
             starting = _start(experiment, fleet, Path(folder), resume_from, view)
-            model_dir, source, evaluated = await _until_stopped(starting, stop)
-        tracker = _start_tracker(spec, run) if spec.tracking.mlflow else None
+            source, evaluated = await _until_stopped(starting, stop)
+        if spec.tracking.mlflow:
+            tracker = start_tracker(spec, run)
+            noting = asyncio.create_task(note_tracking(tracker, run))
         reporter = Reporter(run, view, tracker)
         dispatcher = Dispatcher(fleet.engines, spec.rollout.retries)
         conductor = Conductor(
@@ -144,14 +150,15 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, resume_fro
     finally:
         if tracker is not None:
             view.status("finishing MLflow's log")
-            tracking = _close_tracker(tracker, run, spec, status)
+            noting.cancel()
+            tracking = close_tracker(tracker, run, spec, status)
         await fleet.stop()
     return replace(outcome, tracking=tracking)
 
 
 async def _start(
     experiment: Experiment, fleet: Fleet, folder: Path, resume_from: SavedRun | None, view: View
-) -> tuple[str, PromptSource, list[tuple[Prompt, tuple[int, ...]]]]:
+) -> tuple[PromptSource, list[tuple[Prompt, tuple[int, ...]]]]:
     spec = experiment.spec
 
     def make_skeleton() -> Path:
@@ -172,7 +179,7 @@ async def _start(
             place="data.eval",
             mend="Raise rollout.max_prompt_tokens",
         )
-    return model_dir, source, evaluated
+    return source, evaluated
 
 
 def _encoder(model_dir: str, max_tokens: int) -> PromptEncoder:
@@ -229,42 +236,3 @@ async def _save_before_leaving(conductor: Conductor | None, run: RunDirectory, v
         except (TimeoutError, RunError):
             pass
     return bool(complete_checkpoints(run.path / "checkpoints"))
-
-
-def tracking_uri(spec: ExperimentSpec) -> str:
-    """Where MLflow logs to: the spec's URI, or a SQLite store in the runs folder."""
-    return spec.tracking.uri or f"sqlite:///{spec.runs_dir.absolute()}/mlflow.db"
-
-
-def _start_tracker(spec: ExperimentSpec, run: RunDirectory) -> TrackerClient:
-    artifacts = None if spec.tracking.uri else (spec.runs_dir.absolute() / "mlflow-artifacts").as_uri()
-    tracker = TrackerClient(
-        tracking_uri(spec),
-        spec.tracking.experiment,
-        artifacts,
-        run.run_id,
-        run.manifest.get("mlflow_run_id"),
-        str(run.path / "logs"),
-    )
-    tracker.log_parameters(_flatten(spec.model_dump(mode="json")))
-    tracker.log_artifacts([run.path / "spec.yaml"])
-    return tracker
-
-
-def _close_tracker(tracker: TrackerClient, run: RunDirectory, spec: ExperimentSpec, status: str) -> str:
-    tracker.log_artifacts([run.path / "evaluations"])
-    run_id, problem = tracker.close(status)
-    if run_id is not None:
-        run.write_json("manifest.json", run.manifest | {"mlflow_run_id": run_id})
-    if problem:
-        return f"MLflow did not take everything ({problem}); see logs/mlflow.log"
-    return f"{tracking_uri(spec)} run {run_id}"
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    if isinstance(value, dict) and value:
-        flat: dict[str, str] = {}
-        for key, item in value.items():
-            flat |= _flatten(item, f"{prefix}.{key}" if prefix else key)
-        return flat
-    return {prefix: str(value)}

@@ -209,8 +209,8 @@ class Engine:
 
 def _sampled_logprobs(output: CompletionOutput) -> np.ndarray[Any, np.dtype[np.float32]]:
     flat = output.logprobs
-    starts = flat.start_indices  # type: ignore[union-attr]
-    return np.asarray([flat.logprobs[start] for start in starts], dtype=np.float32)  # type: ignore[union-attr]
+    starts = flat.start_indices
+    return np.asarray([flat.logprobs[start] for start in starts], dtype=np.float32)
 
 
 def _versions(output: CompletionOutput) -> np.ndarray[Any, np.dtype[np.int32]]:

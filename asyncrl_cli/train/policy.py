@@ -40,7 +40,9 @@ class Policy(nn.Module):
             self._head(hidden_chunk, target_chunk)
             if hidden.shape[0] <= HEAD_CHUNK or not torch.is_grad_enabled()
             else checkpoint(self._head, hidden_chunk, target_chunk, use_reentrant=False)
-            for hidden_chunk, target_chunk in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True)
+            for hidden_chunk, target_chunk in zip(
+                torch.split(hidden, HEAD_CHUNK), torch.split(targets, HEAD_CHUNK), strict=True
+            )
         ]
         logprobs = torch.zeros(response_mask.shape, dtype=torch.float32, device=input_ids.device)
         return logprobs.masked_scatter(response_mask, torch.cat(chunks))

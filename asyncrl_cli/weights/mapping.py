@@ -88,7 +88,7 @@ class WeightMapping:
         """BLAKE3 over all mapped bytes, in hex."""
         from blake3 import blake3
 
-        return blake3(memoryview(self._bytes.numpy())).hexdigest()
+        return str(blake3(self._bytes.numpy().data).hexdigest())
 
     def close(self) -> None:
         """Give the descriptor back; the memory goes with the last mapping of it."""

@@ -1,0 +1,155 @@
+"""The same spec in `sync`, `one_step_off` and `async`: trained tokens per second, and what bounds each.
+
+    python benchmarks/async_vs_sync.py [--steps N] [--repeats N]
+
+The lengths of the responses have a long tail by construction: a row's prompt says how long its answer may
+get, and an untrained model goes on until it is cut. Most rows end early, a few are 16 times as long. What is
+timed is the loop alone, from the first step's end to the last one's; start-up is not in it. One engine and
+one trainer rank, one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SKIPPED_STEPS = 4
+"""Steps at the start that are not timed: the pipeline fills, and caches warm up."""
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"mode": "sync"},
+    "one_step_off": {"mode": "one_step_off"},
+    "async": {"mode": "async", "max_staleness": 4},
+}
+
+
+def spec(runs_dir: Path, mode: str, steps: int) -> dict[str, Any]:
+    """The benchmark's spec; the modes differ in `pipeline` alone."""
+    return {
+        "name": mode.replace("_", "-"),
+        "runs_dir": str(runs_dir),
+        "model": {
+            "init": {
+                "architecture": "qwen3",
+                "config": {
+                    "hidden_size": 96,
+                    "intermediate_size": 256,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 3,
+                    "num_key_value_heads": 1,
+                    "head_dim": 32,
+                    "tie_word_embeddings": True,
+                    "initializer_range": 0.0653,
+                },
+            },
+            "warm_start": {"steps": 1200, "clean_fraction": 0.6},
+            "max_length": 256,
+        },
+        "task": {"use": "chain_sum", "options": {"max_terms": 16, "repeat": 0.35}},
+        "data": {"eval": {"size": 1}},
+        "rollout": {"group_size": 8, "max_running_rollouts": 128, "max_prompt_tokens": 40, "max_response_tokens": 210},
+        "algorithm": {"uniform_groups": "train"},
+        "trainer": {"optimizer": {"learning_rate": 1.0e-6}, "tokens_per_microbatch": 2048},
+        "pipeline": {"groups_per_step": 16, **MODES[mode]},
+        "tracking": {"mlflow": False},
+        "stop": {"steps": steps},
+    }
+
+
+def measure(run: Path) -> dict[str, float]:
+    """Rates over the steps in the middle: neither the filling nor the draining of the pipeline counts."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    drained = int(yaml.safe_load((run / "spec.yaml").read_text())["pipeline"]["max_staleness"]) + 1
+    timed = rows[SKIPPED_STEPS : len(rows) - drained]
+    seconds = timed[-1]["time"] - timed[0]["time"]
+
+    def total(name: str) -> float:
+        return float(sum(row[name] for row in timed[1:]))
+
+    def share(name: str) -> float:
+        return sum(row[name] * row["time/step_s"] for row in timed[1:]) / total("time/step_s")
+
+    return {
+        "trained tokens/s": total("tokens/trained") / seconds,
+        "generated tokens/s": total("tokens/generated") / seconds,
+        "step s": seconds / (len(timed) - 1),
+        "trainer busy": share("share/trainer_busy"),
+        "engine busy": share("share/engines_busy"),
+        "length mean": sum(row["response/tokens_mean"] for row in timed) / len(timed),
+        "length max": max(row["response/tokens_max"] for row in timed),
+        "staleness mean": sum(row["staleness/groups_mean"] for row in timed) / len(timed),
+    }
+
+
+def bound(figures: dict[str, float]) -> str:
+    """What the mode waits for, in words."""
+    trainer, engine = figures["trainer busy"], figures["engine busy"]
+    if trainer + engine < 1.2:
+        return "each waits for the other"
+    return "the trainer" if trainer > engine else "generation"
+
+
+def train(runs_dir: Path, mode: str, steps: int, repeat: int) -> Path:
+    """One run; returns its folder."""
+    path = runs_dir / f"{mode}.yaml"
+    path.write_text(yaml.safe_dump(spec(runs_dir, mode, steps)))
+    known = set(runs_dir.glob("*/manifest.json"))
+    print(f"running {mode}, {repeat}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "asyncrl_cli.cli.app", "train", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (made,) = set(runs_dir.glob("*/manifest.json")) - known
+    return made.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each mode, taken in turn; the median counts")
+    arguments = parser.parse_args()
+
+    figures: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for repeat in range(1, arguments.repeats + 1):
+            for mode in MODES:
+                figures[mode].append(measure(train(Path(folder), mode, arguments.steps, repeat)))
+
+    median = {
+        mode: sorted(runs, key=lambda run: run["trained tokens/s"])[len(runs) // 2] for mode, runs in figures.items()
+    }
+    base = median["sync"]["trained tokens/s"]
+    header = [
+        "mode",
+        "trained tokens/s",
+        "ratio to sync",
+        "step s",
+        "trainer busy",
+        "engine busy",
+        "staleness",
+        "bound by",
+    ]
+    print("| " + " | ".join(header) + " |\n|" + "-|" * len(header))
+    for mode, row in median.items():
+        cells = [
+            mode,
+            f"{row['trained tokens/s']:,.0f}",
+            f"{row['trained tokens/s'] / base:.2f}",
+            f"{row['step s']:.2f}",
+            f"{row['trainer busy']:.0%}",
+            f"{row['engine busy']:.0%}",
+            f"{row['staleness mean']:.1f}",
+            bound(row),
+        ]
+        print("| " + " | ".join(cells) + " |")
+    lengths = median["sync"]
+    print(f"\nresponses: {lengths['length mean']:.1f} tokens on average, {lengths['length max']:.0f} the longest")
+
+
+if __name__ == "__main__":
+    main()
