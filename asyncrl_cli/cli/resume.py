@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ def resume(
 
     run = find_run(runs_dir, run_id)
     run.lock()
-    overrides = [f"runs_dir={run.path.parent}", *([f"stop.steps={steps}"] if steps else [])]
+    overrides = [f"runs_dir={json.dumps(str(run.path.parent))}", *([f"stop.steps={steps}"] if steps else [])]
     spec = load_spec(run.path / "spec.yaml", overrides).spec
 
     from asyncrl_cli.cli.running import drive
@@ -37,7 +38,9 @@ def resume(
             place=run.run_id,
             mend=f"To train on, say how far: asyncrl resume {run.run_id} --steps {2 * spec.stop.steps}",
         )
-    if steps:
-        run.write_text("spec.yaml", dump_spec(spec))
     search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
-    drive(Experiment.load(spec, search_path), run, saved)
+    experiment = Experiment.load(spec, search_path)
+    run.write_text("spec.yaml", dump_spec(spec))
+    for name in ("metrics.jsonl", "batches.jsonl"):
+        run.forget_after(name, saved.ledger.step)
+    drive(experiment, run, saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,4 +28,19 @@ def load_prompts(split_name: Split, split_spec: SplitSpec, task: Task, base: Pat
         )
     if split_spec.size is None:
         raise DataError(f"data.{split_name}.size is not given", mend="say how many prompts the task shall make")
-    return task.prompts(split_name, split_spec.size)
+    prompts = task.prompts(split_name, split_spec.size)
+    if prompts:
+        _check_fields(prompts[0], split_name)
+    return prompts
+
+
+def _check_fields(prompt: Prompt, split_name: Split) -> None:
+    """Checkpoints keep prompts as JSON: better refused now than at the first checkpoint."""
+    try:
+        json.dumps(dict(prompt.fields))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the fields of prompt {prompt.uid!r} are not JSON values: {error}",
+            place=f"data.{split_name}",
+            mend="let the task's prompts carry text, numbers, booleans, lists and mappings only",
+        ) from None

@@ -37,7 +37,7 @@ class Reporter:
         self._run = run
         self._view = view
         self._tracker = tracker
-        self.accuracy_before: dict[str, float] = {}
+        self.accuracy_before: dict[str, float] = dict(run.state.accuracy_before)
         self.accuracy: dict[str, float] = dict(run.state.accuracy)
 
     def status(self, text: str) -> None:
@@ -65,7 +65,7 @@ class Reporter:
         if result.step == 0:
             self.accuracy_before[result.kind] = result.accuracy
         self.accuracy[result.kind] = result.accuracy
-        self._run.update(accuracy=dict(self.accuracy))
+        self._run.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
         self._view.evaluated(result)
         if self._tracker is not None:
             metrics = {

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.ledger import Ledger
+from asyncrl_cli.buffer.ledger import Ledger, LedgerError
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.fleet import Fleet
 from asyncrl_cli.runs.directory import RunDirectory, RunError
@@ -78,8 +78,15 @@ def load_newest(run: RunDirectory, total_steps: int) -> SavedRun:
             place=run.run_id,
             mend="Start it anew, and set checkpoints.every so that the next one has",
         )
-    state: dict[str, Any] = json.loads((found[-1] / "run.json").read_text())
-    ledger = Ledger.restore(state["ledger"] | {"total_steps": total_steps})
+    try:
+        state: dict[str, Any] = json.loads((found[-1] / "run.json").read_text())
+        ledger = Ledger.restore(state["ledger"] | {"total_steps": total_steps})
+    except (OSError, ValueError, KeyError, LedgerError) as error:
+        raise RunError(
+            f"the checkpoint is damaged: {type(error).__name__}: {error}",
+            place=str(found[-1]),
+            mend="Remove this folder to resume from the checkpoint before it",
+        ) from error
     for group_id in (*ledger.running, *ledger.finished):
         ledger.reject(group_id, "interrupted")
     prompts = tuple(

@@ -195,7 +195,7 @@ class Conductor:
     async def _score(self, to_score: list[tuple[int, int, Any, Any]]) -> None:
         name, scorer = self._fleet.scorer
         responses = [(prompt, rollout.text, rollout.finished) for _, _, prompt, rollout in to_score]
-        rewards: list[float] = await wait_for(scorer.score.remote(responses), name)
+        rewards: list[float] = await wait_for(scorer.score.remote(responses), name, self._stall_s)
         for (group_id, index, _, _), reward in zip(to_score, rewards, strict=True):
             self._groups.scored(group_id, index, reward)
         await self._fill()  # a rejected group has given its room back

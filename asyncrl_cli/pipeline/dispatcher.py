@@ -40,7 +40,9 @@ class EngineState:
 class Dispatcher:
     """Requests in, ended requests out, over any number of engines."""
 
-    def __init__(self, engines: Iterable[tuple[str, Any]], retries: int) -> None:
+    def __init__(self, engines: Iterable[tuple[str, Any]], retries: int, timeout_s: float) -> None:
+        """``timeout_s``: seconds after which an engine's actor that does not answer counts as stalled."""
+        self._timeout_s = timeout_s
         self.engines = [EngineState(name, actor) for name, actor in engines]
         self._retries = retries
 
@@ -64,7 +66,7 @@ class Dispatcher:
         for engine in self.engines:
             if engine.outbox:
                 requests, engine.outbox = engine.outbox, []
-                await wait_for(engine.actor.submit.remote(requests), engine.name)
+                await wait_for(engine.actor.submit.remote(requests), engine.name, self._timeout_s)
 
     async def cancel(self, rollout_ids: Iterable[str]) -> None:
         """Forget these requests and stop generating them."""
@@ -74,12 +76,14 @@ class Dispatcher:
                 for rollout_id in found:
                     del engine.pending[rollout_id]
                 engine.outbox = [request for request in engine.outbox if request.rollout_id not in found]
-                await wait_for(engine.actor.cancel.remote(sorted(found)), engine.name)
+                await wait_for(engine.actor.cancel.remote(sorted(found)), engine.name, self._timeout_s)
 
     async def collect_forever(self, engine: EngineState) -> None:
         """Hand on what ends on one engine, until cancelled."""
         while True:
-            delivery: Delivery = await wait_for(engine.actor.collect.remote(POLL_S), engine.name)
+            delivery: Delivery = await wait_for(
+                engine.actor.collect.remote(POLL_S), engine.name, POLL_S + self._timeout_s
+            )
             engine.activity = _sum(engine.activity, delivery.activity)
             self._hand_on(engine, delivery)
             await self.flush()

@@ -97,9 +97,10 @@ class Fleet:
         return model_dir
 
     async def train(self, method: str, *arguments: Any) -> list[Any]:
-        """Call all trainer ranks alike; returns their answers."""
+        """Call all trainer ranks alike; returns their answers. Raises ``RunError`` after ``stall_minutes``."""
+        limit = self.spec.pipeline.stall_minutes * 60
         return await asyncio.gather(
-            *(self._call(trainer, method, *arguments, timeout_s=None) for trainer in self.trainers)
+            *(self._call(trainer, method, *arguments, timeout_s=limit) for trainer in self.trainers)
         )
 
     async def stop(self) -> None:

@@ -37,8 +37,8 @@ class _OpenGroup:
 class GroupSource:
     """Starts groups while the ledger has room and the engines have slots; keeps the finished ones.
 
-    ``next_prompt`` gives a prompt with its token ids. ``on_change`` is called whenever a group finished or
-    was rejected. Rejected for too many failures in a row, a run stops: see ``first_failure``.
+    ``next_prompt`` gives a prompt with its token ids. ``failures`` counts rollouts that failed for good, and
+    ``first_failure`` says why the first of them did.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GroupSource:
         """Admit groups until the ledger or the engines are full. The requests wait in the outboxes."""
         while self._ledger.room() > 0:
             engine = self._dispatcher.least_loaded()
-            if len(engine.pending) >= self._spec.rollout.max_running_rollouts:
+            if len(engine.pending) + self._spec.rollout.group_size > self._spec.rollout.max_running_rollouts:
                 return
             prompt, prompt_ids = self._next_prompt()
             self._start(self._ledger.admit(), prompt, prompt_ids, on_end)

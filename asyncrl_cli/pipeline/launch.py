@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,6 +90,9 @@ def run_experiment(
     try:
         with ray_cluster(experiment.spec, run.path / "logs"):
             outcome = asyncio.run(_run(experiment, run, view, resume_from))
+    except KeyboardInterrupt:  # before there was a loop to hear it
+        run.update(phase="interrupted", reason="stopped by the user")
+        raise Interrupted(resumable=bool(complete_checkpoints(run.path / "checkpoints"))) from None
     except Interrupted:
         run.update(phase="interrupted", reason="stopped by the user")
         raise
@@ -111,14 +113,13 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, resume_fro
     fleet = Fleet.create(spec, run.path / "logs", experiment.search_path)
     stop = _stop_on_signals()
     try:
-        with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:
-            starting = _start(experiment, fleet, Path(folder), resume_from, view)
-            source, evaluated = await _until_stopped(starting, stop)
+        starting = _start(experiment, fleet, run.path / "skeleton", resume_from, view)
+        source, evaluated = await _until_stopped(starting, stop)
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
             noting = asyncio.create_task(note_tracking(tracker, run))
         reporter = Reporter(run, view, tracker)
-        dispatcher = Dispatcher(fleet.engines, spec.rollout.retries)
+        dispatcher = Dispatcher(fleet.engines, spec.rollout.retries, spec.pipeline.stall_minutes * 60)
         conductor = Conductor(
             spec=spec,
             fleet=fleet,

@@ -18,6 +18,8 @@ from asyncrl_cli.rollout.records import Attestation
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.train.records import Publication
 
+NOISE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Nats, likewise: two versions whose probes differ by more than this can be told apart."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference in nats between an engine's and the trainer's log-probs of the probe, by the coarser
 dtype of the two. In fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
@@ -43,7 +45,7 @@ class Publisher:
         self._timeout_s = timeout_s
         spec = fleet.spec
         coarsest = "bfloat16" if "bfloat16" in (spec.trainer.dtype, spec.rollout.dtype) else "float32"
-        self._tolerance = TOLERANCE[coarsest]
+        self._tolerance, self._noise = TOLERANCE[coarsest], NOISE[coarsest]
         self._policy = spec.pipeline.weight_update
         self._last_probe: np.ndarray | None = None
 
@@ -66,20 +68,30 @@ class Publisher:
                 for name, actor in self._fleet.engines
             )
         )
-        gaps = [float(np.abs(answer.probe_logprobs - publication.probe_logprobs).max()) for answer in attestations]
+        served = [answer.probe_logprobs for answer in attestations]
+        gaps = [_distance(logprobs, publication.probe_logprobs) for logprobs in served]
+        last, self._last_probe = self._last_probe, publication.probe_logprobs
+        change = 0.0 if last is None else _distance(publication.probe_logprobs, last)
         for (name, _), answer, gap in zip(self._fleet.engines, attestations, gaps, strict=True):
-            if answer.version != version or not gap <= self._tolerance:
+            # A small update moves the probe by less than the tolerance: then the engine must at least be
+            # nearer to this version than to the last one.
+            outdated = last is not None and change > self._noise and gap >= _distance(answer.probe_logprobs, last)
+            if answer.version != version or not gap <= self._tolerance or outdated:
                 raise RunError(
                     f"it does not serve weight version {version}: its log-probs of the probe differ from the "
-                    f"trainer's by {gap:.3g} nats, more than {self._tolerance:g}",
+                    f"trainer's by {gap:.3g} nats; allowed are {self._tolerance:g}, and less than from the last "
+                    "version's",
                     place=name,
                     mend="This is a fault of the engine's weight update; please report it with the log",
                 )
-        last, self._last_probe = self._last_probe, publication.probe_logprobs
         return PublishReport(
             version=version,
             seconds=time.monotonic() - started,
             stall_s=max(answer.stall_s for answer in attestations),
             gap=max(gaps),
-            change=0.0 if last is None else float(np.abs(publication.probe_logprobs - last).max()),
+            change=change,
         )
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max())

@@ -6,6 +6,7 @@ while the weights change is one request for the caller, and its tokens say which
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,10 @@ class Engine:
         self._version = -1
         self._mapped: str | None = None
         self._probes = 0
+        # vLLM gets no more requests than it runs at once, and none while it loads weights. So a request's
+        # cache salt, chosen when vLLM gets it, names the version that it starts under.
+        self._slots = asyncio.Semaphore(spec.rollout.max_running_rollouts)
+        self._serving = asyncio.Event()
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Generate one rollout, across any number of weight updates."""
@@ -131,7 +136,8 @@ class Engine:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._final_output(request.rollout_id, request.prompt_ids, params)
+        async with self._slots:
+            output = await self._final_output(request.rollout_id, request.prompt_ids, params)
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
         ids = np.asarray(output.token_ids, dtype=np.int32)
@@ -153,6 +159,7 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         core = self._vllm.engine_core
+        self._serving.clear()
         if policy == "drain":
             await core.pause_scheduler_async(mode="wait", clear_cache=True)
         else:
@@ -168,6 +175,7 @@ class Engine:
             self._version = version
         finally:
             await core.resume_scheduler_async()
+        self._serving.set()
         return time.monotonic() - started
 
     async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
@@ -195,6 +203,7 @@ class Engine:
         self._vllm.shutdown()
 
     async def _final_output(self, request_id: str, prompt_ids: tuple[int, ...], params: Any) -> CompletionOutput:
+        await self._serving.wait()
         async for output in self._vllm.generate(self._prompt(prompt_ids), params, request_id=request_id):
             last = output
         return last.outputs[0]

@@ -1,12 +1,13 @@
 """What a run is on disk.
 
     runs/<run id>/
-      manifest.json     who, what, when: written once at the start, with the versions of everything
+      manifest.json     who, what, when, with the versions of everything, and MLflow's id of the run
       spec.yaml         the resolved spec
       state.json        where the run is; replaced whole after every step
       lock              held (flock) by the process that drives the run; the kernel frees it however that ends
       metrics.jsonl     one line per step
       batches.jsonl     one line per step: the prompts it trained on, and a digest of every token
+      skeleton/         the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
       logs/             one file per process
       checkpoints/      trainer state, one folder per checkpointed step
@@ -42,13 +43,15 @@ class RunError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run is. ``accuracy`` holds the latest held-out accuracies by kind (``greedy``, ``sampled``)."""
+    """Where a run is. ``accuracy`` and ``accuracy_before`` hold held-out accuracies by kind (``greedy``,
+    ``sampled``): the latest ones, and those of the initial model."""
 
     phase: Phase = "starting"
     step: int = 0
     steps: int = 0
     version: int = 0
     accuracy: Mapping[str, float] = field(default_factory=dict)
+    accuracy_before: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     updated: float = 0.0
 
@@ -138,6 +141,11 @@ class RunDirectory:
         """Add one line to a JSON Lines file."""
         with (self.path / name).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def forget_after(self, name: str, step: int) -> None:
+        """Drop a JSON Lines file's rows of later steps, which a resumed run does again."""
+        kept = [row for row in self.read(name) if row["step"] <= step]
+        self.write_text(name, "".join(json.dumps(row) + "\n" for row in kept))
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """Every whole line of a JSON Lines file; a kill or a full disk can leave half a line anywhere in it."""

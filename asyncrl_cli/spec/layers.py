@@ -1,6 +1,9 @@
 """A spec is a stack of layers: the files it extends, the file itself, then `--set` overrides.
 
 Mappings merge key by key, everything else replaces what was below. Each node keeps the place it came from.
+
+`pipeline.mode` is a preset, so a layer that sets it starts from there: what the layers below say of the keys
+that follow from the mode is dropped. `--set pipeline.mode=sync` works on any spec.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from pathlib import Path
 
 from asyncrl_cli.spec.problems import Place, Problem
 from asyncrl_cli.spec.source import Node, read_yaml
+
+FOLLOW_FROM_MODE = ("max_staleness", "weight_update")
+"""Keys of `pipeline` whose defaults `pipeline.mode` decides."""
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -67,6 +73,8 @@ def read_layers(
     for layer in [*bases, root]:
         if layer is None:
             return None
+        if merged and _child(layer, "pipeline", "mode"):
+            merged = _without_preset(merged)
         merged = merge(merged, layer) if merged else layer
     return merged
 
@@ -96,7 +104,28 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
         )
         return root
     value = read_yaml(text, place, problems, path)
+    if path == "pipeline.mode":
+        root = _without_preset(root)
     return _place(root, path.split("."), value, place, path, problems) if value else root
+
+
+def _without_preset(root: Node) -> Node:
+    """The tree without the files' settings of what follows from the mode; those of other overrides stay."""
+    pipeline = _child(root, "pipeline")
+    if pipeline is None or not isinstance(pipeline.value, dict) or not isinstance(root.value, dict):
+        return root
+    kept = {
+        key: node
+        for key, node in pipeline.value.items()
+        if key not in FOLLOW_FROM_MODE or node.place.file.startswith("--set")
+    }
+    return replace(root, value=root.value | {"pipeline": replace(pipeline, value=kept)})
+
+
+def _child(node: Node | None, *keys: str) -> Node | None:
+    for key in keys:
+        node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
+    return node
 
 
 def _place(node: Node, keys: list[str], value: Node, place: Place, path: str, problems: list[Problem]) -> Node:

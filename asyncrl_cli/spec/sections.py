@@ -218,7 +218,8 @@ class PipelineSpec(Section):
     mode: Literal["sync", "one_step_off", "async"] = Field(
         "async",
         description="A preset: `sync` is staleness 0, `one_step_off` is staleness 1 with `drain`, "
-        "`async` leaves both to you.",
+        "`async` leaves both to you. A file or `--set` that sets the mode starts from its preset: what files below it "
+        "say of `max_staleness` and `weight_update` is dropped.",
     )
     max_staleness: int = Field(
         default_factory=lambda data: {"sync": 0, "one_step_off": 1, "async": 4}[data["mode"]],

@@ -45,9 +45,12 @@ def training_rows(groups: Sequence[TrainingGroup], batch: TrainingBatch, spec: E
     """The rows that have something to teach, in the order of groups and rollouts.
 
     A token is on-policy when the trainer's weights at the start of the step are the very ones it was sampled
-    with: those of its version, which the trainer has only in the first step after a publish.
+    with: those of its version, which the trainer has only in the first step after a publish. With ``keep``
+    that takes a whole rollout of that version, as later tokens of another one saw keys and values of older
+    weights.
     """
     at_a_version = batch.step % spec.pipeline.publish_every == 0
+    keeps_cache = spec.pipeline.weight_update == "keep"
     if not groups:
         return []
     rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)
@@ -57,12 +60,13 @@ def training_rows(groups: Sequence[TrainingGroup], batch: TrainingBatch, spec: E
         if spec.algorithm.uniform_groups == "skip" and len(set(group.rewards)) == 1:
             continue
         for rollout, advantage in zip(group.rollouts, group_advantage, strict=True):
+            current = (rollout.versions == batch.version) & at_a_version
             rows.append(
                 TrainingRow(
                     prompt_ids=rollout.prompt_ids,
                     response_ids=rollout.response_ids,
                     behaviour_logprobs=rollout.logprobs,
-                    on_policy=(rollout.versions == batch.version) & at_a_version,
+                    on_policy=current & (current.all() or not keeps_cache),
                     advantage=advantage,
                 )
             )
@@ -105,7 +109,7 @@ def train_batch(
         metrics["train/updates"] += 1
         metrics["train/gradient_norm"] = float(engine.get_global_grad_norm() or 0.0)
     if sums is not None:
-        metrics |= _metrics(_over_ranks(sums, engine.device), trainer.ranks)
+        metrics |= _metrics(_over_ranks(sums, engine.device), trainer.ranks * metrics["train/updates"])
     trained = sum(len(row.response_ids) for rows, _ in minibatches for row in rows)
     return StepReport(metrics, time.monotonic() - started, trained), updates
 
@@ -218,10 +222,10 @@ def _over_ranks(sums: _Sums, device: torch.device) -> _Sums:
     )
 
 
-def _metrics(sums: _Sums, ranks: int) -> dict[str, float]:
+def _metrics(sums: _Sums, losses: float) -> dict[str, float]:
     gap = sums.engine_gap.summary()
     return {
-        "train/loss": sums.loss.item() / ranks,
+        "train/loss": sums.loss.item() / losses,
         **{f"train/{name}": value for name, value in sums.losses.summary().items()},
         **{f"correction/{name}": value for name, value in sums.corrections.summary().items()},
         "engine/logprob_gap_mean": gap["logprob_gap_mean"],

@@ -47,8 +47,8 @@ def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path, capsys: pyt
 
 def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
-    run.update(accuracy={"greedy": 0.5, "sampled": 0.25})
+    run.update(accuracy={"greedy": 0.5, "sampled": 0.25}, accuracy_before={"greedy": 0.125})
     reporter = Reporter(RunDirectory(run.path), PlainView(10), None)
     reporter.evaluated(EvaluationResult("greedy", 8, 0.75, 0.75, 9.0, 4, 8, 8))
     assert RunDirectory(run.path).state.accuracy == {"greedy": 0.75, "sampled": 0.25}
-    assert reporter.accuracy_before == {}
+    assert reporter.accuracy_before == RunDirectory(run.path).state.accuracy_before == {"greedy": 0.125}

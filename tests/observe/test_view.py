@@ -17,7 +17,16 @@ from rich.live import Live
 
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
-from asyncrl_cli.observe.view import BARS, TREND_STEPS, LiveView, PlainView, open_view, sparkline, step_line
+from asyncrl_cli.observe.view import (
+    BARS,
+    LABEL_WIDTH,
+    TREND_STEPS,
+    LiveView,
+    PlainView,
+    open_view,
+    sparkline,
+    step_line,
+)
 
 METRICS = {
     "reward/mean": 0.5125,
@@ -139,6 +148,7 @@ def test_before_the_first_step_the_panel_says_what_goes_on() -> None:
     lines = panel(60, steps=0)
     assert [line.split("  ")[0] for line in lines] == ["now"]
     assert lines[0].endswith("  [/starting] engines"), "text, and no markup"
+    assert lines[0].index("[") == LABEL_WIDTH + 2, "where it stays when the longer labels come"
 
 
 # -- which of them

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.rollout.records import Delivery, EngineActivity, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -57,6 +58,11 @@ class StandInEngine:
     def ids(self) -> list[str]:
         """What was submitted, in order."""
         return [request.rollout_id for request in self.submitted]
+
+
+def dispatcher_over(engines: list[StandInEngine], retries: int = 0) -> Dispatcher:
+    """A dispatcher whose engines are called ``engine-0`` and so on."""
+    return Dispatcher([(f"engine-{i}", engine) for i, engine in enumerate(engines)], retries, timeout_s=600.0)
 
 
 def request(rollout_id: str) -> RolloutRequest:

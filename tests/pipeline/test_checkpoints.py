@@ -159,6 +159,15 @@ def test_a_save_that_fails_leaves_the_older_one(run: RunDirectory, fleet: StandI
     assert names(run) == ["step-000001", "step-000002"]
 
 
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"ledger": 3'])
+def test_a_damaged_checkpoint_is_named(run: RunDirectory, fleet: StandInFleet, damage: str) -> None:
+    folder = save(run, fleet, Ledger(1, 1, 1))
+    (folder / "run.json").write_text(damage)
+    with pytest.raises(RunError, match="the checkpoint is damaged") as error:
+        load_newest(run, 10)
+    assert error.value.place == str(folder)
+
+
 def test_a_step_is_saved_once(run: RunDirectory, fleet: StandInFleet) -> None:
     ledger = Ledger(1, 1, 1)
     assert save(run, fleet, ledger) == save(run, fleet, ledger)

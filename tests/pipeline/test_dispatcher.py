@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import StandInEngine, request, rollout
+from stand_ins import StandInEngine, dispatcher_over, request, rollout
 
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest
@@ -52,7 +52,7 @@ async def collecting(dispatcher: Dispatcher) -> AsyncIterator[None]:
 
 def build(engines: int = 1, retries: int = 0) -> tuple[Dispatcher, list[StandInEngine]]:
     actors = [StandInEngine() for _ in range(engines)]
-    return Dispatcher([(f"engine-{i}", actor) for i, actor in enumerate(actors)], retries), actors
+    return dispatcher_over(actors, retries), actors
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import StandInEngine, prompts, rollout, spec
+from stand_ins import StandInEngine, dispatcher_over, prompts, rollout, spec
 
 from asyncrl_cli.buffer.ledger import Batch, Blocked, Ledger
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.groups import Ended, GroupSource, rollout_seed
 from asyncrl_cli.rollout.records import Rollout, RolloutFailure, RolloutRequest
 
@@ -24,7 +23,7 @@ class Harness:
         sections.setdefault("rollout", {"group_size": 2})
         self.ledger = ledger
         self.actors = [StandInEngine() for _ in range(engines)]
-        self.dispatcher = Dispatcher([(f"engine-{i}", actor) for i, actor in enumerate(self.actors)], retries=0)
+        self.dispatcher = dispatcher_over(self.actors)
         self._stream = iter([(prompt, (i, i)) for i, prompt in enumerate(prompts(1000))])
         self.groups = GroupSource(spec(**sections), ledger, self.dispatcher, lambda: next(self._stream))
 

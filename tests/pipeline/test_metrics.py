@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stand_ins import StandInEngine, rollout
+from stand_ins import StandInEngine, dispatcher_over, rollout
 
 from asyncrl_cli.buffer.ledger import Batch, Counts
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.metrics import StepClock, Window, describe_batch, step_metrics
 from asyncrl_cli.pipeline.publisher import PublishReport
 from asyncrl_cli.rollout.records import EngineActivity
@@ -31,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
-    dispatcher = Dispatcher([(f"engine-{i}", StandInEngine()) for i in range(2)], retries=0)
+    dispatcher = dispatcher_over([StandInEngine(), StandInEngine()])
     one, other = dispatcher.engines
     one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
     steps = StepClock(dispatcher)  # what was before does not count
@@ -53,7 +52,7 @@ def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
 
 
 def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
-    steps = StepClock(Dispatcher([("engine-0", StandInEngine())], retries=0))
+    steps = StepClock(dispatcher_over([StandInEngine()]))
     clock.now += 1.0
     assert steps.lap(StepReport(seconds=0.5)) == Window(1.0, 0, 0.5, 0.0, 0.0)
 

@@ -93,6 +93,11 @@ def test_what_ended_is_delivered_once_and_in_order(worker: RolloutWorker) -> Non
         assert not collecting.done()
         engine.waiting["c"].set_result(rollout("c"))
         assert ids(await collecting) == ["c"]
+        collecting = asyncio.create_task(worker.collect(60.0))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not collecting.done(), "it waits when there is nothing new"
+        collecting.cancel()
 
     asyncio.run(check())
 
