@@ -54,7 +54,7 @@ def spec(runs_dir: Path, mode: str, steps: int) -> dict[str, Any]:
         },
         "task": {"use": "chain_sum", "options": {"max_terms": 16, "repeat": 0.35}},
         "data": {"eval": {"size": 1}},
-        "rollout": {"group_size": 8, "max_running_rollouts": 128, "max_prompt_tokens": 40, "max_response_tokens": 210},
+        "rollout": {"group_size": 8, "max_running_rollouts": 256, "max_prompt_tokens": 40, "max_response_tokens": 210},
         "algorithm": {"uniform_groups": "train"},
         "trainer": {"optimizer": {"learning_rate": 1.0e-6}, "tokens_per_microbatch": 2048},
         "pipeline": {"groups_per_step": 16, **MODES[mode]},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +23,8 @@ def resume(
 
     run = find_run(runs_dir, run_id)
     run.lock()
-    overrides = [f"runs_dir={json.dumps(str(run.path.parent))}", *([f"stop.steps={steps}"] if steps else [])]
-    spec = load_spec(run.path / "spec.yaml", overrides).spec
+    loaded = load_spec(run.path / "spec.yaml", [f"stop.steps={steps}"] if steps else [])
+    spec = loaded.spec.model_copy(update={"runs_dir": run.path.parent})
 
     from asyncrl_cli.cli.running import drive
     from asyncrl_cli.pipeline.checkpoints import load_newest
@@ -43,4 +42,5 @@ def resume(
     run.write_text("spec.yaml", dump_spec(spec))
     for name in ("metrics.jsonl", "batches.jsonl"):
         run.forget_after(name, saved.ledger.step)
+    run.update(phase="starting", steps=spec.stop.steps)
     drive(experiment, run, saved)

@@ -57,7 +57,10 @@ class Checkpoints:
         os.rename(aside, final)
         _sync_path(self._folder)
         for old in complete_checkpoints(self._folder)[: -self._keep_last]:
-            shutil.rmtree(old, ignore_errors=True)
+            # Hidden first: half of a checkpoint must not look like one if we die in between.
+            doomed = old.with_name(f".{old.name}")
+            os.rename(old, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
         return final
 
 
@@ -81,7 +84,7 @@ def load_newest(run: RunDirectory, total_steps: int) -> SavedRun:
     try:
         state: dict[str, Any] = json.loads((found[-1] / "run.json").read_text())
         ledger = Ledger.restore(state["ledger"] | {"total_steps": total_steps})
-    except (OSError, ValueError, KeyError, LedgerError) as error:
+    except (OSError, ValueError, TypeError, KeyError, LedgerError) as error:
         raise RunError(
             f"the checkpoint is damaged: {type(error).__name__}: {error}",
             place=str(found[-1]),

@@ -74,9 +74,12 @@ class Conductor:
             raise _first_cause(group) from None
 
     async def settle(self) -> None:
-        """After an interruption: wait until the trainer's step in flight, if any, is done."""
-        if self._training is not None and not self._training.done():
-            await asyncio.wait([self._training])
+        """After an interruption: wait until the trainer's step in flight, if any, is done.
+
+        Raises ``RunError`` when it failed: the ledger counts it as trained, and nothing may be saved then.
+        """
+        if self._training is not None:
+            await self._training
 
     async def checkpoint(self) -> None:
         """Save where the run is now. Call it between steps, or after ``settle``.
@@ -183,7 +186,7 @@ class Conductor:
         to_score = self._groups.unscored(ended)
         if self._groups.failures > self._spec.rollout.max_failures:
             raise RunError(
-                f"{self._groups.failures} rollouts failed for good; the first: {self._groups.first_failure}",
+                f"{self._groups.failures} groups were lost to failed rollouts; the first: {self._groups.first_failure}",
                 place="rollout",
                 mend="Mend that cause, or raise rollout.max_failures",
             )

@@ -85,7 +85,7 @@ class Evaluator:
             sampling = Sampling(
                 temperature=0.0 if kind == "greedy" else rollout.sampling.temperature,
                 max_tokens=rollout.max_response_tokens,
-                seed=None if kind == "greedy" else rollout_seed(self._spec.seed, step, index),
+                seed=None if kind == "greedy" else rollout_seed(self._spec.seed, -1 - step, index),
                 stop=tuple(rollout.sampling.stop),
             )
             request = RolloutRequest(rollout_id, prompts[index][1], sampling)

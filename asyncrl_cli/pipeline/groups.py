@@ -37,8 +37,8 @@ class _OpenGroup:
 class GroupSource:
     """Starts groups while the ledger has room and the engines have slots; keeps the finished ones.
 
-    ``next_prompt`` gives a prompt with its token ids. ``failures`` counts rollouts that failed for good, and
-    ``first_failure`` says why the first of them did.
+    ``next_prompt`` gives a prompt with its token ids. ``failures`` counts groups lost to a rollout that failed for
+    good, and ``first_failure`` says why the first of them did.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GroupSource:
         self._open: dict[int, _OpenGroup] = {}
         self._finished: dict[int, TrainingGroup] = {}
         self._prompts: dict[int, Prompt] = {}
-        self.failures = 0
+        self.failures = 0  # groups that a failed rollout took with it
         self.first_failure = ""
 
     def fill(self, on_end: Callable[[Ended], None]) -> None:

@@ -21,8 +21,6 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
     mend = f"The log says more: logs/{who}.log in the run's folder"
     try:
         return await asyncio.wait_for(_result(call), timeout_s)
-    except TimeoutError:
-        raise RunError(f"no answer within {timeout_s:.0f} s", place=who, mend=mend) from None
     except RayTaskError as error:
         cause = getattr(error, "cause", error)
         if isinstance(cause, UserError):
@@ -32,6 +30,8 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
         raise RunError("the process died", place=who, mend=mend) from error
     except RayError as error:
         raise RunError(f"{type(error).__name__}: {_first_line(error)}", place=who, mend=mend) from error
+    except TimeoutError:
+        raise RunError(f"no answer within {timeout_s:.0f} s", place=who, mend=mend) from None
 
 
 async def _result(call: Awaitable[Any]) -> Any:

@@ -175,7 +175,7 @@ class Engine:
             self._version = version
         finally:
             await core.resume_scheduler_async()
-        self._serving.set()
+            self._serving.set()
         return time.monotonic() - started
 
     async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:

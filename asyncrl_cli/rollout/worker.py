@@ -103,7 +103,7 @@ class _BusyClock:
     """Adds up how long the engine had work, and how long updates held it."""
 
     def __init__(self) -> None:
-        self._mark = self._since = time.monotonic()
+        self._mark = self._since = self._busy_from = time.monotonic()
         self._busy = False
         self._busy_s = self._paused_s = 0.0
 
@@ -111,10 +111,13 @@ class _BusyClock:
         now = time.monotonic()
         if self._busy:
             self._busy_s += now - self._since
+        elif busy:
+            self._busy_from = now
         self._since, self._busy = now, busy
 
     def add_pause(self, seconds: float) -> None:
-        self._paused_s += seconds
+        if self._busy:  # an idle engine is not held up
+            self._paused_s += min(seconds, time.monotonic() - self._busy_from)
 
     def read(self, tokens: int) -> EngineActivity:
         self.set_busy(self._busy)

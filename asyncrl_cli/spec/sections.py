@@ -144,7 +144,7 @@ class RolloutSpec(Section):
         "`max_running_rollouts` sequences of average length.",
     )
     retries: int = Field(2, ge=0, description="Times a failed rollout is generated again before its group is rejected.")
-    max_failures: int = Field(16, ge=0, description="Rollouts that may fail for good before the run stops.")
+    max_failures: int = Field(16, ge=0, description="Groups that may be lost to failed rollouts before the run stops.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
     )

@@ -60,6 +60,12 @@ class WeightMapping:
         self.slots = slots
         self._descriptor = descriptor
         self._nbytes = slots[-1].offset + slots[-1].nbytes if slots else 0
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            raise RuntimeError(f"the weights at {path} are gone: {error.strerror}") from None
+        if size < self._nbytes:  # mapping it would make it larger
+            raise RuntimeError(f"the weights at {path} have {size} bytes, expected are {self._nbytes}")
         self._bytes = torch.from_file(path, shared=True, size=self._nbytes, dtype=torch.uint8)
 
     @classmethod

@@ -269,7 +269,7 @@ app.main()
         "runs",
         "a: b",
         "a #b",
-        pytest.param("${env:HOME}", marks=pytest.mark.xfail(strict=True, reason="resume.py: an override is expanded")),
+        "${env:HOME}",
     ],
 )
 def test_a_resumed_run_stays_in_its_folder(tmp_path: Path, name: str) -> None:

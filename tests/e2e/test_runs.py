@@ -40,18 +40,18 @@ def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pipeline",
+    ("pipeline", "trainer"),
     [
-        {"mode": "one_step_off", "max_staleness": 1},
-        {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
-        {"max_staleness": 1, "on_stale": "requeue"},
+        ({"mode": "one_step_off", "max_staleness": 1}, {"zero_stage": 0, "gradient_checkpointing": True}),
+        ({"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"}, {"zero_stage": 2}),
+        ({"max_staleness": 1, "on_stale": "requeue"}, {"zero_stage": 3, "minibatches": 2}),
     ],
     ids=["one_step_off", "recompute_every_2", "requeue"],
 )
 def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
-    shared_runs: Runs, pipeline: dict[str, object]
+    shared_runs: Runs, pipeline: dict[str, object], trainer: dict[str, object]
 ) -> None:
-    run = shared_runs.train(pipeline=pipeline, stop={"steps": 8})
+    run = shared_runs.train(pipeline=pipeline, trainer=trainer, stop={"steps": 8})
     metrics = rows(run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, 9))
     assert max(row["staleness/groups_max"] for row in metrics) <= pipeline["max_staleness"]  # type: ignore[operator]

@@ -72,13 +72,11 @@ def test_no_answer_in_time() -> None:
         asyncio.run(wait_for(never(), "engine-0", 0.01))
 
 
-@pytest.mark.xfail(strict=True, reason="remote.py takes a TimeoutError raised in an actor for its own")
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
 def test_a_timeout_inside_an_actor_is_not_our_own(timeout_s: float | None) -> None:
     error = failure(raised_in_an_actor(TimeoutError("the store did not answer")), timeout_s)
     assert str(error).startswith("engine-0: TimeoutError: the store did not answer.")
 
 
-@pytest.mark.xfail(strict=True, reason="remote.py takes Ray's GetTimeoutError for its own")
 def test_rays_own_timeout() -> None:
     assert str(failure(GetTimeoutError("slow"))).startswith("engine-0: GetTimeoutError: slow.")

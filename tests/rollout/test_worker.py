@@ -150,7 +150,6 @@ def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> 
     asyncio.run(check())
 
 
-@pytest.mark.xfail(strict=True, reason="_BusyClock.add_pause counts a pause also when nothing ran: a negative share")
 def test_updating_an_idle_engine_holds_nobody_up(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine: Any = worker._engine

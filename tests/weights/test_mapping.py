@@ -163,7 +163,6 @@ def test_after_the_owner_died(owner: tuple[subprocess.Popen[str], dict[str, Any]
         WeightMapping.open(**description)
 
 
-@pytest.mark.xfail(strict=True, reason="torch.from_file(shared=True) grows a file that is too small; see mapping.py")
 def test_a_file_that_is_too_small_is_refused(mapping: WeightMapping) -> None:
     small = os.memfd_create("too-small")
     try:

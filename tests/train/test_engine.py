@@ -1,0 +1,74 @@
+"""Real DeepSpeed: what must not change the result does not (ZeRO stage, ranks, micro-batches, recomputation)."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.stack
+
+BASE = ["trainer.ranks=1", "trainer.zero_stage=0", "trainer.optimizer.learning_rate=0.001"]
+
+
+def trained(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Weights and metrics after two steps, by rank 0 of as many processes as the spec has ranks."""
+    overrides = (*BASE, *overrides)
+    ranks = next(int(item.partition("=")[2]) for item in reversed(overrides) if item.startswith("trainer.ranks="))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    program = Path(__file__).with_name("train_one.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program, folder / f"rank-{rank}.pt", str(rank), port, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output[-3000:]
+    result: dict[str, Any] = torch.load(folder / "rank-0.pt")
+    return result
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.zero_stage=1"],
+        ["trainer.zero_stage=2"],
+        ["trainer.zero_stage=3"],
+        ["trainer.ranks=2", "trainer.zero_stage=3"],
+        ["trainer.tokens_per_microbatch=128"],
+        ["trainer.gradient_checkpointing=true"],
+    ],
+    ids=lambda overrides: ",".join(item.removeprefix("trainer.") for item in overrides),
+)
+def test_the_same_weights_come_out(tmp_path: Path, plain: dict[str, Any], overrides: list[str]) -> None:
+    other = trained(tmp_path, *overrides)
+    assert other["weights"].keys() == plain["weights"].keys()
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(other["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+    for name in ("train/loss", "train/gradient_norm", "correction/importance_mean", "engine/logprob_gap_max"):
+        assert other["metrics"][name] == pytest.approx(plain["metrics"][name], rel=1e-4, abs=1e-6), name
+
+
+def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, plain: dict[str, Any]) -> None:
+    other = trained(tmp_path, "trainer.minibatches=2", "algorithm.kl_coef=0.5", "algorithm.aggregation=sequence_mean")
+    moved = max((other["weights"][name] - weight).abs().max().item() for name, weight in plain["weights"].items())
+    assert moved > 1e-4
+    assert other["metrics"]["train/updates"] == 2
+    assert other["metrics"]["train/kl_reference"] > 0

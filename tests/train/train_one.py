@@ -1,0 +1,75 @@
+"""Train two steps on made-up rollouts and save the weights: the program that test_engine.py runs per setting.
+
+python train_one.py OUT.pt RANK PORT [--set KEY=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl_cli.rollout.records import Rollout
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.train.deepspeed_engine import gathered, join_process_group, start_engine, trainer_environment
+from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
+
+SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
+
+
+def batch(step: int, groups: int) -> TrainingBatch:
+    """Rollouts of random tokens, lengths and rewards; the same at every call."""
+    rng = np.random.default_rng(step)
+    made = []
+    for group_id in range(groups):
+        rollouts = []
+        for index in range(8):
+            length = int(rng.integers(2, 30))
+            rollouts.append(
+                Rollout(
+                    rollout_id=f"{group_id}-{index}",
+                    prompt_ids=tuple(rng.integers(3, 90, 8).tolist()),
+                    response_ids=rng.integers(3, 90, length).astype(np.int32),
+                    logprobs=rng.uniform(-6, -3, length).astype(np.float32),
+                    versions=np.full(length, step, np.int32),
+                    text="",
+                    finish_reason="stop",
+                )
+            )
+        made.append(
+            TrainingGroup(group_id, "uid", tuple(rollouts), tuple(rng.integers(0, 2, 8).astype(float).tolist()))
+        )
+    return TrainingBatch(step, step, tuple(made))
+
+
+def main() -> None:
+    out, rank, port, *overrides = sys.argv[1:]
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    os.environ.update(trainer_environment(spec))
+    import torch
+
+    from asyncrl_cli.train.initial_model import build_initial_model
+    from asyncrl_cli.train.step import load_reference, train_batch
+
+    torch.set_num_threads(1)
+    folder = Path(f"{out}.model")
+    assert spec.model.init is not None
+    build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+    join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    engine = start_engine(spec, str(folder))
+    reference = load_reference(spec, str(folder), engine.device)
+    updates = 0
+    for step in range(2):
+        report, updates = train_batch(
+            engine, reference, spec, batch(step, spec.pipeline.groups_per_step), int(rank), updates
+        )
+    named = list(engine.module.model.named_parameters())
+    with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
+        state = {name: parameter.detach().clone() for name, parameter in named}
+    torch.save({"weights": state, "metrics": report.metrics}, out)
+
+
+if __name__ == "__main__":
+    main()
