@@ -15,7 +15,7 @@ from asyncrl_cli.rollout.records import Attestation, Delivery, EngineActivity, R
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import ExperimentSpec
 
-COALESCE_S = 0.02
+COALESCE_S = 0.05
 """Seconds that ``collect`` waits after the first finished rollout for others to join its delivery."""
 
 

@@ -90,7 +90,7 @@ def train_batch(
         minibatches.append((rows, _microbatches(engine, spec, rows, rank)))
 
     sums: _Sums | None = None
-    metrics = {"train/updates": 0.0, "train/gradient_norm": 0.0}
+    metrics = {"train/updates": 0.0}
     for rows, microbatches in minibatches:
         factor = schedule.factor(
             updates,
@@ -107,7 +107,8 @@ def train_batch(
         update = _update(engine, reference, spec, rows, microbatches)
         sums = update if sums is None else sums + update
         metrics["train/updates"] += 1
-        metrics["train/gradient_norm"] = float(engine.get_global_grad_norm() or 0.0)
+        if (norm := engine.get_global_grad_norm()) is not None:  # ZeRO stage 0 does not tell
+            metrics["train/gradient_norm"] = float(norm)
     if sums is not None:
         metrics |= _metrics(_over_ranks(sums, engine.device), trainer.ranks * metrics["train/updates"])
     trained = sum(len(row.response_ids) for rows, _ in minibatches for row in rows)

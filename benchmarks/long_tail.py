@@ -1,0 +1,38 @@
+"""A task whose answers have lengths with a long tail: most are short, a few are twenty times as long.
+
+The prompt is one letter. A demonstration answers `s` with about 8 dots, `m` with about 32 and `l` with about
+160, each length drawn from a geometric distribution, so a warm-started model ends an answer with the same
+chance at every token. The reward is for an even number of dots, which leaves most groups with something to
+train on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.base import Split
+
+MEANS = {"s": 8, "m": 32, "l": 160}
+SHARES = {"s": 0.80, "m": 0.15, "l": 0.05}
+LONGEST = 250
+
+
+class LongTail:
+    """See the module's docstring."""
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        rng = random.Random(split)
+        letters = rng.choices(list(SHARES), list(SHARES.values()), k=size)
+        return [Prompt(f"{split}/{index}", letter) for index, letter in enumerate(letters)]
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
+        return float(len(response) % 2 == 0)
+
+    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
+        letter = rng.choice(list(MEANS))
+        length = 1
+        while length < LONGEST and rng.random() > 1 / MEANS[letter]:
+            length += 1
+        return letter, "." * length
