@@ -17,7 +17,6 @@ from typing import Any
 from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.data.sources import load_prompts
 from asyncrl_cli.observe.reporter import Reporter, View
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints, SavedRun, complete_checkpoints
@@ -32,6 +31,7 @@ from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, note_tracking
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.prepare import skeleton
 
 INTERRUPT_S = 5.0

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.sources import load_prompts
 from asyncrl_cli.spec.sections import SplitSpec
 from asyncrl_cli.tasks.function_task import FunctionTask
+from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.tasks.spell_backward import SpellBackward
 
 REWARD_ONLY = FunctionTask(lambda prompt, response: 1.0, "rewards:f")
