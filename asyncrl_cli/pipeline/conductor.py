@@ -188,7 +188,7 @@ class Conductor:
             raise RunError(
                 f"{self._groups.failures} groups were lost to failed rollouts; the first: {self._groups.first_failure}",
                 place="rollout",
-                mend="Mend that cause, or raise rollout.max_failures",
+                mend="Mend that cause (logs/engine-*.log say more), or raise rollout.max_failures",
             )
         self._groups.fill(self._on_end)  # the collector that called this flushes
         self._changed.set()
