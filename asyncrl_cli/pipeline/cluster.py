@@ -104,7 +104,8 @@ def _joined(address: str) -> Iterator[None]:
         raise RunError(
             f"no Ray cluster answers at {address}: {type(error).__name__}: {error}",
             place="cluster.address",
-            mend="Start one with `ray start --head`, or leave cluster.address out to have one started here",
+            mend="Start one with `ray start --head`, or leave cluster.address out to have one started here; a "
+            "cluster with token authentication needs RAY_AUTH_MODE=token in this environment",
         ) from error
     try:
         yield
