@@ -23,6 +23,8 @@ import yaml
 SKIPPED_STEPS = 4
 """Steps at the start that are not timed: the pipeline fills, and caches warm up."""
 
+QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
     "one_step_off": {"mode": "one_step_off"},
@@ -36,19 +38,7 @@ def spec(runs_dir: Path, mode: str, steps: int) -> dict[str, Any]:
         "name": mode.replace("_", "-"),
         "runs_dir": str(runs_dir),
         "model": {
-            "init": {
-                "architecture": "qwen3",
-                "config": {
-                    "hidden_size": 96,
-                    "intermediate_size": 256,
-                    "num_hidden_layers": 3,
-                    "num_attention_heads": 3,
-                    "num_key_value_heads": 1,
-                    "head_dim": 32,
-                    "tie_word_embeddings": True,
-                    "initializer_range": 0.0653,
-                },
-            },
+            "init": yaml.safe_load(QUICKSTART.read_text())["model"]["init"],
             "warm_start": {"steps": 150},
             "max_length": 264,
         },

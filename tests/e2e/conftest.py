@@ -27,19 +27,7 @@ SPELL: dict[str, Any] = {
     "name": "spell",
     "seed": 0,
     "model": {
-        "init": {
-            "architecture": "qwen3",
-            "config": {
-                "hidden_size": 96,
-                "intermediate_size": 256,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 3,
-                "num_key_value_heads": 1,
-                "head_dim": 32,
-                "tie_word_embeddings": True,
-                "initializer_range": 0.0653,
-            },
-        },
+        "init": yaml.safe_load((ROOT / "specs/quickstart.yaml").read_text())["model"]["init"],
         "warm_start": {"steps": 350, "clean_fraction": 0.0},
         "max_length": 64,
     },
