@@ -16,9 +16,7 @@ from asyncrl_cli.pipeline.remote import wait_for
 from asyncrl_cli.rollout.records import Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
-
-CORRECT = 1.0
-"""A reward of at least this counts as correct."""
+from asyncrl_cli.tasks.base import CORRECT
 
 
 class Evaluator:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl_cli.buffer.ledger import GroupEntry, Ledger
 from asyncrl_cli.data.prompts import Prompt
@@ -139,12 +139,7 @@ class GroupSource:
             RolloutRequest(
                 rollout_id=f"{entry.group_id}-{index}",
                 prompt_ids=prompt_ids,
-                sampling=Sampling(
-                    temperature=self._sampling.temperature,
-                    max_tokens=self._sampling.max_tokens,
-                    seed=rollout_seed(self._spec.seed, entry.group_id, index),
-                    stop=self._sampling.stop,
-                ),
+                sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, entry.group_id, index)),
             )
             for index in range(self._spec.rollout.group_size)
         ]

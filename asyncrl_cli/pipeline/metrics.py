@@ -16,10 +16,8 @@ import numpy as np
 from asyncrl_cli.buffer.ledger import Batch, Counts
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.publisher import PublishReport
+from asyncrl_cli.tasks.base import CORRECT
 from asyncrl_cli.train.records import StepReport, TrainingBatch
-
-CORRECT = 1.0
-"""A reward of at least this counts as correct."""
 
 
 @dataclass(frozen=True, slots=True)

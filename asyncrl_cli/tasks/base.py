@@ -10,6 +10,9 @@ from asyncrl_cli.data.prompts import Prompt
 
 Split = Literal["train", "eval"]
 
+CORRECT = 1.0
+"""A reward of at least this counts as correct in the accuracies shown."""
+
 
 @runtime_checkable
 class Task(Protocol):

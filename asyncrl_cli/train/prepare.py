@@ -50,10 +50,13 @@ def skeleton(spec: ExperimentSpec, folder: Path) -> Path:
     return folder
 
 
-def prepare_model(spec: ExperimentSpec, task: Task, progress: Callable[[int, int, float], None]) -> Path:
+def prepare_model(
+    spec: ExperimentSpec, load_task: Callable[[], Task], progress: Callable[[int, int, float], None]
+) -> Path:
     """The folder of the initial model, made now unless it was made before.
 
-    Raises ``ModelInitError`` or ``WarmStartError``.
+    ``load_task`` is called only for a warm start, as importing a task takes its time. Raises ``ModelInitError``
+    or ``WarmStartError``.
     """
     from asyncrl_cli.train.initial_model import build_initial_model
     from asyncrl_cli.train.warm_start import warm_start
@@ -71,7 +74,9 @@ def prepare_model(spec: ExperimentSpec, task: Task, progress: Callable[[int, int
         if spec.model.init is not None:
             build_initial_model(spec.model.init, spec.model.max_length, spec.seed, source)
         if spec.model.warm_start is not None:
-            warm_start(source, task, spec.model.warm_start, spec.model.max_length, spec.seed, aside / "warm", progress)
+            warm_start(
+                source, load_task(), spec.model.warm_start, spec.model.max_length, spec.seed, aside / "warm", progress
+            )
             source = aside / "warm"
         try:
             os.rename(source, final)

@@ -7,7 +7,6 @@ no rank needs to be told what to do. Calls that move weights are collective: all
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class TrainerWorker:
         def note(done: int, total: int, loss: float) -> None:
             self._progress = (done, total, loss)
 
-        return str(prepare_model(self._spec, load_task(self._spec.task, Path(search_path)), note))
+        return str(prepare_model(self._spec, lambda: load_task(self._spec.task, Path(search_path)), note))
 
     def progress(self) -> tuple[int, int, float]:
         """The warm start's updates done, all updates, and loss."""
@@ -121,11 +120,9 @@ class TrainerWorker:
             self._model.save_pretrained(folder, state_dict=state)
             AutoTokenizer.from_pretrained(self._model_dir).save_pretrained(folder)
 
-    def save_checkpoint(self, folder: str) -> float:
-        """Write this rank's shard of weights, optimizer and counters; returns the seconds it took."""
-        started = time.monotonic()
+    def save_checkpoint(self, folder: str) -> None:
+        """Write this rank's shard of weights, optimizer and counters."""
         self._engine.save_checkpoint(folder, tag="state", client_state={"updates": self._updates})
-        return time.monotonic() - started
 
     def _probe(self) -> tuple[tuple[int, ...], Any]:
         import torch
