@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -21,14 +22,43 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Tokens ``start``, ``start + 1``, ... of a rollout, generated under one weight version.
+
+    ``response_ids`` (int32) and ``logprobs`` (float32, nats) have one entry per token.
+    """
+
+    rollout_id: str
+    start: int
+    version: int
+    response_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+    @property
+    def end(self) -> int:
+        """The index after the last token."""
+        return self.start + len(self.response_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """One rollout to generate. ``rollout_id`` names it for good: the same id gives the same tokens under the
-    same weights, since the seed follows from it."""
+    same weights, since the seed follows from it.
+
+    ``prefix`` holds what was generated of it before, without gaps from token 0: the engine goes on from there and
+    delivers the whole. ``sampling.max_tokens`` counts the prefix in.
+    """
 
     rollout_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    prefix: tuple[Segment, ...] = ()
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the prefix holds."""
+        return self.prefix[-1].end if self.prefix else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +84,33 @@ class Rollout:
         return self.finish_reason == "stop"
 
 
+def training_rollout_id(group_id: int, place: int) -> str:
+    """The id of the rollout at ``place`` (0, 1, ...) of a training group."""
+    return f"{group_id}-{place}"
+
+
+def place_of(rollout_id: str) -> tuple[int, int]:
+    """Group and place of a training rollout's id."""
+    group_id, place = rollout_id.split("-")
+    return int(group_id), int(place)
+
+
+def segments_of(rollout: Rollout) -> list[Segment]:
+    """A rollout cut where the weight version changes."""
+    cuts = [0, *(np.flatnonzero(np.diff(rollout.versions)) + 1).tolist(), len(rollout.versions)]
+    return [
+        Segment(
+            rollout.rollout_id,
+            start,
+            int(rollout.versions[start]),
+            rollout.response_ids[start:end],
+            rollout.logprobs[start:end],
+        )
+        for start, end in pairwise(cuts)
+        if end > start
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutFailure:
     """A rollout that an engine could not generate, and why."""
@@ -64,20 +121,26 @@ class RolloutFailure:
 
 @dataclass(frozen=True, slots=True)
 class EngineActivity:
-    """What an engine did since the last report. Times in seconds."""
+    """What an engine did since the last report. Times in seconds.
+
+    ``silent_s`` is no sum: for how long now the engine has had rollouts to generate and no new token.
+    """
 
     generated_tokens: int = 0
     busy_s: float = 0.0
     paused_s: float = 0.0
     wall_s: float = 0.0
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one call of ``collect`` brings: whatever ended since the call before it."""
+    """What one call of ``collect`` brings: whatever ended since the call before it, and at times the new tokens of
+    rollouts that have not ended (each from where the delivery before left off)."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     failures: list[RolloutFailure] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     activity: EngineActivity = field(default_factory=EngineActivity)
 
 

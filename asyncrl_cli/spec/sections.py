@@ -86,7 +86,7 @@ class TaskSpec(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the Task class.")
     reward_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds one rollout's reward may take before the run stops with its name."
+        30.0, gt=0, description="Seconds one rollout's reward may take before the rollout counts as failed."
     )
 
 
@@ -145,6 +145,9 @@ class RolloutSpec(Section):
     )
     retries: int = Field(2, ge=0, description="Times a failed rollout is generated again before its group is rejected.")
     max_failures: int = Field(16, ge=0, description="Groups that may be lost to failed rollouts before the run stops.")
+    hang_seconds: float = Field(
+        120.0, gt=0, description="An engine that has rollouts to generate and gives no token for so long is restarted."
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
     )
@@ -242,6 +245,15 @@ class PipelineSpec(Section):
     stall_minutes: float = Field(
         10.0, gt=0, description="The run stops with the name of what it waits for after this long without progress."
     )
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        description="Restarts of one kind of part (engines, trainer ranks, buffer, scorer) before the run stops with "
+        "the first cause.",
+    )
+    max_rejected_in_a_row: Count = Field(
+        2000, description="Groups rejected one after another, with none finished between them, before the run stops."
+    )
 
 
 class EvaluationSpec(Section):
@@ -261,7 +273,26 @@ class CheckpointSpec(Section):
     every: int = Field(
         0, ge=0, description="Steps between two checkpoints; 0 saves when the run ends or is interrupted."
     )
-    keep_last: Count = Field(2, description="Checkpoints kept.")
+    keep_last: Count = Field(2, description="Newest checkpoints kept.")
+    keep_every: int = Field(0, ge=0, description="Checkpoints of steps divisible by this are kept, too; 0 keeps none.")
+    keep_best: int = Field(
+        0, ge=0, description="So many checkpoints with the best greedy held-out accuracy at their step are kept, too."
+    )
+
+
+class JournalSpec(Section):
+    """The durable record of the run: every group, rollout, batch and published version."""
+
+    segment_seconds: float = Field(
+        10.0,
+        gt=0,
+        description="The tokens of unfinished rollouts are recorded at every publish and at least this often.",
+    )
+    keep: Literal["all"] | Count = Field(
+        "all",
+        description="`all` keeps the tokens of every rollout; a number N drops those trained before the Nth newest "
+        "checkpoint. What the resume of a kept checkpoint needs is never dropped.",
+    )
 
 
 class TrackingSpec(Section):
@@ -305,6 +336,7 @@ class ExperimentSpec(Section):
     pipeline: PipelineSpec = Field(default_factory=PipelineSpec, description="Overlap and staleness.")
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec, description="Evaluation.")
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Checkpoints.")
+    journal: JournalSpec = Field(default_factory=JournalSpec, description="The journal.")
     tracking: TrackingSpec = Field(default_factory=TrackingSpec, description="Experiment tracking.")
     cluster: ClusterSpec = Field(default_factory=ClusterSpec, description="Ray.")
     stop: StopSpec = Field(description="The end.")
