@@ -3,7 +3,8 @@
 Invariant: with the policies ``wait`` and ``requeue`` no group is trained more than ``max_staleness``
 weight versions after the version it was admitted at, and no finished group is ever dropped for it.
 ``Ledger.room`` and ``Ledger.take`` are the two places that enforce it. Nothing here reads a clock,
-does I/O or knows what a rollout is; a group is an integer, its admission index.
+does I/O or knows what a rollout is; a group is an integer, its admission index. The ledger only moves
+forward: after a crash it is restored as it was, and the trainer catches up with it.
 
 Life of a group::
 
@@ -48,6 +49,8 @@ Proof, by induction over the events; at the start nothing is outstanding.
 4. publish happens at t = (v + 1)k, when places(v) + B = 0, so U(v) = 0: nothing is overdue when d = v
    leaves the range d >= v.
 
+A crash is no event: ``restore`` gives back the same state. A batch that is trained again was taken once.
+
 The batch can always be had: (a) A can reach (t + 1)B, since (v + 1 + S)k >= (v + 1)k >= t + 1 whenever a
 batch is allowed, and the bound by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding
 group has finished, run(d) = 0 <= places(d). So if rollouts end and the caller uses the room, no step waits
@@ -59,9 +62,8 @@ Versions never fall from one admission to the next, so deadlines rise with the a
 deadline first *is* admission order, and sorted lists of indices are all the state that is needed.
 
 What the theorem takes for granted, and the caller must keep: no token of a group admitted at version a is
-sampled under a version below a. So ``publish`` is called after *every* engine serves the new weights, an
-engine that restarts loads the current version before it serves, and after ``rewind`` a group newer than
-``version`` does not go on before that version is there again.
+sampled under a version below a. So ``publish`` is called after *every* engine serves the new weights, and
+an engine that restarts loads the current version before it serves.
 
 With S = 0 a batch is taken strictly in admission order, because finish order must not decide what is in it:
 that makes ``async`` with S = 0 equal to ``sync`` for k > 1, too. docs/decisions/0001-ledger.md has the why.
@@ -77,7 +79,7 @@ from typing import Any, Literal, get_args
 OnStale = Literal["wait", "requeue", "train"]
 """What happens to a running group that the next batch may not leave behind."""
 
-SNAPSHOT_FORMAT = 1
+SNAPSHOT_FORMAT = 2
 """Raised when the keys of a snapshot change their meaning."""
 
 
@@ -204,7 +206,6 @@ class Ledger:
         self._running: list[int] = []  # ascending, like _finished
         self._finished: list[int] = []
         self._version_of: dict[int, int] = {}  # of the outstanding groups
-        self._replay: list[Batch] = []  # batches that are taken again after a rewind
         self._rejections: dict[str, int] = {}
         self._requeued = 0
         self._late = 0
@@ -275,13 +276,7 @@ class Ledger:
     # -- admission
 
     def room(self) -> int:
-        """Groups that may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, never below 0.
-
-        It is 0 while an outstanding group is newer than the current version, which happens only while a
-        rewound run catches up: admission order would no longer be deadline order.
-        """
-        if any(ids and self._version_of[ids[-1]] > self._version for ids in (self._running, self._finished)):
-            return 0
+        """Groups that may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, never below 0."""
         steps = (self._version + 1 + self.max_staleness) * self.publish_every
         if self.total_steps is not None:
             steps = min(steps, self.total_steps)
@@ -313,11 +308,8 @@ class Ledger:
             reason: a short category (``uniform``, ``failed``), counted in ``rejections``.
 
         Raises:
-            LedgerError: the group is not outstanding, or belongs to a batch that is taken again after a
-                rewind (the update it was part of must be repeated as it was).
+            LedgerError: the group is not outstanding.
         """
-        if any(group_id in batch.group_ids for batch in self._replay):
-            raise LedgerError(f"group {group_id} belongs to a batch that is taken again")
         if _index(self._running, group_id) is not None:
             self._remove(self._running, group_id, "running")
         else:
@@ -362,8 +354,6 @@ class Ledger:
             return Blocked("done", finished, needed)
         if self.publish_due:
             return Blocked("publish", finished, needed)
-        if self._replay:
-            return self._replay[0]
         if finished < needed:
             return Blocked("groups", finished, needed)
         if missing := self._missing():
@@ -378,24 +368,18 @@ class Ledger:
 
         Raises:
             LedgerError: the batch is of another step, the version is not t // k, a group in it has not
-                finished, it differs from the batch to be taken again, or it would leave behind a group
-                that then has no place before its deadline.
+                finished, or it would leave behind a group that then has no place before its deadline.
         """
         if self.done or self.publish_due:
             raise LedgerError(f"no batch can be taken: {self.next_batch()}")
         if batch.step != self._step:
             raise LedgerError(f"the next batch is that of step {self._step}, not {batch.step}")
-        if self._replay:
-            if batch != self._replay[0]:
-                raise LedgerError(f"step {self._step} must take the same batch as before the rewind")
-        else:
-            self._check(batch)
+        self._check(batch)
         leaving = set(batch.group_ids)
         self._finished = [group_id for group_id in self._finished if group_id not in leaving]
         for group_id in batch.group_ids:
             del self._version_of[group_id]
-        self._late += self._late_in(batch)
-        self._replay = self._replay[1:]
+        self._late += sum(lag > self.max_staleness for lag in batch.staleness)
         self._step += 1
 
     def publish(self) -> None:
@@ -410,40 +394,6 @@ class Ledger:
         self._version += 1
 
     # -- restart
-
-    def rewind(self, batches: Sequence[Batch]) -> None:
-        """Go back to the step of a checkpoint: the batches taken since then are to be taken again.
-
-        Their groups are finished again, and ``next_batch`` gives exactly these batches, in order, before it
-        makes new ones, so that the optimizer repeats the same updates. t becomes the first batch's step
-        and v that step // k, which the engines must serve before rollouts go on. The claim of the theorem
-        survives: U(d) grows by at most B for each batch that comes back, and places(d) by B; where v had
-        already passed d, all of U(d) comes from batches that were taken before step (d + 1)k.
-
-        Args:
-            batches: as they were taken, of consecutive steps, the last one of step t − 1. None: no change.
-
-        Raises:
-            LedgerError: the steps do not end at t − 1, or a group in them is outstanding.
-        """
-        if not batches:
-            return
-        first = self._step - len(batches)
-        if first < 0 or [batch.step for batch in batches] != list(range(first, self._step)):
-            raise LedgerError(f"the batches must be those of consecutive steps up to {self._step - 1}")
-        coming_back = {
-            group_id: admitted_at
-            for batch in batches
-            for group_id, admitted_at in zip(batch.group_ids, batch.group_versions, strict=True)
-        }
-        if len(coming_back) != len(batches) * self.groups_per_step or coming_back.keys() & self._version_of.keys():
-            raise LedgerError("a group of these batches is outstanding, or in two of them")
-        self._version_of |= coming_back
-        self._finished = sorted([*self._finished, *coming_back])
-        self._late -= sum(map(self._late_in, batches))
-        self._replay = [*batches, *self._replay]
-        self._step = first
-        self._version = first // self.publish_every
 
     def snapshot(self) -> dict[str, Any]:
         """The whole state as JSON-able values; ``restore`` gives a ledger that behaves the same.
@@ -462,15 +412,6 @@ class Ledger:
             "next_id": self._next_id,
             "running": [[group_id, self._version_of[group_id]] for group_id in self._running],
             "finished": [[group_id, self._version_of[group_id]] for group_id in self._finished],
-            "replay": [
-                {
-                    "step": batch.step,
-                    "version": batch.version,
-                    "group_ids": list(batch.group_ids),
-                    "group_versions": list(batch.group_versions),
-                }
-                for batch in self._replay
-            ],
             "rejections": dict(self._rejections),
             "requeued": self._requeued,
             "late": self._late,
@@ -498,10 +439,6 @@ class Ledger:
         ledger._version_of = dict(outstanding)
         ledger._running = sorted(group_id for group_id, _ in state["running"])
         ledger._finished = sorted(group_id for group_id, _ in state["finished"])
-        ledger._replay = [
-            Batch(row["step"], row["version"], tuple(row["group_ids"]), tuple(row["group_versions"]))
-            for row in state["replay"]
-        ]
         ledger._rejections = dict(state["rejections"])
         ledger._requeued, ledger._late = state["requeued"], state["late"]
         ledger._check_restored(len(outstanding))
@@ -518,9 +455,6 @@ class Ledger:
 
     def _deadline(self, group_id: int) -> int:
         return self._version_of[group_id] + self.max_staleness
-
-    def _late_in(self, batch: Batch) -> int:
-        return sum(lag > self.max_staleness for lag in batch.staleness)
 
     def _batch(self, group_ids: Sequence[int]) -> Batch:
         versions = tuple(self._version_of[group_id] for group_id in group_ids)
@@ -572,13 +506,12 @@ class Ledger:
             raise LedgerError(f"the batch leaves behind groups that would miss their deadline: {behind[0]} first")
 
     def _check_restored(self, outstanding: int) -> None:
-        ordered = [self._version_of[group_id] for group_id in sorted(self._version_of)]
+        versions = [*(self._version_of[group_id] for group_id in sorted(self._version_of)), self._version]
         sound = (
             len(self._version_of) == outstanding
             and all(group_id < self._next_id for group_id in self._version_of)
-            and ordered == sorted(ordered)
+            and versions == sorted(versions)
             and self._version * self.publish_every <= self._step <= (self._version + 1) * self.publish_every
-            and all(group_id in self._finished for batch in self._replay for group_id in batch.group_ids)
         )
         if not sound:
             raise LedgerError("the snapshot contradicts itself")

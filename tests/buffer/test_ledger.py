@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
@@ -163,6 +162,7 @@ def test_the_end_limits_room_and_a_rejection_gives_it_back() -> None:
     ledger.reject(2, "uniform")
     assert ledger.room() == 2
     assert ledger.rejections == {"failed": 1, "uniform": 1}
+    assert Ledger.restore(ledger.snapshot() | {"total_steps": 0}).room() == 0, "a run may be resumed with fewer steps"
     finish(ledger, 0, 1, *admit(ledger, 2))
     assert train(ledger).group_ids == (0, 1)
     assert train(ledger).group_ids == (4, 5)
@@ -246,77 +246,16 @@ def test_events_for_groups_that_are_not_outstanding_are_refused() -> None:
         ledger.finish(1)
 
 
-def test_rewind_takes_the_same_batches_again() -> None:
-    ledger = Ledger(groups_per_step=2, publish_every=1, max_staleness=3)
-    admit(ledger, 8)
-    finish(ledger, 6, 7)
-    first = train(ledger)
-    finish(ledger, 5, 4)
-    second = train(ledger)
-    newest = ledger.admit()
-    finish(ledger, 0, 1)
-    ledger.rewind([first, second])
-    assert (ledger.step, ledger.version, ledger.counts().taken) == (0, 0, 0)
-    assert ledger.finished == (0, 1, 4, 5, 6, 7)
-    assert newest.version == 2
-    assert ledger.room() == 0
-    with pytest.raises(LedgerError, match="taken again"):
-        ledger.reject(6, "uniform")
-    with pytest.raises(LedgerError, match="same batch"):
-        ledger.take(Batch(0, 0, (0, 1), (0, 0)))
-    ledger = Ledger.restore(json.loads(json.dumps(ledger.snapshot())))
-    assert train(ledger) == first
-    assert train(ledger) == second
-    assert train(ledger).group_ids == (0, 1)
-
-
-def test_no_group_starts_behind_one_of_a_later_version() -> None:
-    ledger = Ledger(groups_per_step=1, publish_every=1, max_staleness=9)
-    finish(ledger, *admit(ledger, 1))
-    batch = train(ledger)
-    newer = ledger.admit()
-    assert newer.version == 1
-    assert ledger.room() == 9
-    ledger.rewind([batch])
-    assert ledger.room() == 0, "deadlines would no longer rise with the admission index"
-    assert train(ledger) == batch
-    assert ledger.room() == 9
-
-
-def test_rewind_refuses_batches_that_are_not_the_last_ones() -> None:
-    ledger = Ledger(groups_per_step=1, publish_every=1, max_staleness=1)
-    finish(ledger, *admit(ledger, 2))
-    first, second = train(ledger), train(ledger)
-    for batches in ([first], [second, first], [first, first, second], [Batch(1, 1, (0, 1), (0, 0))]):
-        with pytest.raises(LedgerError):
-            ledger.rewind(batches)
-    ledger.rewind([])
-    assert ledger.step == 2
-
-
-def test_rewind_uncounts_late_groups() -> None:
-    ledger = four_long_groups("train")
-    train(ledger)
-    finish(ledger, *admit(ledger, 2))
-    train(ledger)
-    finish(ledger, 0, 1)
-    late = train(ledger)
-    assert ledger.counts().late == 2
-    ledger.rewind([late])
-    assert ledger.counts().late == 0
-    assert train(ledger) == late
-    assert ledger.counts().late == 2
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 0},
+        {"format": 1},
         {"version": 2},
         {"next_id": 7},
         {"running": [[0, 0], [1, 1], [2, 0], [3, 0]]},
         {"running": [[6, 1]]},
-        {"replay": [{"step": 1, "version": 1, "group_ids": [0, 6], "group_versions": [0, 1]}]},
+        {"finished": [[6, 1], [7, 2]]},
+        {"step": 3},
     ],
 )
 def test_restore_refuses_a_snapshot_that_contradicts_itself(change: dict[str, object]) -> None:
