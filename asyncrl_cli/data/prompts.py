@@ -21,3 +21,9 @@ class Prompt:
     uid: str
     content: str | tuple[Message, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def prompt_from(row: Mapping[str, Any]) -> Prompt:
+    """The prompt whose ``dataclasses.asdict`` went through JSON."""
+    content = row["content"]
+    return Prompt(row["uid"], content if isinstance(content, str) else tuple(content), row["fields"])

@@ -1,0 +1,186 @@
+"""The buffer: the Ray actor that owns ledger and journal.
+
+Calls are answered after the commit of everything they noted. Commits run one after another in a thread of their
+own, and calls that come while one runs share the next: the more there is to write, the fewer commits it takes.
+When a commit fails, this call and every later one raises its ``JournalError``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.journal import Statement
+from asyncrl_cli.buffer.records import (
+    Admission,
+    BufferSettings,
+    Candidate,
+    Opening,
+    Outcome,
+    PublishRecord,
+    Settled,
+    StepRecord,
+    Waiting,
+)
+from asyncrl_cli.rollout.records import Rollout, Segment
+from asyncrl_cli.runs.logs import redirect_output
+from asyncrl_cli.train.records import TrainingBatch
+
+
+class Buffer:
+    """Every method is a Ray call, and safe to repeat."""
+
+    def __init__(self, path: str, settings: BufferSettings, log_dir: str) -> None:
+        redirect_output(log_dir, "buffer")
+        self._path = Path(path)
+        self._settings = settings
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._committing: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._asked = False
+        self._broken: Exception | None = None
+        self._busy_s = 0.0
+
+    async def open(self, kind: str, note: str = "", base: Mapping[str, Any] | None = None) -> Opening:
+        """Open the journal as ``kind`` (``train``, ``resume``, ``restart``) and say where the run stands."""
+        self._book = DurableLedger(self._path, self._settings, base)
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._book.journal.started(kind, self._book.ledger.step, self._book.ledger.version, note)
+        opening = self._book.opening()
+        await self._commit()
+        return opening
+
+    async def pid(self) -> int:
+        """This process's id."""
+        return os.getpid()
+
+    async def admit(self, candidates: list[Candidate]) -> list[Admission]:
+        """Admit the first of these prompts, as many as there is room for."""
+        admissions = self._book.admit(candidates)
+        if admissions:
+            await self._commit()
+        return admissions
+
+    async def record(self, rollouts: list[Rollout], segments: list[Segment]) -> None:
+        """Finished rollouts, and new tokens of unfinished ones. Durable when it returns."""
+        self._book.record(rollouts)
+        self._book.grown(segments)
+        await self._commit()
+
+    async def judge(self, outcomes: list[Outcome]) -> Settled:
+        """Rewards and failures of rollouts; returns the groups that they end."""
+        settled = self._book.judge(outcomes)
+        self._changed.set()
+        await self._commit()
+        return settled
+
+    async def take(self, step: int, patience_s: float) -> TrainingBatch | Waiting:
+        """The batch of a step, or after ``patience_s`` seconds what it waits for."""
+        deadline = time.monotonic() + patience_s
+        while (waiting := self._book.take(step)) is not None:
+            left = deadline - time.monotonic()
+            if waiting.overdue or left <= 0:
+                return waiting
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                continue
+        return await self.batch(step)
+
+    async def batch(self, step: int) -> TrainingBatch:
+        """A batch that was taken, from the journal."""
+        await self._commit()
+        batch: TrainingBatch = await self._on_disk(self._book.journal.batch, step)
+        return batch
+
+    async def requeue(self, group_ids: list[int]) -> list[tuple[int, int, int]]:
+        """Give up overdue groups and start their prompts again; returns (old index, new index, version)."""
+        started = self._book.requeue(group_ids)
+        self._changed.set()
+        await self._commit()
+        return started
+
+    async def trained(self, record: StepRecord) -> None:
+        """A step is trained."""
+        self._book.journal.trained(record)
+        await self._commit()
+
+    async def publish(self, record: PublishRecord) -> None:
+        """Every serving engine has proved a version."""
+        self._book.publish(record)
+        self._changed.set()
+        await self._commit()
+
+    async def fallback(self) -> dict[str, Any]:
+        """What the checkpoint of the present step keeps."""
+        await self._commit()
+        state: dict[str, Any] = await self._on_disk(self._book.fallback)
+        return state
+
+    async def checkpointed(self, step: int, folder: str, seconds: float, removed: list[int]) -> None:
+        """A checkpoint is complete, and older ones are removed."""
+        self._book.journal.checkpointed(step, folder, seconds)
+        for old in removed:
+            self._book.journal.checkpoint_removed(old)
+        await self._commit()
+
+    async def evaluated(self, result: dict[str, Any]) -> None:
+        """An evaluation is done."""
+        self._book.journal.evaluated(result)
+        await self._commit()
+
+    async def failed(self, kind: str, part: str, message: str) -> None:
+        """Something failed, whether or not the run goes on."""
+        self._book.journal.failed(kind, part, message)
+        await self._commit()
+
+    async def prune(self, before_step: int) -> None:
+        """Drop the tokens of what was trained before a step, a little at a time."""
+        while await self._on_disk(self._book.journal.prune, before_step):
+            pass
+
+    async def busy_s(self) -> float:
+        """Seconds spent on the journal's file so far."""
+        return self._busy_s
+
+    async def _commit(self) -> None:
+        """Return when everything noted so far is on disk."""
+        if self._broken is not None:
+            raise self._broken
+        self._asked = True
+        wanted = self._next
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit_all())
+        await asyncio.shield(wanted)
+
+    async def _commit_all(self) -> None:
+        while self._asked:
+            self._asked = False
+            statements = self._book.journal.noted()
+            done, self._next = self._next, asyncio.get_running_loop().create_future()
+            try:
+                await self._on_disk(self._timed, statements)
+            except Exception as error:
+                # Memory is ahead of the disk now, so this buffer answers nothing any more.
+                self._broken = error
+                for waiting in (done, self._next):
+                    waiting.set_exception(error)
+                return
+            done.set_result(None)
+
+    def _timed(self, statements: list[Statement]) -> None:
+        if not statements:
+            return
+        started = time.monotonic()
+        self._book.journal.commit(statements)
+        self._busy_s += time.monotonic() - started
+
+    async def _on_disk(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)

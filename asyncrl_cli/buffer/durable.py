@@ -1,0 +1,179 @@
+"""The ledger with its journal: every event goes to both, and a ledger can be made again from the journal.
+
+Invariant: the ledger in memory is the one that the journal's rows and the notes not yet committed describe. An
+answer is given only after the commit of what it rests on (``actor.py`` sees to that), so nothing that anyone was
+told can be lost. What is told twice, because the answer got lost on its way, changes nothing the second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.buffer.journal import Journal
+from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, Ledger
+from asyncrl_cli.buffer.records import (
+    Admission,
+    BufferSettings,
+    Candidate,
+    Opening,
+    Outcome,
+    PublishRecord,
+    Settled,
+    Waiting,
+)
+from asyncrl_cli.data.prompts import prompt_from
+from asyncrl_cli.rollout.records import Rollout, Segment, place_of
+
+
+class DurableLedger:
+    """The buffer's state and its rules. Methods note events; ``journal.commit`` makes them durable."""
+
+    def __init__(self, path: Path, settings: BufferSettings, base: Mapping[str, Any] | None = None) -> None:
+        """Open the journal, and make the ledger again from what is in it. Raises ``JournalError``.
+
+        ``base``: where the history begins when an earlier journal is given up, as ``fallback`` says it. It is
+        ignored once the journal has one. Its ``step`` is the checkpoint's.
+        """
+        self.journal = Journal(path)
+        self._settings = settings
+        meta = self.journal.meta()
+        self._base: Mapping[str, Any] = meta.get("base") or base or {}
+        self.journal.described({"base": self._base, "settings": asdict(settings)})
+        rows = self.journal.ledger_rows()
+        start = self._base.get("step", 0)
+        self.ledger = Ledger.restore(
+            {
+                "format": SNAPSHOT_FORMAT,
+                "groups_per_step": settings.groups_per_step,
+                "publish_every": settings.publish_every,
+                "max_staleness": settings.max_staleness,
+                "on_stale": settings.on_stale,
+                "total_steps": settings.total_steps,
+                **rows,
+                "step": max(rows["step"], start),
+                "version": max(rows["version"], start // settings.publish_every),
+                "next_id": max(rows["next_id"], self._base.get("next_group", 0)),
+            }
+        )
+        self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
+        self._finished: set[str] = set()  # rollouts of running groups that are recorded whole
+
+    def opening(self) -> Opening:
+        """Where the run stands. Call it before the first event."""
+        groups = self.journal.open_groups()
+        self._finished = {rollout.rollout_id for group in groups for rollout in group.unscored.values()}
+        seen = self.journal.uids() if self._base else set()
+        waiting = [prompt_from(row) for row in self._base.get("prompts", ()) if row["uid"] not in seen]
+        return Opening(
+            step=self.ledger.step,
+            version=self.ledger.version,
+            trained=max(self.journal.trained_steps(), self._base.get("step", 0)),
+            checksum=self.journal.checksum(self.ledger.version),
+            loader=self.journal.loader() or self._base.get("loader"),
+            groups=groups,
+            waiting=tuple(waiting),
+            counts=self.ledger.counts(),
+        )
+
+    def admit(self, candidates: Sequence[Candidate]) -> list[Admission]:
+        """Admit the first of these prompts, as many as there is room for."""
+        admissions = []
+        for candidate in candidates[: self.ledger.room()]:
+            entry = self.ledger.admit()
+            self.journal.admitted(entry, candidate)
+            self._rewards[entry.group_id] = {}
+            admissions.append(Admission(entry.group_id, entry.version, candidate.prompt, candidate.prompt_ids))
+        return admissions
+
+    def grown(self, segments: Iterable[Segment]) -> None:
+        """New tokens of unfinished rollouts."""
+        self.journal.grown(
+            segment
+            for segment in segments
+            if place_of(segment.rollout_id)[0] in self._rewards and segment.rollout_id not in self._finished
+        )
+
+    def record(self, rollouts: Iterable[Rollout]) -> None:
+        """Finished rollouts. Those of groups that are gone, and those known already, are passed over."""
+        for rollout in rollouts:
+            group_id, place = place_of(rollout.rollout_id)
+            known = self._rewards.get(group_id)
+            if known is not None and place not in known and rollout.rollout_id not in self._finished:
+                self._finished.add(rollout.rollout_id)
+                self.journal.recorded(rollout)
+
+    def judge(self, outcomes: Iterable[Outcome]) -> Settled:
+        """Rewards and failures. The last reward of a group finishes it, and a failure rejects it."""
+        finished, rejected = [], []
+        for outcome in outcomes:
+            group_id, place = place_of(outcome.rollout_id)
+            rewards = self._rewards.get(group_id)
+            if rewards is None or place in rewards:
+                continue
+            self.journal.judged(outcome)
+            self._finished.discard(outcome.rollout_id)
+            if outcome.reward is None:
+                self._reject(group_id, "failed")
+                rejected.append((group_id, "failed"))
+                continue
+            rewards[place] = outcome.reward
+            if len(rewards) < self._settings.group_size:
+                continue
+            if self._settings.reject_uniform and len(set(rewards.values())) == 1:
+                self._reject(group_id, "uniform")
+                rejected.append((group_id, "uniform"))
+                continue
+            del self._rewards[group_id]
+            self.ledger.finish(group_id)
+            self.journal.ended(group_id, "finished")
+            finished.append(group_id)
+        return Settled(tuple(finished), tuple(rejected), self.ledger.counts())
+
+    def requeue(self, group_ids: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Give up overdue groups and start their prompts again; returns (old index, new index, version)."""
+        # All at once: a group that finished in between would change who is overdue.
+        started = []
+        for group_id in [group_id for group_id in group_ids if group_id in self.ledger.overdue()]:
+            entry = self.ledger.requeue(group_id)
+            self.journal.requeued(group_id, entry)
+            del self._rewards[group_id]
+            self._rewards[entry.group_id] = {}
+            started.append((group_id, entry.group_id, entry.version))
+        return started
+
+    def take(self, step: int) -> Waiting | None:
+        """Take the batch of a step; None once it is taken, now or before."""
+        if step < self.ledger.step:
+            return None
+        upcoming = self.ledger.next_batch()
+        if not isinstance(upcoming, Batch):
+            return Waiting(str(upcoming), self.ledger.overdue(), self.ledger.counts())
+        late = self.ledger.counts().late
+        self.ledger.take(upcoming)
+        self.journal.taken(upcoming, self.ledger.counts().late - late)
+        return None
+
+    def publish(self, record: PublishRecord) -> None:
+        """A version is published. One that was published before is recorded again, with what is new about it."""
+        if record.version == self.ledger.version + 1:
+            self.ledger.publish()
+        self.journal.published(record)
+
+    def fallback(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that the run can go on from it even without the journal: JSON-able.
+
+        As of the last commit, and from the journal's thread: it reads nothing but the file.
+        """
+        return {
+            "next_group": max(self.journal.ledger_rows()["next_id"], self._base.get("next_group", 0)),
+            "loader": self.journal.loader() or self._base.get("loader"),
+            "prompts": [asdict(prompt) for prompt in self.journal.outstanding_prompts()],
+        }
+
+    def _reject(self, group_id: int, reason: str) -> None:
+        del self._rewards[group_id]
+        self.ledger.reject(group_id, reason)
+        self.journal.ended(group_id, "rejected", reason)

@@ -1,0 +1,379 @@
+"""The journal's writer: every event of a run as rows, committed in groups.
+
+An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. What a method
+notes belongs together: a commit writes it whole or not at all. One process writes, through one thread at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.buffer.ledger import Batch, GroupEntry
+from asyncrl_cli.buffer.records import Admission, Candidate, OpenGroup, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.buffer.schema import explained, open_for_writing
+from asyncrl_cli.data.prompts import Prompt, prompt_from
+from asyncrl_cli.rollout.records import Rollout, Segment, place_of, segments_of, training_rollout_id
+from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
+
+Statement = tuple[str, tuple[Any, ...]]
+
+TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+PRUNED_AT_ONCE = 64
+"""Groups whose tokens one commit may drop, so that pruning never holds up an acknowledgement for long."""
+
+_SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?)"
+_ROLLOUT = """
+    INSERT INTO rollouts (group_id, place, tokens, finish_reason, oldest, newest, recorded_at)
+    VALUES (?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
+        oldest = min(oldest, excluded.oldest), newest = excluded.newest, recorded_at = excluded.recorded_at
+"""
+
+
+class Journal:
+    """The open journal of one run."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create it. Raises ``JournalError``."""
+        self._path = path
+        self._connection = open_for_writing(path)
+        self._noted: list[Statement] = []
+        self._in_part: set[str] = set()  # rollouts of which segments, but not the whole, are recorded
+
+    # -- events
+
+    def described(self, meta: Mapping[str, Any]) -> None:
+        """What the rows mean; replaces what was said before."""
+        for key, value in meta.items():
+            self._note("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
+
+    def started(self, kind: str, step: int, version: int, note: str) -> None:
+        """This process begins to write: ``train``, ``resume``, or ``restart`` of the buffer alone."""
+        self._note(
+            "INSERT INTO starts (at, kind, host, pid, step, version, note) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            *(time.time(), kind, os.uname().nodename, os.getpid(), step, version, note),
+        )
+
+    def admitted(self, entry: GroupEntry, candidate: Candidate) -> None:
+        """A group runs, with its prompt."""
+        prompt = candidate.prompt
+        self._note(
+            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, epoch, position, admitted_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, 'running', ?, ?, ?)",
+            *(entry.group_id, prompt.uid, json.dumps(prompt.content), json.dumps(dict(prompt.fields))),
+            *(np.asarray(candidate.prompt_ids, TOKENS).tobytes(), entry.version),
+            *(candidate.loader.get("epoch"), candidate.loader.get("position"), time.time()),
+        )
+
+    def requeued(self, old_id: int, entry: GroupEntry) -> None:
+        """A group is given up, and its prompt runs again under a new index."""
+        now = time.time()
+        self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", now, old_id)
+        self._note(
+            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, admitted_at) "
+            "SELECT ?, uid, prompt, fields, prompt_ids, ?, 'running', ? FROM groups WHERE id = ?",
+            *(entry.group_id, entry.version, now, old_id),
+        )
+
+    def grown(self, segments: Iterable[Segment]) -> None:
+        """New tokens of unfinished rollouts."""
+        now = time.time()
+        for segment in segments:
+            group_id, place = place_of(segment.rollout_id)
+            self._in_part.add(segment.rollout_id)
+            self._note(_SEGMENT, group_id, place, *_columns(segment))
+            self._note(_ROLLOUT, group_id, place, segment.end, None, segment.version, segment.version, now)
+
+    def recorded(self, rollout: Rollout) -> None:
+        """A finished rollout, whole."""
+        group_id, place = place_of(rollout.rollout_id)
+        if rollout.rollout_id in self._in_part:  # cut elsewhere than the whole is
+            self._in_part.discard(rollout.rollout_id)
+            self._note("DELETE FROM segments WHERE group_id = ? AND place = ?", group_id, place)
+        for segment in segments_of(rollout):
+            self._note(_SEGMENT, group_id, place, *_columns(segment))
+        oldest, newest = (
+            (int(rollout.versions[0]), int(rollout.versions[-1])) if len(rollout.versions) else (None, None)
+        )
+        self._note(
+            _ROLLOUT,
+            *(group_id, place, len(rollout.response_ids), rollout.finish_reason, oldest, newest, time.time()),
+        )
+
+    def judged(self, outcome: Outcome) -> None:
+        """A rollout has its reward, or failed."""
+        group_id, place = place_of(outcome.rollout_id)
+        self._note(
+            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, recorded_at) VALUES (?, ?, 0, ?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET reward = excluded.reward, failure = excluded.failure",
+            *(group_id, place, outcome.reward, outcome.failure or None, time.time()),
+        )
+
+    def ended(self, group_id: int, state: str, reason: str = "") -> None:
+        """A group is ``finished`` or ``rejected``."""
+        self._note(
+            "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE id = ?", state, reason, time.time(), group_id
+        )
+
+    def taken(self, batch: Batch, late: int) -> None:
+        """A batch leaves for training."""
+        self._note(
+            "INSERT INTO batches (step, version, late, taken_at) VALUES (?, ?, ?, ?)",
+            *(batch.step, batch.version, late, time.time()),
+        )
+        for group_id in batch.group_ids:
+            self._note("UPDATE groups SET state = 'taken', step = ? WHERE id = ?", batch.step, group_id)
+
+    def trained(self, record: StepRecord) -> None:
+        """A step is trained; a step that is trained again keeps what it said first."""
+        self._note(
+            "UPDATE batches SET trained_at = ?, digest = ?, metrics = ? WHERE step = ? AND trained_at IS NULL",
+            *(time.time(), record.digest, json.dumps(dict(record.metrics)), record.step),
+        )
+
+    def published(self, record: PublishRecord) -> None:
+        """Every engine serves a version."""
+        self._note(
+            "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            *(record.version, record.step, time.time(), record.checksum),
+            *(record.seconds, record.stall_s, record.gap, record.change),
+        )
+
+    def checkpointed(self, step: int, folder: str, seconds: float) -> None:
+        """A complete checkpoint lies on disk."""
+        self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, NULL)", step, time.time(), folder, seconds)
+
+    def checkpoint_removed(self, step: int) -> None:
+        """A checkpoint is no more."""
+        self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
+
+    def evaluated(self, result: Mapping[str, Any]) -> None:
+        """An evaluation (the fields of ``observe.records.EvaluationResult``)."""
+        names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
+        self._note(
+            f"INSERT OR REPLACE INTO evaluations ({', '.join(names)}, at) VALUES ({'?, ' * len(names)}?)",
+            *(*(result[name] for name in names), time.time()),
+        )
+
+    def failed(self, kind: str, part: str, message: str) -> None:
+        """Something failed, whether or not the run went on."""
+        self._note(
+            "INSERT INTO failures (at, kind, part, message) VALUES (?, ?, ?, ?)", time.time(), kind, part, message
+        )
+
+    # -- committing
+
+    def noted(self) -> list[Statement]:
+        """What waits for a commit, handed over."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    def commit(self, statements: Sequence[Statement]) -> None:
+        """Write these, whole or not at all; they are on disk when this returns. Raises ``JournalError``."""
+        with explained(self._path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                for sql, alike in groupby(statements, key=lambda statement: statement[0]):
+                    self._connection.executemany(sql, (parameters for _, parameters in alike))
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        """Close the file; what is noted and not committed is lost."""
+        self._connection.close()
+
+    def prune(self, before_step: int) -> bool:
+        """Drop the tokens of some groups trained before a step, or rejected before it; False when none is left."""
+        with explained(self._path):
+            doomed = self._connection.execute(
+                """
+                SELECT DISTINCT group_id FROM segments WHERE group_id < (
+                    SELECT coalesce(min(id), 0) FROM groups WHERE step >= ?1 OR state IN ('running', 'finished')
+                ) LIMIT ?2
+                """,
+                (before_step, PRUNED_AT_ONCE),
+            ).fetchall()
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany("DELETE FROM segments WHERE group_id = ?", doomed)
+            self._connection.execute("COMMIT")
+        return len(doomed) == PRUNED_AT_ONCE
+
+    # -- reading back, for the writer's own use
+
+    def meta(self) -> dict[str, Any]:
+        """What ``described`` said."""
+        return {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM meta")}
+
+    def ledger_rows(self) -> dict[str, Any]:
+        """What the ledger's state follows from, by the keys of ``Ledger.snapshot`` that history decides."""
+        (next_id,) = self._row("SELECT coalesce(max(id) + 1, 0) FROM groups")
+        (step,) = self._row("SELECT coalesce(max(step) + 1, 0) FROM batches")
+        (version,) = self._row("SELECT coalesce(max(version), 0) FROM publishes")
+        (late,) = self._row("SELECT coalesce(sum(late), 0) FROM batches")
+        (requeued,) = self._row("SELECT count(*) FROM groups WHERE state = 'requeued'")
+        rejections = self._rows("SELECT reason, count(*) FROM groups WHERE state = 'rejected' GROUP BY reason")
+        outstanding = {
+            state: [
+                list(row) for row in self._rows("SELECT id, version FROM groups WHERE state = ? ORDER BY id", state)
+            ]
+            for state in ("running", "finished")
+        }
+        return {
+            "step": step,
+            "version": version,
+            "next_id": next_id,
+            "late": late,
+            "requeued": requeued,
+            "rejections": dict(rejections),
+            **outstanding,
+        }
+
+    def trained_steps(self) -> int:
+        """The first step that has not been reported as trained."""
+        (step,) = self._row("SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL")
+        return int(step)
+
+    def checksum(self, version: int) -> str | None:
+        """The checksum of a published version's bytes."""
+        found = self._rows("SELECT checksum FROM publishes WHERE version = ?", version)
+        return str(found[0][0]) if found else None
+
+    def loader(self) -> dict[str, int] | None:
+        """Where the data loader stands after the newest admission that moved it."""
+        found = self._rows("SELECT epoch, position FROM groups WHERE position IS NOT NULL ORDER BY id DESC LIMIT 1")
+        return {"epoch": found[0][0], "position": found[0][1]} if found else None
+
+    def uids(self) -> set[str]:
+        """The uids of all prompts ever admitted."""
+        return {uid for (uid,) in self._rows("SELECT DISTINCT uid FROM groups")}
+
+    def outstanding_prompts(self) -> list[Prompt]:
+        """The prompts of groups that are admitted and not taken, in admission order."""
+        rows = self._rows("SELECT uid, prompt, fields FROM groups WHERE state IN ('running', 'finished') ORDER BY id")
+        return [_prompt(*row) for row in rows]
+
+    def open_groups(self) -> tuple[OpenGroup, ...]:
+        """The running groups, in admission order."""
+        opened = []
+        for group_id, version, uid, content, fields, prompt_ids in self._rows(
+            "SELECT id, version, uid, prompt, fields, prompt_ids FROM groups WHERE state = 'running' ORDER BY id"
+        ):
+            ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
+            scored: set[int] = set()
+            unscored: dict[int, Rollout] = {}
+            prefixes: dict[int, tuple[Segment, ...]] = {}
+            for place, finish_reason, reward in self._rows(
+                "SELECT place, finish_reason, reward FROM rollouts WHERE group_id = ?", group_id
+            ):
+                segments = self._segments(group_id, place)
+                if reward is not None:
+                    scored.add(place)
+                elif finish_reason is not None:
+                    unscored[place] = _rollout(group_id, place, ids, segments, finish_reason)
+                else:
+                    prefixes[place] = tuple(segments)
+            self._in_part |= {training_rollout_id(group_id, place) for place in prefixes}
+            admission = Admission(group_id, version, _prompt(uid, content, fields), ids)
+            opened.append(OpenGroup(admission, frozenset(scored), unscored, prefixes))
+        return tuple(opened)
+
+    def rewards(self, group_id: int) -> dict[int, float]:
+        """The rewards that a group's rollouts have, by place."""
+        return dict(
+            self._rows("SELECT place, reward FROM rollouts WHERE group_id = ? AND reward IS NOT NULL", group_id)
+        )
+
+    def batch(self, step: int) -> TrainingBatch:
+        """The batch of a step, as it was taken."""
+        return read_batch(self._connection, step)
+
+    def _segments(self, group_id: int, place: int) -> list[Segment]:
+        name = training_rollout_id(group_id, place)
+        rows = self._rows(
+            "SELECT start, version, tokens, logprobs FROM segments WHERE group_id = ? AND place = ? ORDER BY start",
+            *(group_id, place),
+        )
+        return [_segment(name, *row) for row in rows]
+
+    def _note(self, sql: str, *parameters: Any) -> None:
+        self._noted.append((sql, parameters))
+
+    def _rows(self, sql: str, *parameters: Any) -> list[Any]:
+        with explained(self._path):
+            return self._connection.execute(sql, parameters).fetchall()
+
+    def _row(self, sql: str) -> Any:
+        return self._rows(sql)[0]
+
+
+def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
+    """The batch of a step, as it was taken. Raises ``LookupError`` when it is not there, or its tokens are pruned.
+
+    Texts are left empty: training needs none.
+    """
+    found = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
+    if found is None:
+        raise LookupError(f"step {step} has no batch")
+    rows = connection.execute(
+        """
+        SELECT g.id, r.place, g.uid, g.prompt_ids, r.reward, r.finish_reason, s.start, s.version, s.tokens, s.logprobs
+        FROM groups g JOIN rollouts r ON r.group_id = g.id
+        LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place
+        WHERE g.step = ? ORDER BY g.id, r.place, s.start
+        """,
+        (step,),
+    )
+    groups = []
+    for group_id, of_group in groupby(rows, key=lambda row: row[0]):
+        rollouts, rewards, uid = [], [], ""
+        for place, parts in groupby(of_group, key=lambda row: row[1]):
+            cut = list(parts)
+            _, _, uid, prompt_ids, reward, finish_reason, *_ = cut[0]
+            if cut[0][6] is None:
+                raise LookupError(f"the tokens of step {step} are pruned")
+            name = training_rollout_id(group_id, place)
+            segments = [_segment(name, *row[6:]) for row in cut]
+            ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
+            rollouts.append(_rollout(group_id, place, ids, segments, finish_reason))
+            rewards.append(reward)
+        groups.append(TrainingGroup(group_id, uid, tuple(rollouts), tuple(rewards)))
+    return TrainingBatch(step, found[0], tuple(groups))
+
+
+def _columns(segment: Segment) -> tuple[int, int, bytes, bytes]:
+    tokens = segment.response_ids.astype(TOKENS, copy=False).tobytes()
+    return segment.start, segment.version, tokens, segment.logprobs.astype(LOGPROBS, copy=False).tobytes()
+
+
+def _segment(name: str, start: int, version: int, tokens: bytes, logprobs: bytes) -> Segment:
+    return Segment(name, start, version, np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS))
+
+
+def _rollout(
+    group_id: int, place: int, prompt_ids: tuple[int, ...], segments: Sequence[Segment], finish_reason: Any
+) -> Rollout:
+    return Rollout(
+        rollout_id=training_rollout_id(group_id, place),
+        prompt_ids=prompt_ids,
+        response_ids=np.concatenate([segment.response_ids for segment in segments]),
+        logprobs=np.concatenate([segment.logprobs for segment in segments]),
+        versions=np.concatenate([np.full(len(s.response_ids), s.version, np.int32) for s in segments]),
+        text="",
+        finish_reason=finish_reason,
+    )
+
+
+def _prompt(uid: str, content: str, fields: str) -> Prompt:
+    return prompt_from({"uid": uid, "content": json.loads(content), "fields": json.loads(fields)})

@@ -1,0 +1,131 @@
+"""What the buffer is told and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncrl_cli.buffer.ledger import Counts, OnStale
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.rollout.records import Rollout, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSettings:
+    """The numbers of the spec that the buffer works by."""
+
+    groups_per_step: int
+    publish_every: int
+    max_staleness: int
+    on_stale: OnStale
+    total_steps: int
+    group_size: int
+    reject_uniform: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A prompt that may be admitted; ``loader`` is where the data loader stands once it is."""
+
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    loader: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """An admitted group and its prompt."""
+
+    group_id: int
+    version: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A running group as the journal knows it, by the place of its rollouts (0, 1, ...).
+
+    ``unscored`` are finished rollouts without a reward, their text left empty; ``prefixes`` the tokens of
+    unfinished ones. A place in none of the three has to start from nothing.
+    """
+
+    admission: Admission
+    scored: frozenset[int]
+    unscored: Mapping[int, Rollout] = field(default_factory=dict)
+    prefixes: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Where the run stands when the buffer opens.
+
+    Args:
+        step: batches taken so far.
+        version: weight versions published so far.
+        trained: steps whose training has been reported.
+        published: whether version ``version`` is recorded as published, and ``checksum`` of its bytes.
+        loader: where the data loader stands after the last admission; None before the first.
+        groups: the running groups, in admission order.
+        waiting: prompts to be admitted before the loader's next one.
+        counts: all groups by what became of them.
+    """
+
+    step: int
+    version: int
+    trained: int
+    checksum: str | None
+    loader: Mapping[str, int] | None
+    groups: tuple[OpenGroup, ...]
+    waiting: tuple[Prompt, ...]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one finished or failed rollout: its reward, or (None) why it has none."""
+
+    rollout_id: str
+    reward: float | None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Groups that outcomes have ended: finished ones, and rejected ones with the reason."""
+
+    finished: tuple[int, ...]
+    rejected: tuple[tuple[int, str], ...]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why there is no batch yet. ``overdue``: running groups that alone hold it back, to be requeued."""
+
+    reason: str
+    overdue: tuple[int, ...]
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A trained step: a digest of its batch's tokens, and its metrics."""
+
+    step: int
+    digest: str
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRecord:
+    """A published version: the step it follows, the checksum of its bytes, and how it went. ``seconds`` and
+    ``stall_s`` are times; ``gap`` and ``change`` are nats (see ``pipeline.publisher.PublishReport``)."""
+
+    version: int
+    step: int
+    checksum: str
+    seconds: float
+    stall_s: float
+    gap: float
+    change: float

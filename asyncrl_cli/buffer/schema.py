@@ -1,0 +1,156 @@
+"""The journal's tables, and how its file is opened.
+
+    groups       one row per admitted group: its prompt, where the data loader stood after it, what became of it
+    rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
+    segments     tokens and log-probs of a rollout, cut where the weight version changes
+    batches      one row per step taken; its groups are those with ``groups.step = batches.step``
+    publishes    one row per weight version, with the checksum of the published bytes
+    checkpoints, evaluations, failures, starts    the rest of the run's history
+    meta         what the rows mean: bounds, group size, where the history begins
+
+Arrays are raw little-endian bytes of one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
+Times are unix seconds. Writers use ``PRAGMA user_version`` as the schema's number; ``MIGRATIONS[n]`` leads from
+number n to n + 1.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl_cli.runs.errors import UserError
+
+FILE = "journal.db"
+"""The journal's name in a run's folder."""
+LOCK_PATIENCE_S = 20.0
+"""Seconds that a writer waits for somebody else's lock on the file."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+    CREATE TABLE starts (
+        id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL,
+        step INTEGER NOT NULL, version INTEGER NOT NULL, note TEXT NOT NULL
+    );
+    CREATE TABLE groups (
+        id INTEGER PRIMARY KEY, uid TEXT NOT NULL, prompt TEXT NOT NULL, fields TEXT NOT NULL,
+        prompt_ids BLOB NOT NULL, version INTEGER NOT NULL,
+        state TEXT NOT NULL CHECK (state IN ('running', 'finished', 'taken', 'rejected', 'requeued')),
+        reason TEXT NOT NULL DEFAULT '', step INTEGER, epoch INTEGER, position INTEGER,
+        admitted_at REAL NOT NULL, ended_at REAL
+    );
+    CREATE INDEX groups_outstanding ON groups (state) WHERE state IN ('running', 'finished');
+    CREATE INDEX groups_dropped ON groups (state, reason) WHERE state IN ('rejected', 'requeued');
+    CREATE INDEX groups_by_step ON groups (step) WHERE step IS NOT NULL;
+    CREATE INDEX groups_by_uid ON groups (uid);
+    CREATE TABLE rollouts (
+        group_id INTEGER NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, finish_reason TEXT,
+        reward REAL, failure TEXT, oldest INTEGER, newest INTEGER, recorded_at REAL NOT NULL,
+        PRIMARY KEY (group_id, place)
+    ) WITHOUT ROWID;
+    CREATE TABLE segments (
+        group_id INTEGER NOT NULL, place INTEGER NOT NULL, start INTEGER NOT NULL, version INTEGER NOT NULL,
+        tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+        PRIMARY KEY (group_id, place, start)
+    );
+    CREATE TABLE batches (
+        step INTEGER PRIMARY KEY, version INTEGER NOT NULL, late INTEGER NOT NULL, taken_at REAL NOT NULL,
+        trained_at REAL, digest TEXT, metrics TEXT
+    );
+    CREATE TABLE publishes (
+        version INTEGER PRIMARY KEY, step INTEGER NOT NULL, at REAL NOT NULL, checksum TEXT NOT NULL,
+        seconds REAL NOT NULL, stall_s REAL NOT NULL, gap REAL NOT NULL, change REAL NOT NULL
+    );
+    CREATE TABLE checkpoints (
+        step INTEGER PRIMARY KEY, at REAL NOT NULL, folder TEXT NOT NULL, seconds REAL NOT NULL, removed_at REAL
+    );
+    CREATE TABLE evaluations (
+        step INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, accuracy REAL NOT NULL, mean_reward REAL NOT NULL,
+        mean_length REAL NOT NULL, prompts INTEGER NOT NULL, oldest INTEGER NOT NULL, newest INTEGER NOT NULL,
+        PRIMARY KEY (step, kind)
+    ) WITHOUT ROWID;
+    CREATE TABLE failures (
+        id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, part TEXT NOT NULL, message TEXT NOT NULL
+    );
+    """,
+)
+
+
+class JournalError(UserError):
+    """The journal cannot be written or read. What was acknowledged before is still in it."""
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what SQLite raises into a ``JournalError`` with a mend."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        text = str(error)
+        if "full" in text or (isinstance(error, sqlite3.OperationalError) and "I/O" in text):
+            mend = "Free space on its disk, then `asyncrl resume`: everything acknowledged is in it"
+        elif "locked" in text or "busy" in text:
+            mend = "Another program holds its lock: close it, then `asyncrl resume`"
+        elif "malformed" in text or "not a database" in text or "corrupt" in text:
+            mend = (
+                "It is damaged. `asyncrl resume RUN --without-journal` goes on from the newest checkpoint, and "
+                "generates again what was not trained by then; the damaged file is kept beside it"
+            )
+        else:
+            mend = "Look at the file and its folder"
+        raise JournalError(f"the journal failed: {text}", place=str(path), mend=mend) from error
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """The one writer's connection, with the newest schema. Raises ``JournalError``.
+
+    A commit returns when its bytes are on disk (WAL, ``synchronous=FULL``).
+    """
+    with explained(path):
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_PATIENCE_S)
+        connection.execute("PRAGMA page_size = 16384")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA cache_size = -65536")
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+        _migrate(connection, path)
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write, for a live run, a dead one or a copy. Raises ``JournalError``."""
+    if not path.is_file():
+        raise JournalError("there is no journal", place=str(path), mend="The run has not got as far as its first group")
+    with explained(path):
+        try:
+            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_PATIENCE_S)
+            number = connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.OperationalError:  # a folder that may not be written has no room for the shared index
+            connection = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
+            number = connection.execute("PRAGMA user_version").fetchone()[0]
+        _check_number(number, path)
+        if number < len(MIGRATIONS):
+            raise JournalError(
+                f"the journal has schema {number}, and this version reads {len(MIGRATIONS)}",
+                place=str(path),
+                mend="`asyncrl resume` brings it up to date",
+            )
+    return connection
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    number = connection.execute("PRAGMA user_version").fetchone()[0]
+    _check_number(number, path)
+    for at, script in enumerate(MIGRATIONS[number:], start=number + 1):
+        connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {at}; COMMIT;")
+
+
+def _check_number(number: int, path: Path) -> None:
+    if number > len(MIGRATIONS):
+        raise JournalError(
+            f"the journal has schema {number}, newer than this version's {len(MIGRATIONS)}",
+            place=str(path),
+            mend="Use the asyncrl that wrote it",
+        )
