@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal import Statement
 from asyncrl_cli.buffer.records import (
-    Admission,
+    Admitted,
     BufferSettings,
     Candidate,
     Opening,
@@ -60,12 +60,12 @@ class Buffer:
         """This process's id."""
         return os.getpid()
 
-    async def admit(self, candidates: list[Candidate]) -> list[Admission]:
+    async def admit(self, candidates: list[Candidate]) -> Admitted:
         """Admit the first of these prompts, as many as there is room for."""
-        admissions = self._book.admit(candidates)
-        if admissions:
+        admitted = self._book.admit(candidates)
+        if admitted.admissions:
             await self._commit()
-        return admissions
+        return admitted
 
     async def record(self, rollouts: list[Rollout], segments: list[Segment]) -> None:
         """Finished rollouts, and new tokens of unfinished ones. Durable when it returns."""

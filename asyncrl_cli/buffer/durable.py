@@ -16,6 +16,7 @@ from asyncrl_cli.buffer.journal import Journal
 from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, Ledger
 from asyncrl_cli.buffer.records import (
     Admission,
+    Admitted,
     BufferSettings,
     Candidate,
     Opening,
@@ -59,6 +60,7 @@ class DurableLedger:
             }
         )
         self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
+        self._serial = self.journal.serial()
         self._finished: set[str] = set()  # rollouts of running groups that are recorded whole
 
     def opening(self) -> Opening:
@@ -72,36 +74,33 @@ class DurableLedger:
             version=self.ledger.version,
             trained=max(self.journal.trained_steps(), self._base.get("step", 0)),
             checksum=self.journal.checksum(self.ledger.version),
+            serial=self._serial,
             loader=self.journal.loader() or self._base.get("loader"),
             groups=groups,
             waiting=tuple(waiting),
-            counts=self.ledger.counts(),
+            evaluated=self.journal.accuracies(),
         )
 
-    def admit(self, candidates: Sequence[Candidate]) -> list[Admission]:
+    def admit(self, candidates: Sequence[Candidate]) -> Admitted:
         """Admit the first of these prompts, as many as there is room for."""
         admissions = []
-        for candidate in candidates[: self.ledger.room()]:
+        new = [candidate for candidate in candidates if candidate.serial > self._serial]
+        for candidate in new[: self.ledger.room()]:
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
             self._rewards[entry.group_id] = {}
+            self._serial = candidate.serial
             admissions.append(Admission(entry.group_id, entry.version, candidate.prompt, candidate.prompt_ids))
-        return admissions
+        return Admitted(tuple(admissions), self._serial)
 
     def grown(self, segments: Iterable[Segment]) -> None:
         """New tokens of unfinished rollouts."""
-        self.journal.grown(
-            segment
-            for segment in segments
-            if place_of(segment.rollout_id)[0] in self._rewards and segment.rollout_id not in self._finished
-        )
+        self.journal.grown(segment for segment in segments if self._is_unfinished(segment.rollout_id))
 
     def record(self, rollouts: Iterable[Rollout]) -> None:
         """Finished rollouts. Those of groups that are gone, and those known already, are passed over."""
         for rollout in rollouts:
-            group_id, place = place_of(rollout.rollout_id)
-            known = self._rewards.get(group_id)
-            if known is not None and place not in known and rollout.rollout_id not in self._finished:
+            if self._is_unfinished(rollout.rollout_id):
                 self._finished.add(rollout.rollout_id)
                 self.journal.recorded(rollout)
 
@@ -172,6 +171,10 @@ class DurableLedger:
             "loader": self.journal.loader() or self._base.get("loader"),
             "prompts": [asdict(prompt) for prompt in self.journal.outstanding_prompts()],
         }
+
+    def _is_unfinished(self, rollout_id: str) -> bool:
+        group_id, place = place_of(rollout_id)
+        return place not in self._rewards.get(group_id, (place,)) and rollout_id not in self._finished
 
     def _reject(self, group_id: int, reason: str) -> None:
         del self._rewards[group_id]

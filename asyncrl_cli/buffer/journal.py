@@ -67,11 +67,11 @@ class Journal:
         """A group runs, with its prompt."""
         prompt = candidate.prompt
         self._note(
-            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, epoch, position, admitted_at) "
-            "VALUES (?, ?, ?, ?, ?, ?, 'running', ?, ?, ?)",
+            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, serial, epoch, position, "
+            "admitted_at) VALUES (?, ?, ?, ?, ?, ?, 'running', ?, ?, ?, ?)",
             *(entry.group_id, prompt.uid, json.dumps(prompt.content), json.dumps(dict(prompt.fields))),
             *(np.asarray(candidate.prompt_ids, TOKENS).tobytes(), entry.version),
-            *(candidate.loader.get("epoch"), candidate.loader.get("position"), time.time()),
+            *(candidate.serial, candidate.loader["epoch"], candidate.loader["position"], time.time()),
         )
 
     def requeued(self, old_id: int, entry: GroupEntry) -> None:
@@ -252,8 +252,17 @@ class Journal:
 
     def loader(self) -> dict[str, int] | None:
         """Where the data loader stands after the newest admission that moved it."""
-        found = self._rows("SELECT epoch, position FROM groups WHERE position IS NOT NULL ORDER BY id DESC LIMIT 1")
+        found = self._rows("SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1")
         return {"epoch": found[0][0], "position": found[0][1]} if found else None
+
+    def serial(self) -> int:
+        """The serial of the newest prompt admitted; 0 before the first."""
+        (serial,) = self._row("SELECT coalesce(max(serial), 0) FROM groups")
+        return int(serial)
+
+    def accuracies(self) -> dict[int, float]:
+        """Greedy held-out accuracy by step."""
+        return dict(self._rows("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
 
     def uids(self) -> set[str]:
         """The uids of all prompts ever admitted."""

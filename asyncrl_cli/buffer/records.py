@@ -25,8 +25,14 @@ class BufferSettings:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A prompt that may be admitted; ``loader`` is where the data loader stands once it is."""
+    """A prompt that may be admitted.
 
+    Args:
+        serial: counts the run's prompts, from 1; a prompt is admitted once, and prompts in the order of serials.
+        loader: where the data loader stands once it is admitted.
+    """
+
+    serial: int
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     loader: Mapping[str, int]
@@ -40,6 +46,14 @@ class Admission:
     version: int
     prompt: Prompt
     prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Newly admitted groups, and the serial of the newest prompt ever admitted."""
+
+    admissions: tuple[Admission, ...]
+    serial: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +78,23 @@ class Opening:
         step: batches taken so far.
         version: weight versions published so far.
         trained: steps whose training has been reported.
-        published: whether version ``version`` is recorded as published, and ``checksum`` of its bytes.
-        loader: where the data loader stands after the last admission; None before the first.
+        checksum: of the bytes of version ``version``, if its publish is recorded.
+        serial: of the newest prompt admitted; 0 before the first.
+        loader: where the data loader stands after it; None before the first.
         groups: the running groups, in admission order.
         waiting: prompts to be admitted before the loader's next one.
-        counts: all groups by what became of them.
+        evaluated: greedy held-out accuracy by step.
     """
 
     step: int
     version: int
     trained: int
     checksum: str | None
+    serial: int
     loader: Mapping[str, int] | None
     groups: tuple[OpenGroup, ...]
     waiting: tuple[Prompt, ...]
-    counts: Counts
+    evaluated: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The journal's tables, and how its file is opened.
 
-    groups       one row per admitted group: its prompt, where the data loader stood after it, what became of it
+    groups       one row per admitted group: its prompt with its serial number and where the data loader stood after
+                 it (NULL for a prompt that runs again), what became of it
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
     segments     tokens and log-probs of a rollout, cut where the weight version changes
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
@@ -38,7 +39,7 @@ MIGRATIONS = (
         id INTEGER PRIMARY KEY, uid TEXT NOT NULL, prompt TEXT NOT NULL, fields TEXT NOT NULL,
         prompt_ids BLOB NOT NULL, version INTEGER NOT NULL,
         state TEXT NOT NULL CHECK (state IN ('running', 'finished', 'taken', 'rejected', 'requeued')),
-        reason TEXT NOT NULL DEFAULT '', step INTEGER, epoch INTEGER, position INTEGER,
+        reason TEXT NOT NULL DEFAULT '', step INTEGER, serial INTEGER, epoch INTEGER, position INTEGER,
         admitted_at REAL NOT NULL, ended_at REAL
     );
     CREATE INDEX groups_outstanding ON groups (state) WHERE state IN ('running', 'finished');

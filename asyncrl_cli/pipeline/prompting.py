@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from asyncrl_cli.buffer.records import Candidate
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.runs.directory import RunError
@@ -37,6 +38,10 @@ class PromptEncoder:
             )["input_ids"]
         return tuple(ids) if len(ids) <= self._max_tokens else None
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """A response's text, as engines decode it."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
 
 class PromptSource:
     """The training prompts in their order; those given back by an interrupted run come first."""
@@ -46,6 +51,7 @@ class PromptSource:
         self.encoder = encoder
         self._first = deque(first)
         self.skipped = 0
+        self._serial = 0
 
     def next(self) -> tuple[Prompt, tuple[int, ...]]:
         """The next prompt that is short enough. Raises ``RunError`` when there seems to be none."""
@@ -61,6 +67,14 @@ class PromptSource:
             mend="Raise rollout.max_prompt_tokens or shorten the prompts",
         )
 
-    def waiting(self) -> list[Prompt]:
-        """Prompts given back that have not started again yet."""
-        return list(self._first)
+    def candidate(self) -> Candidate:
+        """The next prompt, with where the loader stands after it."""
+        prompt, ids = self.next()
+        self._serial += 1
+        return Candidate(self._serial, prompt, ids, self.loader.state())
+
+    def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
+        """Go on after the prompt ``serial``, from where the loader stood after it."""
+        self._serial = serial
+        if loader is not None:
+            self.loader.restore(dict(loader))
