@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.buffer.journal import Journal
-from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, Ledger
+from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, Ledger, LedgerError
 from asyncrl_cli.buffer.records import (
     Admission,
     Admitted,
@@ -26,7 +26,7 @@ from asyncrl_cli.buffer.records import (
     Waiting,
 )
 from asyncrl_cli.data.prompts import prompt_from
-from asyncrl_cli.rollout.records import Rollout, Segment, place_of
+from asyncrl_cli.rollout.records import Rollout, Segment, place_of, training_rollout_id
 
 
 class DurableLedger:
@@ -41,7 +41,7 @@ class DurableLedger:
         self.journal = Journal(path)
         self._settings = settings
         meta = self.journal.meta()
-        self._base: Mapping[str, Any] = meta.get("base") or base or {}
+        self._base: Mapping[str, Any] = meta.get("base", base or {})
         self.journal.described({"base": self._base, "settings": asdict(settings)})
         rows = self.journal.ledger_rows()
         start = self._base.get("step", 0)
@@ -67,8 +67,6 @@ class DurableLedger:
         """Where the run stands. Call it before the first event."""
         groups = self.journal.open_groups()
         self._finished = {rollout.rollout_id for group in groups for rollout in group.unscored.values()}
-        seen = self.journal.uids() if self._base else set()
-        waiting = [prompt_from(row) for row in self._base.get("prompts", ()) if row["uid"] not in seen]
         return Opening(
             step=self.ledger.step,
             version=self.ledger.version,
@@ -77,7 +75,7 @@ class DurableLedger:
             serial=self._serial,
             loader=self.journal.loader() or self._base.get("loader"),
             groups=groups,
-            waiting=tuple(waiting),
+            waiting=tuple(prompt_from(row) for row in self._waiting()),
             evaluated=self.journal.accuracies(),
         )
 
@@ -125,7 +123,7 @@ class DurableLedger:
                 self._reject(group_id, "uniform")
                 rejected.append((group_id, "uniform"))
                 continue
-            del self._rewards[group_id]
+            self._forget(group_id)
             self.ledger.finish(group_id)
             self.journal.ended(group_id, "finished")
             finished.append(group_id)
@@ -138,15 +136,17 @@ class DurableLedger:
         for group_id in [group_id for group_id in group_ids if group_id in self.ledger.overdue()]:
             entry = self.ledger.requeue(group_id)
             self.journal.requeued(group_id, entry)
-            del self._rewards[group_id]
+            self._forget(group_id)
             self._rewards[entry.group_id] = {}
             started.append((group_id, entry.group_id, entry.version))
         return started
 
     def take(self, step: int) -> Waiting | None:
-        """Take the batch of a step; None once it is taken, now or before."""
+        """Take the batch of a step; None once it is taken, now or before. Raises ``LedgerError`` for a later step."""
         if step < self.ledger.step:
             return None
+        if step > self.ledger.step:
+            raise LedgerError(f"the next batch is that of step {self.ledger.step}, not {step}")
         upcoming = self.ledger.next_batch()
         if not isinstance(upcoming, Batch):
             return Waiting(str(upcoming), self.ledger.overdue(), self.ledger.counts())
@@ -156,7 +156,12 @@ class DurableLedger:
         return None
 
     def publish(self, record: PublishRecord) -> None:
-        """A version is published. One that was published before is recorded again, with what is new about it."""
+        """A version is published. One that was published before is recorded again, with what is new about it.
+
+        Raises ``LedgerError`` when the version is not due.
+        """
+        if record.version > self.ledger.version + 1:
+            raise LedgerError(f"version {record.version} cannot follow version {self.ledger.version}")
         if record.version == self.ledger.version + 1:
             self.ledger.publish()
         self.journal.published(record)
@@ -167,16 +172,25 @@ class DurableLedger:
         As of the last commit, and from the journal's thread: it reads nothing but the file.
         """
         return {
-            "next_group": max(self.journal.ledger_rows()["next_id"], self._base.get("next_group", 0)),
+            "next_group": max(self.journal.next_group(), self._base.get("next_group", 0)),
             "loader": self.journal.loader() or self._base.get("loader"),
-            "prompts": [asdict(prompt) for prompt in self.journal.outstanding_prompts()],
+            "prompts": [*(asdict(prompt) for prompt in self.journal.outstanding_prompts()), *self._waiting()],
         }
+
+    def _waiting(self) -> Sequence[Mapping[str, Any]]:
+        # They have the journal's first serials.
+        prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
+        return prompts[self.journal.serial() :]
 
     def _is_unfinished(self, rollout_id: str) -> bool:
         group_id, place = place_of(rollout_id)
         return place not in self._rewards.get(group_id, (place,)) and rollout_id not in self._finished
 
-    def _reject(self, group_id: int, reason: str) -> None:
+    def _forget(self, group_id: int) -> None:
         del self._rewards[group_id]
+        self._finished -= {training_rollout_id(group_id, place) for place in range(self._settings.group_size)}
+
+    def _reject(self, group_id: int, reason: str) -> None:
+        self._forget(group_id)
         self.ledger.reject(group_id, reason)
         self.journal.ended(group_id, "rejected", reason)

@@ -2,6 +2,8 @@
 
 An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. What a method
 notes belongs together: a commit writes it whole or not at all. One process writes, through one thread at a time.
+
+Invariant: the segments of a rollout follow one another from token 0 on. ``grown`` and ``recorded`` see to that.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,13 +34,25 @@ TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 PRUNED_AT_ONCE = 64
 """Groups whose tokens one commit may drop, so that pruning never holds up an acknowledgement for long."""
 
+# SQLite takes a partial index only for a query that repeats the index's own condition.
+_OUTSTANDING = "state IN ('running', 'finished')"
+_DROPPED = "state IN ('rejected', 'requeued')"
+
 _SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?)"
 _ROLLOUT = """
     INSERT INTO rollouts (group_id, place, tokens, finish_reason, oldest, newest, recorded_at)
     VALUES (?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
-        oldest = min(oldest, excluded.oldest), newest = excluded.newest, recorded_at = excluded.recorded_at
+        oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at
 """
+
+
+class _Piece(NamedTuple):
+    """A recorded segment of an unfinished rollout, as far as it takes to know it again."""
+
+    end: int
+    version: int
+    content: int
 
 
 class Journal:
@@ -47,7 +63,8 @@ class Journal:
         self._path = path
         self._connection = open_for_writing(path)
         self._noted: list[Statement] = []
-        self._in_part: set[str] = set()  # rollouts of which segments, but not the whole, are recorded
+        # Rollouts of which segments, but not the whole, are recorded: by group, place and first token.
+        self._in_part: dict[int, dict[int, dict[int, _Piece]]] = {}
 
     # -- events
 
@@ -77,6 +94,7 @@ class Journal:
     def requeued(self, old_id: int, entry: GroupEntry) -> None:
         """A group is given up, and its prompt runs again under a new index."""
         now = time.time()
+        self._in_part.pop(old_id, None)
         self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", now, old_id)
         self._note(
             "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, admitted_at) "
@@ -85,19 +103,33 @@ class Journal:
         )
 
     def grown(self, segments: Iterable[Segment]) -> None:
-        """New tokens of unfinished rollouts."""
+        """New tokens of unfinished rollouts.
+
+        A segment that is told twice changes nothing. Other tokens where some are recorded mean that the rollout
+        was generated again from there, so that what followed is void. A segment that does not follow what is
+        recorded is passed over: its rollout will come whole.
+        """
         now = time.time()
         for segment in segments:
             group_id, place = place_of(segment.rollout_id)
-            self._in_part.add(segment.rollout_id)
+            pieces = self._in_part.setdefault(group_id, {}).setdefault(place, {})
+            piece = _piece(segment)
+            end = max((known.end for known in pieces.values()), default=0)
+            if segment.end == segment.start or segment.start not in (end, *pieces):
+                continue
+            if pieces.get(segment.start) == piece:
+                continue
+            for void in [start for start in pieces if start >= segment.start]:
+                del pieces[void]
+                self._note("DELETE FROM segments WHERE group_id = ? AND place = ? AND start = ?", group_id, place, void)
+            pieces[segment.start] = piece
             self._note(_SEGMENT, group_id, place, *_columns(segment))
-            self._note(_ROLLOUT, group_id, place, segment.end, None, segment.version, segment.version, now)
+            self._note(_ROLLOUT, group_id, place, segment.end, None, pieces[0].version, segment.version, now)
 
     def recorded(self, rollout: Rollout) -> None:
         """A finished rollout, whole."""
         group_id, place = place_of(rollout.rollout_id)
-        if rollout.rollout_id in self._in_part:  # cut elsewhere than the whole is
-            self._in_part.discard(rollout.rollout_id)
+        if self._in_part.get(group_id, {}).pop(place, None):  # cut elsewhere than the whole is
             self._note("DELETE FROM segments WHERE group_id = ? AND place = ?", group_id, place)
         for segment in segments_of(rollout):
             self._note(_SEGMENT, group_id, place, *_columns(segment))
@@ -120,6 +152,7 @@ class Journal:
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:
         """A group is ``finished`` or ``rejected``."""
+        self._in_part.pop(group_id, None)
         self._note(
             "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE id = ?", state, reason, time.time(), group_id
         )
@@ -179,16 +212,9 @@ class Journal:
 
     def commit(self, statements: Sequence[Statement]) -> None:
         """Write these, whole or not at all; they are on disk when this returns. Raises ``JournalError``."""
-        with explained(self._path):
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                for sql, alike in groupby(statements, key=lambda statement: statement[0]):
-                    self._connection.executemany(sql, (parameters for _, parameters in alike))
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+        with self._transaction():
+            for sql, alike in groupby(statements, key=lambda statement: statement[0]):
+                self._connection.executemany(sql, (parameters for _, parameters in alike))
 
     def close(self) -> None:
         """Close the file; what is noted and not committed is lost."""
@@ -196,18 +222,21 @@ class Journal:
 
     def prune(self, before_step: int) -> bool:
         """Drop the tokens of some groups trained before a step, or rejected before it; False when none is left."""
-        with explained(self._path):
-            doomed = self._connection.execute(
-                """
-                SELECT DISTINCT group_id FROM segments WHERE group_id < (
-                    SELECT coalesce(min(id), 0) FROM groups WHERE step >= ?1 OR state IN ('running', 'finished')
-                ) LIMIT ?2
+        with self._transaction():
+            # The plus sign keeps SQLite from looking for the lowest id in the table, from the run's first group on.
+            (needed,) = self._row(
+                f"""
+                SELECT min(id) FROM (
+                    SELECT min(+id) AS id FROM groups WHERE step >= ?
+                    UNION ALL SELECT min(+id) FROM groups WHERE {_OUTSTANDING}
+                )
                 """,
-                (before_step, PRUNED_AT_ONCE),
-            ).fetchall()
-            self._connection.execute("BEGIN IMMEDIATE")
+                before_step,
+            )
+            doomed = self._rows(
+                "SELECT DISTINCT group_id FROM segments WHERE group_id < ? LIMIT ?", needed or 0, PRUNED_AT_ONCE
+            )
             self._connection.executemany("DELETE FROM segments WHERE group_id = ?", doomed)
-            self._connection.execute("COMMIT")
         return len(doomed) == PRUNED_AT_ONCE
 
     # -- reading back, for the writer's own use
@@ -218,27 +247,27 @@ class Journal:
 
     def ledger_rows(self) -> dict[str, Any]:
         """What the ledger's state follows from, by the keys of ``Ledger.snapshot`` that history decides."""
-        (next_id,) = self._row("SELECT coalesce(max(id) + 1, 0) FROM groups")
         (step,) = self._row("SELECT coalesce(max(step) + 1, 0) FROM batches")
         (version,) = self._row("SELECT coalesce(max(version), 0) FROM publishes")
         (late,) = self._row("SELECT coalesce(sum(late), 0) FROM batches")
-        (requeued,) = self._row("SELECT count(*) FROM groups WHERE state = 'requeued'")
-        rejections = self._rows("SELECT reason, count(*) FROM groups WHERE state = 'rejected' GROUP BY reason")
-        outstanding = {
-            state: [
-                list(row) for row in self._rows("SELECT id, version FROM groups WHERE state = ? ORDER BY id", state)
-            ]
-            for state in ("running", "finished")
-        }
+        dropped = self._rows(f"SELECT state, reason, count(*) FROM groups WHERE {_DROPPED} GROUP BY state, reason")
+        outstanding: dict[str, list[list[int]]] = {"running": [], "finished": []}
+        for state, *row in self._rows(f"SELECT state, id, version FROM groups WHERE {_OUTSTANDING} ORDER BY id"):
+            outstanding[state].append(row)
         return {
             "step": step,
             "version": version,
-            "next_id": next_id,
+            "next_id": self.next_group(),
             "late": late,
-            "requeued": requeued,
-            "rejections": dict(rejections),
+            "requeued": sum(count for state, _, count in dropped if state == "requeued"),
+            "rejections": {reason: count for state, reason, count in dropped if state == "rejected"},
             **outstanding,
         }
+
+    def next_group(self) -> int:
+        """The index of the next group."""
+        (next_id,) = self._row("SELECT coalesce(max(id) + 1, 0) FROM groups")
+        return int(next_id)
 
     def trained_steps(self) -> int:
         """The first step that has not been reported as trained."""
@@ -264,20 +293,17 @@ class Journal:
         """Greedy held-out accuracy by step."""
         return dict(self._rows("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
 
-    def uids(self) -> set[str]:
-        """The uids of all prompts ever admitted."""
-        return {uid for (uid,) in self._rows("SELECT DISTINCT uid FROM groups")}
-
     def outstanding_prompts(self) -> list[Prompt]:
         """The prompts of groups that are admitted and not taken, in admission order."""
-        rows = self._rows("SELECT uid, prompt, fields FROM groups WHERE state IN ('running', 'finished') ORDER BY id")
+        rows = self._rows(f"SELECT uid, prompt, fields FROM groups WHERE {_OUTSTANDING} ORDER BY id")
         return [_prompt(*row) for row in rows]
 
     def open_groups(self) -> tuple[OpenGroup, ...]:
         """The running groups, in admission order."""
         opened = []
         for group_id, version, uid, content, fields, prompt_ids in self._rows(
-            "SELECT id, version, uid, prompt, fields, prompt_ids FROM groups WHERE state = 'running' ORDER BY id"
+            f"SELECT id, version, uid, prompt, fields, prompt_ids FROM groups WHERE {_OUTSTANDING} "
+            "AND state = 'running' ORDER BY id"
         ):
             ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
             scored: set[int] = set()
@@ -293,7 +319,7 @@ class Journal:
                     unscored[place] = _rollout(group_id, place, ids, segments, finish_reason)
                 else:
                     prefixes[place] = tuple(segments)
-            self._in_part |= {training_rollout_id(group_id, place) for place in prefixes}
+                    self._in_part.setdefault(group_id, {})[place] = {part.start: _piece(part) for part in segments}
             admission = Admission(group_id, version, _prompt(uid, content, fields), ids)
             opened.append(OpenGroup(admission, frozenset(scored), unscored, prefixes))
         return tuple(opened)
@@ -305,8 +331,9 @@ class Journal:
         )
 
     def batch(self, step: int) -> TrainingBatch:
-        """The batch of a step, as it was taken."""
-        return read_batch(self._connection, step)
+        """The batch of a step, as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
+        with explained(self._path):
+            return read_batch(self._connection, step)
 
     def _segments(self, group_id: int, place: int) -> list[Segment]:
         name = training_rollout_id(group_id, place)
@@ -323,8 +350,20 @@ class Journal:
         with explained(self._path):
             return self._connection.execute(sql, parameters).fetchall()
 
-    def _row(self, sql: str) -> Any:
-        return self._rows(sql)[0]
+    def _row(self, sql: str, *parameters: Any) -> Any:
+        return self._rows(sql, *parameters)[0]
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with explained(self._path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
 
 
 def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
@@ -337,7 +376,8 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
         raise LookupError(f"step {step} has no batch")
     rows = connection.execute(
         """
-        SELECT g.id, r.place, g.uid, g.prompt_ids, r.reward, r.finish_reason, s.start, s.version, s.tokens, s.logprobs
+        SELECT g.id, r.place, g.uid, g.version, g.prompt_ids, r.reward, r.finish_reason, r.tokens,
+               s.start, s.version, s.tokens, s.logprobs
         FROM groups g JOIN rollouts r ON r.group_id = g.id
         LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place
         WHERE g.step = ? ORDER BY g.id, r.place, s.start
@@ -346,18 +386,18 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     )
     groups = []
     for group_id, of_group in groupby(rows, key=lambda row: row[0]):
-        rollouts, rewards, uid = [], [], ""
+        rollouts, rewards, uid, version = [], [], "", 0
         for place, parts in groupby(of_group, key=lambda row: row[1]):
             cut = list(parts)
-            _, _, uid, prompt_ids, reward, finish_reason, *_ = cut[0]
-            if cut[0][6] is None:
+            _, _, uid, version, prompt_ids, reward, finish_reason, tokens, start, *_ = cut[0]
+            if tokens and start is None:
                 raise LookupError(f"the tokens of step {step} are pruned")
             name = training_rollout_id(group_id, place)
-            segments = [_segment(name, *row[6:]) for row in cut]
+            segments = [_segment(name, *row[8:]) for row in cut if tokens]
             ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
             rollouts.append(_rollout(group_id, place, ids, segments, finish_reason))
             rewards.append(reward)
-        groups.append(TrainingGroup(group_id, uid, tuple(rollouts), tuple(rewards)))
+        groups.append(TrainingGroup(group_id, uid, version, tuple(rollouts), tuple(rewards)))
     return TrainingBatch(step, found[0], tuple(groups))
 
 
@@ -370,15 +410,22 @@ def _segment(name: str, start: int, version: int, tokens: bytes, logprobs: bytes
     return Segment(name, start, version, np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS))
 
 
+def _piece(segment: Segment) -> _Piece:
+    _, version, tokens, logprobs = _columns(segment)
+    return _Piece(segment.end, version, zlib.crc32(logprobs, zlib.crc32(tokens)))
+
+
 def _rollout(
     group_id: int, place: int, prompt_ids: tuple[int, ...], segments: Sequence[Segment], finish_reason: Any
 ) -> Rollout:
     return Rollout(
         rollout_id=training_rollout_id(group_id, place),
         prompt_ids=prompt_ids,
-        response_ids=np.concatenate([segment.response_ids for segment in segments]),
-        logprobs=np.concatenate([segment.logprobs for segment in segments]),
-        versions=np.concatenate([np.full(len(s.response_ids), s.version, np.int32) for s in segments]),
+        response_ids=np.concatenate([np.empty(0, np.int32), *(s.response_ids for s in segments)]),
+        logprobs=np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in segments)]),
+        versions=np.repeat(
+            np.asarray([s.version for s in segments], np.int32), [len(s.response_ids) for s in segments]
+        ),
         text="",
         finish_reason=finish_reason,
     )

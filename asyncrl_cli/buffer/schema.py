@@ -125,12 +125,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise JournalError("there is no journal", place=str(path), mend="The run has not got as far as its first group")
     with explained(path):
-        try:
-            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_PATIENCE_S)
-            number = connection.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.OperationalError:  # a folder that may not be written has no room for the shared index
-            connection = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
-            number = connection.execute("PRAGMA user_version").fetchone()[0]
+        connection = _connected_for_reading(path)
+        number = connection.execute("PRAGMA user_version").fetchone()[0]
         _check_number(number, path)
         if number < len(MIGRATIONS):
             raise JournalError(
@@ -139,6 +135,26 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
                 mend="`asyncrl resume` brings it up to date",
             )
     return connection
+
+
+def _connected_for_reading(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_PATIENCE_S)
+    try:
+        connection.execute("PRAGMA user_version")
+        return connection
+    except sqlite3.OperationalError as error:
+        # A folder that may not be written has no room for the index that readers share.
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+            raise
+    connection.close()
+    log = path.with_name(f"{path.name}-wal")
+    if log.is_file() and log.stat().st_size:  # an immutable file is read without it
+        raise JournalError(
+            f"the journal has commits in {log.name}, which cannot be read in a folder that may not be written",
+            place=str(path),
+            mend="Copy the folder to where you may write, and look at the copy",
+        )
+    return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
