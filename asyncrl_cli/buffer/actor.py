@@ -63,8 +63,7 @@ class Buffer:
     async def admit(self, candidates: list[Candidate]) -> Admitted:
         """Admit the first of these prompts, as many as there is room for."""
         admitted = self._book.admit(candidates)
-        if admitted.admissions:
-            await self._commit()
+        await self._commit()
         return admitted
 
     async def record(self, rollouts: list[Rollout], segments: list[Segment]) -> None:
@@ -85,7 +84,8 @@ class Buffer:
         deadline = time.monotonic() + patience_s
         while (waiting := self._book.take(step)) is not None:
             left = deadline - time.monotonic()
-            if waiting.overdue or left <= 0:
+            if waiting.overdue or left <= 0 or self._broken is not None:
+                await self._commit()
                 return waiting
             self._changed.clear()
             try:
@@ -143,6 +143,7 @@ class Buffer:
 
     async def prune(self, before_step: int) -> None:
         """Drop the tokens of what was trained before a step, a little at a time."""
+        await self._commit()
         while await self._on_disk(self._book.journal.prune, before_step):
             pass
 
@@ -172,6 +173,8 @@ class Buffer:
                 self._broken = error
                 for waiting in (done, self._next):
                     waiting.set_exception(error)
+                    waiting.exception()  # nobody may be waiting, which is no reason to complain
+                self._changed.set()
                 return
             done.set_result(None)
 
