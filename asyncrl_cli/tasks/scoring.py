@@ -1,38 +1,50 @@
 """The one place where a reward is asked for and checked.
 
-Invariant: what leaves ``score`` is a finite float. A reward that fails or is no number stops here, with the
-function and the prompt that it came from.
+Invariant: what leaves ``score`` is a finite float or a ``RewardFailure``, whatever the reward function does short
+of ending its process or never returning; ``reward_process`` sees to those two.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.base import Task
-from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.function_task import FunctionTask
 
+Response = tuple[Prompt, str, bool]
+"""A prompt, the text of the model's response, and whether the model ended it itself."""
 
-def score(task: Task, prompt: Prompt, response: str, finished: bool) -> float:
-    """The reward of one response, as a finite float; raises ``TaskError`` for anything else."""
+SHOWN = 200
+"""Characters of a value or of an exception's message that a reason shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong."""
+
+    reason: str
+
+
+def score(task: Task, response: Response) -> float | RewardFailure:
+    """The reward of one response. Tracebacks go to stderr."""
+    prompt = response[0]
     try:
-        value: object = task.reward(prompt, response, finished)
-    except TaskError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"{reward_name(task)} failed on prompt {prompt.uid!r}: {type(error).__name__}: {error}",
-            mend=f"make it return a number for every response; this one was {_shortened(response)}",
-        ) from error
-    number = _finite(value)
-    if number is not None:
-        return number
-    raise TaskError(
-        f"{reward_name(task)} returned {_shortened(value)} for prompt {prompt.uid!r}",
-        mend="return a finite number (a bool counts as 0 or 1)",
-    )
+        value: object = task.reward(*response)
+        number = _finite(value)
+    except BaseException as error:  # sys.exit() is no way out of a run either
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {_shown(error, str)}"
+        return RewardFailure(f"{reward_name(task)} failed on prompt {prompt.uid!r}: {reason}")
+    if number is None:
+        return RewardFailure(
+            f"{reward_name(task)} returned {_shown(value, repr)} for prompt {prompt.uid!r}, which is no finite number"
+        )
+    return number
 
 
 def reward_name(task: Task) -> str:
@@ -52,6 +64,11 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
+def _shown(value: object, show: Callable[[object], str]) -> str:
+    """A value of the user's as one short line that any file and terminal takes."""
+    try:
+        text = " ".join(show(value).split())
+    except Exception:
+        text = f"a {type(value).__name__} that cannot be shown"
+    text = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text.encode(errors="replace").decode()

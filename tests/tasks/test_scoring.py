@@ -1,18 +1,19 @@
-"""Rewards are finite floats, or the run hears about it."""
+"""Rewards are finite floats, or there is a reason why not."""
+
+from __future__ import annotations
 
 import fractions
-import pickle
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.function_task import FunctionTask
-from asyncrl_cli.tasks.scoring import score
+from asyncrl_cli.tasks.scoring import RewardFailure, score
 
-PROMPT = Prompt("row/7", "2+2=")
+RESPONSE = (Prompt("row/7", "2+2="), "4", True)
 
 
 def returning(value: Any) -> FunctionTask:
@@ -20,9 +21,24 @@ def returning(value: Any) -> FunctionTask:
     return FunctionTask(lambda prompt, response: value, "rewards:f")
 
 
+def raising(error: BaseException) -> FunctionTask:
+    def reward(prompt: Any, response: str) -> float:
+        raise error
+
+    return FunctionTask(reward, "rewards:f")
+
+
+def reason(task: FunctionTask) -> str:
+    scored = score(task, RESPONSE)
+    assert isinstance(scored, RewardFailure)
+    scored.reason.encode()
+    assert len(scored.reason.splitlines()) == 1
+    return scored.reason
+
+
 @pytest.mark.parametrize("value", [1, 0.5, -2.0, True, False, np.float32(0.5), np.int64(1), fractions.Fraction(1, 2)])
 def test_numbers_become_floats(value: Any) -> None:
-    scored = score(returning(value), PROMPT, "4", True)
+    scored = score(returning(value), RESPONSE)
     assert type(scored) is float
     assert scored == float(value)
 
@@ -32,26 +48,39 @@ def test_numbers_become_floats(value: Any) -> None:
     [None, "1", float("nan"), float("inf"), -float("inf"), 1j, [1.0], 10**400],
     ids=lambda value: repr(value)[:9],
 )
-def test_anything_else_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(TaskError) as caught:
-        score(returning(value), PROMPT, "4", True)
-    assert "rewards:f" in caught.value.message
-    assert "'row/7'" in caught.value.message
-    assert repr(value)[:100] in caught.value.message
+def test_anything_else_is_a_failure_with_a_name(value: Any) -> None:
+    said = reason(returning(value))
+    assert said.startswith(f"rewards:f returned {repr(value)[:100]}")
+    assert said.endswith("for prompt 'row/7', which is no finite number")
 
 
-def test_a_reward_that_raises_is_named_with_its_cause() -> None:
+def test_a_reward_that_raises_is_named_with_its_cause_and_leaves_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Broken:
         def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
             raise KeyError("answer")
 
-    with pytest.raises(TaskError, match=r"Broken\.reward failed on prompt 'row/7': KeyError: 'answer'") as caught:
-        score(Broken(), PROMPT, "4", True)
-    assert isinstance(caught.value.__cause__, KeyError)
+    scored = score(Broken(), RESPONSE)
+    assert isinstance(scored, RewardFailure)
+    assert scored.reason.endswith("Broken.reward failed on prompt 'row/7': KeyError: 'answer'")
+    assert "in reward" in capsys.readouterr().err
 
 
-def test_the_error_travels_between_processes() -> None:
-    with pytest.raises(TaskError) as caught:
-        score(returning(None), PROMPT, "4", True)
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert (copy.message, copy.mend) == (caught.value.message, caught.value.mend)
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError(), RecursionError("deep")])
+def test_nothing_that_is_raised_gets_through(error: BaseException) -> None:
+    assert f"row/7': {type(error).__name__}" in reason(raising(error))
+
+
+def test_a_reason_is_one_short_line_whatever_it_quotes() -> None:
+    class Unshowable(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+        __repr__ = __str__
+
+    assert reason(raising(Unshowable())).endswith("Unshowable: a Unshowable that cannot be shown")
+    assert "a Unshowable that cannot be shown" in reason(returning(Unshowable()))
+    assert "cannot be shown" in reason(returning(10 ** (2 * sys.get_int_max_str_digits())))
+    assert reason(raising(ValueError("first\n  second\ud800"))).endswith("ValueError: first second?")
+    assert len(reason(returning("x" * 10**6))) < 400
