@@ -38,7 +38,7 @@ PRUNED_AT_ONCE = 64
 _OUTSTANDING = "state IN ('running', 'finished')"
 _DROPPED = "state IN ('rejected', 'requeued')"
 
-_SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?)"
+_SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)"
 _ROLLOUT = """
     INSERT INTO rollouts (group_id, place, tokens, finish_reason, oldest, newest, recorded_at)
     VALUES (?, ?, ?, ?, ?, ?, ?)
@@ -52,7 +52,7 @@ class _Piece(NamedTuple):
 
     end: int
     version: int
-    content: int
+    crc: int
 
 
 class Journal:
@@ -338,10 +338,12 @@ class Journal:
     def _segments(self, group_id: int, place: int) -> list[Segment]:
         name = training_rollout_id(group_id, place)
         rows = self._rows(
-            "SELECT start, version, tokens, logprobs FROM segments WHERE group_id = ? AND place = ? ORDER BY start",
+            "SELECT start, version, tokens, logprobs, crc FROM segments WHERE group_id = ? AND place = ? "
+            "ORDER BY start",
             *(group_id, place),
         )
-        return [_segment(name, *row) for row in rows]
+        with explained(self._path):
+            return [_segment(name, *row) for row in rows]
 
     def _note(self, sql: str, *parameters: Any) -> None:
         self._noted.append((sql, parameters))
@@ -377,7 +379,7 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     rows = connection.execute(
         """
         SELECT g.id, r.place, g.uid, g.version, g.prompt_ids, r.reward, r.finish_reason, r.tokens,
-               s.start, s.version, s.tokens, s.logprobs
+               s.start, s.version, s.tokens, s.logprobs, s.crc
         FROM groups g JOIN rollouts r ON r.group_id = g.id
         LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place
         WHERE g.step = ? ORDER BY g.id, r.place, s.start
@@ -401,18 +403,25 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     return TrainingBatch(step, found[0], tuple(groups))
 
 
-def _columns(segment: Segment) -> tuple[int, int, bytes, bytes]:
+def _columns(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
     tokens = segment.response_ids.astype(TOKENS, copy=False).tobytes()
-    return segment.start, segment.version, tokens, segment.logprobs.astype(LOGPROBS, copy=False).tobytes()
+    logprobs = segment.logprobs.astype(LOGPROBS, copy=False).tobytes()
+    return segment.start, segment.version, tokens, logprobs, _crc(tokens, logprobs)
 
 
-def _segment(name: str, start: int, version: int, tokens: bytes, logprobs: bytes) -> Segment:
+def _crc(tokens: bytes, logprobs: bytes) -> int:
+    return zlib.crc32(logprobs, zlib.crc32(tokens))
+
+
+def _segment(name: str, start: int, version: int, tokens: bytes, logprobs: bytes, crc: int) -> Segment:
+    if _crc(tokens, logprobs) != crc:
+        raise sqlite3.DatabaseError(f"the tokens of rollout {name} are malformed")
     return Segment(name, start, version, np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS))
 
 
 def _piece(segment: Segment) -> _Piece:
-    _, version, tokens, logprobs = _columns(segment)
-    return _Piece(segment.end, version, zlib.crc32(logprobs, zlib.crc32(tokens)))
+    _, version, _, _, crc = _columns(segment)
+    return _Piece(segment.end, version, crc)
 
 
 def _rollout(

@@ -10,6 +10,7 @@
     meta         what the rows mean: bounds, group size, where the history begins
 
 Arrays are raw little-endian bytes of one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
+``crc`` is the CRC-32 of the bytes of ``tokens`` and then ``logprobs``: SQLite itself notices no flipped bit there.
 Times are unix seconds. Writers use ``PRAGMA user_version`` as the schema's number; ``MIGRATIONS[n]`` leads from
 number n to n + 1.
 """
@@ -53,7 +54,7 @@ MIGRATIONS = (
     ) WITHOUT ROWID;
     CREATE TABLE segments (
         group_id INTEGER NOT NULL, place INTEGER NOT NULL, start INTEGER NOT NULL, version INTEGER NOT NULL,
-        tokens BLOB NOT NULL, logprobs BLOB NOT NULL,
+        tokens BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER NOT NULL,
         PRIMARY KEY (group_id, place, start)
     );
     CREATE TABLE batches (
