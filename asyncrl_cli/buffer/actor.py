@@ -26,6 +26,7 @@ from asyncrl_cli.buffer.records import (
     PublishRecord,
     Settled,
     StepRecord,
+    Taken,
     Waiting,
 )
 from asyncrl_cli.rollout.records import Rollout, Segment
@@ -79,7 +80,7 @@ class Buffer:
         await self._commit()
         return settled
 
-    async def take(self, step: int, patience_s: float) -> TrainingBatch | Waiting:
+    async def take(self, step: int, patience_s: float) -> Taken | Waiting:
         """The batch of a step, or after ``patience_s`` seconds what it waits for."""
         deadline = time.monotonic() + patience_s
         while (waiting := self._book.take(step)) is not None:
@@ -92,7 +93,7 @@ class Buffer:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 continue
-        return await self.batch(step)
+        return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
 
     async def batch(self, step: int) -> TrainingBatch:
         """A batch that was taken, from the journal."""
@@ -141,15 +142,12 @@ class Buffer:
         self._book.journal.failed(kind, part, message)
         await self._commit()
 
-    async def prune(self, before_step: int) -> None:
-        """Drop the tokens of what was trained before a step, a little at a time."""
+    async def prune(self, checkpoints: int) -> None:
+        """Keep the tokens that the newest checkpoints, and all that are kept, need; drop older ones bit by bit."""
         await self._commit()
-        while await self._on_disk(self._book.journal.prune, before_step):
-            pass
-
-    async def busy_s(self) -> float:
-        """Seconds spent on the journal's file so far."""
-        return self._busy_s
+        before = await self._on_disk(self._book.journal.needed_from, checkpoints)
+        while await self._on_disk(self._book.journal.prune, before):
+            await self._commit()
 
     async def _commit(self) -> None:
         """Return when everything noted so far is on disk."""

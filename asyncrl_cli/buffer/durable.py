@@ -77,6 +77,7 @@ class DurableLedger:
             groups=groups,
             waiting=tuple(prompt_from(row) for row in self._waiting()),
             evaluated=self.journal.accuracies(),
+            counts=self.ledger.counts(),
         )
 
     def admit(self, candidates: Sequence[Candidate]) -> Admitted:

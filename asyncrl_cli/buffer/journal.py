@@ -220,6 +220,12 @@ class Journal:
         """Close the file; what is noted and not committed is lost."""
         self._connection.close()
 
+    def needed_from(self, checkpoints: int) -> int:
+        """The first step whose tokens the newest so many checkpoints need, or any that is kept; 0 for all."""
+        newest = self._rows("SELECT step FROM checkpoints ORDER BY step DESC LIMIT ?", checkpoints)
+        kept = self._rows("SELECT step FROM checkpoints WHERE removed_at IS NULL")
+        return int(min(step for (step,) in [*newest, *kept])) if len(newest) == checkpoints else 0
+
     def prune(self, before_step: int) -> bool:
         """Drop the tokens of some groups trained before a step, or rejected before it; False when none is left."""
         with self._transaction():

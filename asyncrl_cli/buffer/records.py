@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from asyncrl_cli.buffer.ledger import Counts, OnStale
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.rollout.records import Rollout, Segment
+from asyncrl_cli.train.records import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Opening:
         groups: the running groups, in admission order.
         waiting: prompts to be admitted before the loader's next one.
         evaluated: greedy held-out accuracy by step.
+        counts: all groups by what became of them.
     """
 
     step: int
@@ -95,6 +97,7 @@ class Opening:
     groups: tuple[OpenGroup, ...]
     waiting: tuple[Prompt, ...]
     evaluated: Mapping[int, float]
+    counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,15 @@ class Waiting:
     reason: str
     overdue: tuple[int, ...]
     counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The batch of a step. ``journal_s``: seconds that the buffer has spent on the journal's file so far."""
+
+    batch: TrainingBatch
+    counts: Counts
+    journal_s: float
 
 
 @dataclass(frozen=True, slots=True)

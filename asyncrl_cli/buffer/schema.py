@@ -29,6 +29,9 @@ FILE = "journal.db"
 LOCK_PATIENCE_S = 20.0
 """Seconds that a writer waits for somebody else's lock on the file."""
 
+CHECKED_BYTES = 2**32
+"""Journals up to this size are read through before a run goes on with them."""
+
 MIGRATIONS = (
     """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -57,6 +60,8 @@ MIGRATIONS = (
         tokens BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER NOT NULL,
         PRIMARY KEY (group_id, place, start)
     );
+    -- Counts tokens by version without reading them: `asyncrl staleness` would go through gigabytes.
+    CREATE INDEX segments_sizes ON segments (group_id, version, length(tokens));
     CREATE TABLE batches (
         step INTEGER PRIMARY KEY, version INTEGER NOT NULL, late INTEGER NOT NULL, taken_at REAL NOT NULL,
         trained_at REAL, digest TEXT, metrics TEXT
@@ -156,6 +161,19 @@ def _connected_for_reading(path: Path) -> sqlite3.Connection:
             mend="Copy the folder to where you may write, and look at the copy",
         )
     return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
+
+
+def check(path: Path) -> None:
+    """Read a journal through, unless it is very large. Raises ``JournalError`` when it is damaged."""
+    connection = open_for_reading(path)
+    try:
+        with explained(path):
+            if path.stat().st_size <= CHECKED_BYTES:
+                (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                if found != "ok":
+                    raise sqlite3.DatabaseError(f"malformed: {found}")
+    finally:
+        connection.close()
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:

@@ -11,36 +11,38 @@ import typer
 def resume(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique start of one, or `latest`.")],
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Train to this step instead.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Start from this step's checkpoint.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key that may change.")
+    ] = None,
+    without_journal: Annotated[
+        bool, typer.Option("--without-journal", help="Set a damaged journal aside; go on from a checkpoint alone.")
+    ] = False,
     runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
 ) -> None:
-    """Go on with a run from its newest checkpoint.
+    """Go on with a run where it stands.
 
-    Prompts whose groups were under way are generated again. Ends like `asyncrl train`.
+    The trainer starts from the newest checkpoint (or the initial model) and trains the recorded batches since then
+    again; unfinished rollouts go on from their recorded tokens. Ends like `asyncrl train`.
     """
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.directory import RunError
+    from asyncrl_cli.runs.changes import check_changes
     from asyncrl_cli.spec.load import dump_spec, load_spec
 
     run = find_run(runs_dir, run_id)
     run.lock()
-    loaded = load_spec(run.path / "spec.yaml", [f"stop.steps={steps}"] if steps else [])
-    spec = loaded.spec.model_copy(update={"runs_dir": run.path.parent})
+    changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
+    before = load_spec(run.path / "spec.yaml").spec
+    spec = load_spec(run.path / "spec.yaml", changes).spec.model_copy(update={"runs_dir": run.path.parent})
+    changed = check_changes(before, spec)
 
     from asyncrl_cli.cli.running import drive
-    from asyncrl_cli.pipeline.checkpoints import load_newest
     from asyncrl_cli.pipeline.launch import Experiment
+    from asyncrl_cli.pipeline.resume import prepare
 
-    saved = load_newest(run, spec.stop.steps)
-    if saved.ledger.done:
-        raise RunError(
-            f"the run has done its {spec.stop.steps} steps",
-            place=run.run_id,
-            mend=f"To train on, say how far: asyncrl resume {run.run_id} --steps {2 * spec.stop.steps}",
-        )
+    start = prepare(run, spec, step, ", ".join(changed), without_journal)
     search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
     experiment = Experiment.load(spec, search_path)
     run.write_text("spec.yaml", dump_spec(spec))
-    for name in ("metrics.jsonl", "batches.jsonl"):
-        run.forget_after(name, saved.ledger.step)
     run.update(phase="starting", steps=spec.stop.steps)
-    drive(experiment, run, saved)
+    drive(experiment, run, start)

@@ -11,15 +11,14 @@ import typer
 from asyncrl_cli.runs.errors import UserError
 
 if TYPE_CHECKING:
-    from asyncrl_cli.pipeline.checkpoints import SavedRun
-    from asyncrl_cli.pipeline.launch import Experiment, Outcome
+    from asyncrl_cli.pipeline.launch import Experiment, Outcome, Start
     from asyncrl_cli.runs.directory import RunDirectory
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
-def drive(experiment: Experiment, run: RunDirectory, resume_from: SavedRun | None = None) -> None:
+def drive(experiment: Experiment, run: RunDirectory, start: Start) -> None:
     """Run an experiment under the eyes of a person, and say how it ended."""
     from asyncrl_cli.observe.view import open_view
     from asyncrl_cli.pipeline.launch import Interrupted, run_experiment
@@ -35,14 +34,9 @@ def drive(experiment: Experiment, run: RunDirectory, resume_from: SavedRun | Non
     typer.echo(f"where    {_shown(run.path)}")
     try:
         with open_view(spec.stop.steps, pipeline.max_staleness) as view:
-            outcome = run_experiment(experiment, run, view, resume_from)
-    except Interrupted as interrupted:
-        typer.echo(
-            f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}"
-            if interrupted.resumable
-            else "stopped before the first checkpoint: there is nothing to resume from",
-            err=True,
-        )
+            outcome = run_experiment(experiment, run, view, start)
+    except Interrupted:
+        typer.echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except UserError:
         raise

@@ -26,7 +26,7 @@ def train(
         typer.echo(problem, err=True)
 
     from asyncrl_cli.cli.running import drive
-    from asyncrl_cli.pipeline.launch import Experiment
+    from asyncrl_cli.pipeline.launch import Experiment, Start
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
 
@@ -35,4 +35,4 @@ def train(
     run.write_json("manifest.json", describe_start(spec))
     run.write_text("spec.yaml", dump_spec(loaded.spec))
     run.update(phase="starting", steps=loaded.spec.stop.steps)
-    drive(experiment, run)
+    drive(experiment, run, Start())

@@ -1,12 +1,12 @@
 """One place that the run reports to: state and metrics on disk, the view on screen, MLflow.
 
-Nothing here may hold the run up or end it: a tracker that fails is noted once and left behind.
+Nothing here may hold the run up or end it: the tracker is only told that there is more to send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.observe.records import EvaluationResult
@@ -22,6 +22,9 @@ class View(Protocol):
 
     def doing(self, text: str, counts: Counts) -> None:
         """What the loop is doing, and what is in the buffer."""
+
+    def warn(self, text: str) -> None:
+        """Something failed or takes long, and the run goes on."""
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """A step is done."""
@@ -48,9 +51,9 @@ class Reporter:
         """What the loop is doing, and what is in the buffer."""
         self._view.doing(text, counts)
 
-    def trained(self, batch: Mapping[str, Any]) -> None:
-        """What the step that is being reported was trained on."""
-        self._run.append("batches.jsonl", batch)
+    def warn(self, text: str) -> None:
+        """Something failed or takes long, and the run goes on."""
+        self._view.warn(text)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
         """A step is done, at the unix time ``at``."""
@@ -58,7 +61,7 @@ class Reporter:
         self._run.update(phase="running", step=step, version=version)
         self._view.stepped(step, version, metrics)
         if self._tracker is not None:
-            self._tracker.log(step, at, metrics)
+            self._tracker.more()
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
@@ -68,8 +71,4 @@ class Reporter:
         self._run.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
         self._view.evaluated(result)
         if self._tracker is not None:
-            metrics = {
-                f"eval/{result.kind}_accuracy": result.accuracy,
-                f"eval/{result.kind}_tokens_mean": result.mean_length,
-            }
-            self._tracker.log(result.step, None, metrics)
+            self._tracker.more()

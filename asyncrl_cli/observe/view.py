@@ -66,6 +66,9 @@ class PlainView:
     def doing(self, text: str, counts: Counts) -> None:
         pass
 
+    def warn(self, text: str) -> None:
+        self._print(f"! {text}")
+
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         self._print(step_line(step, self._steps, metrics, self._accuracy))
 
@@ -103,6 +106,9 @@ class LiveView:
     def doing(self, text: str, counts: Counts) -> None:
         self._status, self._counts = text, counts
         self._live.update(self._panel())
+
+    def warn(self, text: str) -> None:
+        self._live.console.print(f"! {text}", markup=False, highlight=False)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         if not self._metrics:

@@ -1,112 +1,93 @@
-"""Checkpoints: the trainer's shards and the conductor's place in the run, as one unit.
+"""Saving and pruning checkpoints while a run goes on.
 
-    checkpoints/step-000040/
-      state/        DeepSpeed's shards, one per rank
-      run.json      ledger, data loader, prompts admitted and not trained
-
-A checkpoint is written to a hidden folder, synced, and renamed; a folder called ``step-…`` is complete.
+The trainer writes its shards between two steps; everything else that is slow runs on a thread. The driver's loop never
+waits for a disk, so generation goes on. ``runs.checkpoints`` says what a checkpoint is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.ledger import Ledger, LedgerError
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.fleet import Fleet
-from asyncrl_cli.runs.directory import RunDirectory, RunError
-
-PREFIX = "step-"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRun:
-    """The conductor's part of a checkpoint."""
-
-    folder: Path
-    ledger: Ledger
-    loader: dict[str, int]
-    prompts: tuple[Prompt, ...]
+from asyncrl_cli.pipeline.trainers import TrainerRanks
+from asyncrl_cli.runs.checkpoints import (
+    RUN_FILE,
+    Checkpoint,
+    TrainerLayout,
+    checkpoint_name,
+    complete_checkpoints,
+    kept,
+    remove,
+    seal,
+    sweep,
+    sync,
+)
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class Checkpoints:
-    """Writes checkpoints of one run and keeps the last few."""
+    """Writes the checkpoints of one run and keeps those that the spec wants. Calls come one at a time."""
 
-    def __init__(self, run: RunDirectory, fleet: Fleet, keep_last: int) -> None:
+    def __init__(self, run: RunDirectory, trainers: TrainerRanks, spec: ExperimentSpec) -> None:
+        trainer = spec.trainer
         self._folder = run.path / "checkpoints"
-        self._fleet = fleet
-        self._keep_last = keep_last
+        self._trainers = trainers
+        self._layout = TrainerLayout(trainer.ranks, trainer.zero_stage, trainer.dtype)
+        self._retention = spec.checkpoints
 
-    async def save(self, ledger: Ledger, loader: dict[str, int], prompts: list[Prompt]) -> Path:
-        """Write the checkpoint of the ledger's step; the trainer must be between two steps."""
-        name = f"{PREFIX}{ledger.step:06d}"
-        final, aside = self._folder / name, self._folder / f".{name}"
-        if final.is_dir():
+    async def save(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
+        """Write the checkpoint of ``step``; it is on disk when this returns. The trainer must be between two steps.
+
+        ``state`` is what the driver needs to go on, JSON-able; the trainer's layout is added as ``trainer``. A step
+        is saved once: a second call returns what is there.
+        """
+        final = Checkpoint(self._folder / checkpoint_name(step), step)
+        if final.folder.is_dir():
             return final
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        await self._fleet.train("save_checkpoint", str(aside))
-        state = {"ledger": ledger.snapshot(), "loader": loader, "prompts": [asdict(prompt) for prompt in prompts]}
-        (aside / "run.json").write_text(json.dumps(state))
-        _sync_tree(aside)
-        os.rename(aside, final)
-        _sync_path(self._folder)
-        for old in complete_checkpoints(self._folder)[: -self._keep_last]:
-            # Hidden first: half of a checkpoint must not look like one if we die in between.
-            doomed = old.with_name(f".{old.name}")
-            os.rename(old, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        aside = await asyncio.to_thread(self._make_aside, final.folder.name)
+        await self._trainers.call("save_checkpoint", str(aside))
+        await asyncio.to_thread(self._complete, aside, final.folder, {**state, "trainer": asdict(self._layout)})
         return final
 
+    async def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
+        """Delete the checkpoints that the spec does not keep; returns their steps.
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob(f"{PREFIX}*") if (path / "run.json").is_file())
+        ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps whose evaluation is under way.
+        """
+        return await asyncio.to_thread(self._prune, accuracies, awaited)
 
+    def _make_aside(self, name: str) -> Path:
+        sweep(self._folder)
+        aside = self._folder / f".saving-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return aside
 
-def load_newest(run: RunDirectory, total_steps: int) -> SavedRun:
-    """The newest checkpoint's place in the run; groups that were under way start again from their prompts.
+    def _complete(self, aside: Path, final: Path, state: Mapping[str, Any]) -> None:
+        (aside / RUN_FILE).write_text(json.dumps(state) + "\n")
+        seal(aside)
+        os.rename(aside, final)
+        sync(self._folder)
 
-    Raises ``RunError`` when there is none.
-    """
-    found = complete_checkpoints(run.path / "checkpoints")
-    if not found:
-        raise RunError(
-            "the run has no checkpoint to resume from",
-            place=run.run_id,
-            mend="Start it anew, and set checkpoints.every so that the next one has",
+    def _prune(self, accuracies: Mapping[int, float], awaited: Collection[int]) -> list[int]:
+        found = complete_checkpoints(self._folder)
+        retention = self._retention
+        staying = kept(
+            [checkpoint.step for checkpoint in found],
+            accuracies,
+            retention.keep_last,
+            retention.keep_every,
+            retention.keep_best,
+            awaited,
         )
-    try:
-        state: dict[str, Any] = json.loads((found[-1] / "run.json").read_text())
-        ledger = Ledger.restore(state["ledger"] | {"total_steps": total_steps})
-    except (OSError, ValueError, TypeError, KeyError, LedgerError) as error:
-        raise RunError(
-            f"the checkpoint is damaged: {type(error).__name__}: {error}",
-            place=str(found[-1]),
-            mend="Remove this folder to resume from the checkpoint before it",
-        ) from error
-    for group_id in (*ledger.running, *ledger.finished):
-        ledger.reject(group_id, "interrupted")
-    prompts = tuple(
-        Prompt(row["uid"], row["content"] if isinstance(row["content"], str) else tuple(row["content"]), row["fields"])
-        for row in state["prompts"]
-    )
-    return SavedRun(found[-1], ledger, state["loader"], prompts)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        _sync_path(path)
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        going = [checkpoint for checkpoint in found if checkpoint.step not in staying]
+        for checkpoint in going:
+            remove(checkpoint)
+        return [checkpoint.step for checkpoint in going]

@@ -1,137 +1,275 @@
 """The one loop of a run.
 
-    admit -> generate -> score -> finish -> take -> train -> publish -> admit ...
+    admit -> generate -> record -> score -> take -> train -> publish -> admit ...
 
-Generation and training never wait for each other except where the ledger says so; ``sync``,
-``one_step_off`` and ``async`` are settings of its numbers and of nothing in this file. A version counts as
-published only after every engine has proved it, so a group admitted under version v never holds an older token.
+Generation and training never wait for each other except where the buffer says so; ``sync``, ``one_step_off`` and
+``async`` are settings of its numbers and of nothing in this file. An engine serves a version only after it has
+proved it, so a group admitted under version v never holds an older token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.ledger import Batch, Ledger
+from asyncrl_cli.buffer.records import Opening, PublishRecord, StepRecord, Taken, Waiting
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.observe.reporter import Reporter
+from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
+from asyncrl_cli.pipeline.engines import EngineKeeper
 from asyncrl_cli.pipeline.evaluation import Evaluator
-from asyncrl_cli.pipeline.fleet import Fleet
-from asyncrl_cli.pipeline.groups import Ended, GroupSource
-from asyncrl_cli.pipeline.metrics import StepClock, describe_batch, step_metrics
+from asyncrl_cli.pipeline.faults import Faults
+from asyncrl_cli.pipeline.follower import Follower
+from asyncrl_cli.pipeline.groups import GroupSource
+from asyncrl_cli.pipeline.metrics import StepClock, batch_digest, step_metrics
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.publisher import Publisher, PublishReport
-from asyncrl_cli.pipeline.remote import wait_for
-from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.pipeline.scoring import Scoring
+from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.pipeline.watchdog import GENERATION, Watchdog
+from asyncrl_cli.runs.checkpoints import newest_sound
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.records import StepReport, TrainingBatch
+from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
+
+PATIENCE_S = 2.0
+"""Seconds after which the buffer says what a batch waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The started parts of a run."""
+
+    buffer: BufferClient
+    ranks: TrainerRanks
+    dispatcher: Dispatcher
+    scoring: Scoring
+    prompts: PromptSource
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    run: RunDirectory
+    reporter: Reporter
+    faults: Faults
+    watchdog: Watchdog
+    skeleton: Path
+    model_folder: Path
 
 
 class Conductor:
-    """Drives a started fleet from the ledger's step to the last one."""
+    """Drives started parts from where the journal stands to the last step."""
 
-    def __init__(
-        self,
-        spec: ExperimentSpec,
-        fleet: Fleet,
-        ledger: Ledger,
-        prompts: PromptSource,
-        dispatcher: Dispatcher,
-        evaluator: Evaluator,
-        checkpoints: Checkpoints,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, spec: ExperimentSpec, parts: Parts, opening: Opening, checkpoint_step: int) -> None:
+        """``checkpoint_step``: what the trainer ranks have started from."""
         self._spec = spec
-        self._fleet = fleet
-        self._ledger = ledger
-        self._prompts = prompts
-        self._dispatcher = dispatcher
-        self._evaluator = evaluator
-        self._checkpoints = checkpoints
-        self._reporter = reporter
-        self._groups = GroupSource(spec, ledger, dispatcher, prompts.next)
-        self._stall_s = spec.pipeline.stall_minutes * 60
-        self._publisher = Publisher(fleet, self._stall_s)
-        self._changed = asyncio.Event()
+        self._parts = parts
+        self._opening = opening
+        self._step, self._version = opening.step, opening.version
+        self._checksum = opening.checksum  # of the bytes of the present version, once that is published
+        self._accuracies = dict(opening.evaluated)
+        self._follower = Follower(
+            parts.ranks,
+            checkpoint_step,
+            newest=self._newest_checkpoint,
+            read_batch=self._read_batch,
+            passed=self._serve_again,
+            trained=self._trained_again,
+            lost=self._lost_trainer,
+        )
+        self._publisher = Publisher(spec, self._write_weights, spec.pipeline.stall_minutes * 60)
         self._evaluation: asyncio.Task[None] | None = None
-        self._training: asyncio.Task[list[StepReport]] | None = None
+        self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
+        self._clock = StepClock(parts.dispatcher)
 
     async def run(self) -> None:
         """Train until the last step. Raises ``RunError`` with the first cause when the run cannot go on."""
+        parts = self._parts
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                collectors = [
-                    tasks.create_task(self._dispatcher.collect_forever(engine)) for engine in self._dispatcher.engines
+                self._groups = GroupSource(
+                    self._spec, parts.buffer, parts.dispatcher, parts.scoring, parts.prompts, self._spawn
+                )
+                parts.buffer.on_reopen = self._groups.resume
+                parts.dispatcher.on_segments = self._groups.note_segments
+                parts.dispatcher.on_room = self._groups.fill
+                keeper = EngineKeeper(
+                    parts.dispatcher, self._publisher, parts.faults, parts.skeleton, self._groups.fill
+                )
+                endless = [
+                    tasks.create_task(self._groups.keep_full()),
+                    tasks.create_task(parts.watchdog.watch()),
+                    *(tasks.create_task(keeper.keep(engine)) for engine in parts.dispatcher.engines),
                 ]
                 await self._loop()
-                for collector in collectors:
-                    collector.cancel()
+                for task in endless:
+                    task.cancel()
         except BaseExceptionGroup as group:
             raise _first_cause(group) from None
 
     async def settle(self) -> None:
         """After an interruption: wait until the trainer's step in flight, if any, is done.
 
-        Raises ``RunError`` when it failed: the ledger counts it as trained, and nothing may be saved then.
+        Raises ``RunError`` when it failed: nothing may be saved then.
         """
-        if self._training is not None:
-            await self._training
+        if self._in_flight is not None:
+            taken, training = self._in_flight
+            await self._note_step(taken, await training, None)
 
     async def checkpoint(self) -> None:
         """Save where the run is now. Call it between steps, or after ``settle``.
 
         Between two publishes nothing is saved: the engines' version could not be made again from it.
         """
-        if self._ledger.step % self._ledger.publish_every:
+        step, parts = self._follower.step, self._parts
+        if step % self._spec.pipeline.publish_every:
             return
-        outstanding = self._groups.outstanding_prompts() + self._prompts.waiting()
-        await self._checkpoints.save(self._ledger, self._prompts.loader.state(), outstanding)
+        started = time.monotonic()
+        state = {"step": step, **await parts.buffer.call("fallback")}
+        saving = self._follower.at(step, lambda: parts.checkpoints.save(step, state))
+        saved = await parts.watchdog.until(saving, "the trainer", f"the checkpoint of step {step}")
+        removed = await parts.checkpoints.prune(self._accuracies)
+        seconds = time.monotonic() - started
+        await parts.buffer.call("checkpointed", step, saved.folder.name, seconds, removed)
+        if self._spec.journal.keep != "all":
+            await parts.buffer.call("prune", self._spec.journal.keep)
 
     async def _loop(self) -> None:
-        ledger, steps = self._ledger, self._spec.stop.steps
-        if ledger.publish_due:  # resumed between a version's last batch and its publish
-            ledger.publish()
-        self._reporter.status("publishing the first weights")
-        await self._publisher.publish(ledger.version)
-        self._clock = StepClock(self._dispatcher)
-        await self._fill()
-        first = self._begin_evaluation(0, None) if ledger.step == 0 else None
-        while not ledger.done:
-            batch = await self._next_batch()
-            groups = self._groups.take(batch.group_ids)
-            ledger.take(batch)
-            training_batch = TrainingBatch(batch.step, batch.version, groups)
-            self._reporter.doing("training", ledger.counts())
-            self._training = asyncio.create_task(self._fleet.train("train_step", training_batch))
-            report = (await self._bounded(asyncio.shield(self._training), "the trainer's step"))[0]
+        parts, steps = self._parts, self._spec.stop.steps
+        behind = self._step - self._follower.step
+        parts.reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
+        if self._publish_due:
+            await self._publish()
+        else:
+            await self._follower.at(self._step, _nothing)
+        self._groups.resume(self._opening)
+        first = None
+        if self._step == 0 and 0 not in self._accuracies:
+            first = self._begin_evaluation(0, None)
+        while self._step < steps:
+            taken = await self._take()
+            report = await self._train(taken)
             published = None
-            if ledger.publish_due:
+            if self._publish_due:
                 if first is not None:
                     # The accuracy before training belongs to one version, so the next one waits for it.
-                    await self._bounded(first, "the evaluation before training")
+                    await parts.watchdog.until(first, GENERATION, "the evaluation before training")
                     first = None
                 published = await self._publish()
-                await self._fill()
-            self._note_step(batch, training_batch, report, published)
-            if not ledger.done:
-                await self._between_steps(ledger.step)
+            await self._note_step(taken, report, published)
+            if self._step < steps:
+                await self._between_steps()
         if self._evaluation is not None:
-            await self._bounded(self._evaluation, "an evaluation")
-        await self._bounded(self._begin_evaluation(steps, None), "the evaluation after training")
+            await parts.watchdog.until(self._evaluation, GENERATION, "an evaluation")
+        if steps not in self._accuracies:
+            await parts.watchdog.until(self._begin_evaluation(steps, None), GENERATION, "the evaluation after training")
         await self.checkpoint()
+        parts.reporter.status("saving the model")
+        await self._follower.call(self._step, "save_model", str(parts.model_folder))
 
-    async def _between_steps(self, step: int) -> None:
-        evaluation = self._spec.evaluation
+    @property
+    def _publish_due(self) -> bool:
+        return self._step == (self._version + 1) * self._spec.pipeline.publish_every
+
+    async def _take(self) -> Taken:
+        parts = self._parts
+        with parts.watchdog.waiting(GENERATION, f"the batch of step {self._step + 1}") as wait:
+            while True:
+                answer: Taken | Waiting = await parts.buffer.call("take", self._step, PATIENCE_S)
+                if isinstance(answer, Taken):
+                    return answer
+                if answer.overdue:
+                    await self._groups.requeue(answer.overdue)
+                    continue
+                running = f"{parts.dispatcher.running} rollouts are running"
+                wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
+                parts.reporter.doing(f"waiting: {answer.reason}", answer.counts)
+
+    async def _train(self, taken: Taken) -> StepReport:
+        parts = self._parts
+        parts.reporter.doing("training", taken.counts)
+        training = asyncio.create_task(self._follower.train(taken.batch))
+        self._in_flight = (taken, training)
+        work = asyncio.shield(training)
+        report = await parts.watchdog.until(work, "the conductor", f"the trainer's step {self._step + 1}")
+        self._step, self._in_flight = self._step + 1, None
+        return report
+
+    async def _publish(self) -> PublishReport:
+        version, parts = self._version + 1, self._parts
+        serving = self._follower.at(self._step, lambda: self._serve(version))
+        report = await parts.watchdog.until(serving, "the conductor", f"every engine to load version {version}")
+        await self._record_publish(report)
+        self._version, self._checksum = version, report.checksum
+        self._groups.fill()
+        return report
+
+    async def _record_publish(self, report: PublishReport) -> None:
+        await self._parts.buffer.call("publish", PublishRecord(step=self._step, **asdict(report)))
+
+    async def _serve(self, version: int) -> PublishReport:
+        engines = [(engine.name, engine.process.actor) for engine in self._parts.dispatcher.serving()]
+        return await self._publisher.serve(version, engines, self._parts.dispatcher.condemn)
+
+    async def _write_weights(self, version: int) -> Publication:
+        publications = await self._parts.ranks.call("publish", version)
+        publication: Publication = publications[0]
+        return publication
+
+    # -- a trainer that catches up
+
+    def _newest_checkpoint(self) -> tuple[int, Path | None]:
+        newest = newest_sound(self._parts.run)
+        return (0, None) if newest is None else (newest.step, newest.folder)
+
+    async def _read_batch(self, step: int) -> TrainingBatch:
+        batch: TrainingBatch = await self._parts.buffer.call("batch", step)
+        return batch
+
+    async def _serve_again(self, step: int) -> None:
+        """The trainer comes past the step of the version that engines serve, or should."""
+        if self._publisher.available or self._publish_due:
+            return
+        if step != self._version * self._spec.pipeline.publish_every:
+            return
+        report = await self._serve(self._version)
+        if self._checksum is None:
+            self._checksum = report.checksum
+            await self._record_publish(report)
+        elif report.checksum != self._checksum:
+            await self._parts.faults.note(
+                "weights",
+                "trainer-0",
+                f"made version {self._version} again with other bits; expected after a change of settings or "
+                "hardware, and on GPUs without deterministic kernels",
+            )
+            self._checksum = report.checksum
+
+    async def _trained_again(self, batch: TrainingBatch, report: StepReport) -> None:
+        self._parts.reporter.status(f"trained step {batch.step + 1} of {self._step} again")
+        if batch.step >= self._opening.trained:  # it was never reported
+            counts = self._opening.counts
+            await self._note_step(Taken(batch, counts, 0.0), report, None)
+
+    async def _lost_trainer(self, lost: TrainerLost) -> None:
+        self._publisher.lost()
+        await self._parts.faults.restarting("trainer", lost.name, lost.cause)
+
+    # -- between steps
+
+    async def _between_steps(self) -> None:
+        evaluation, step = self._spec.evaluation, self._step
         if evaluation.every and step % evaluation.every == 0:
             if self._evaluation is not None:
-                await self._bounded(self._evaluation, "an evaluation")
+                await self._parts.watchdog.until(self._evaluation, GENERATION, "an evaluation")
             self._begin_evaluation(step, evaluation.prompts)
         if self._spec.checkpoints.every and step % self._spec.checkpoints.every == 0:
-            self._reporter.doing("saving a checkpoint", self._ledger.counts())
+            self._parts.reporter.status("saving a checkpoint")
             await self.checkpoint()
 
     def _begin_evaluation(self, step: int, count: int | None) -> asyncio.Task[None]:
@@ -141,77 +279,30 @@ class Conductor:
         return self._evaluation
 
     async def _evaluate(self, kinds: tuple[EvaluationKind, ...], step: int, count: int | None) -> None:
+        evaluator = self._parts.evaluator
         results: list[EvaluationResult] = await asyncio.gather(
-            *(self._evaluator.evaluate(kind, step, count) for kind in kinds)
+            *(evaluator.evaluate(kind, step, count) for kind in kinds)
         )
         for result in results:
-            self._reporter.evaluated(result)
+            if result.kind == "greedy":
+                self._accuracies[step] = result.accuracy
+            self._parts.reporter.evaluated(result)
+            await self._parts.buffer.call("evaluated", asdict(result))
 
-    async def _publish(self) -> PublishReport:
-        ledger = self._ledger
-        self._reporter.doing("publishing", ledger.counts())
-        report = await self._publisher.publish(ledger.version + 1)
-        ledger.publish()
-        return report
+    async def _note_step(self, taken: Taken, report: StepReport, published: PublishReport | None) -> None:
+        window = self._clock.lap(report, taken.journal_s)
+        metrics = step_metrics(taken.batch, report, published, window, taken.counts)
+        metrics["data/skipped_prompts"] = float(self._parts.prompts.skipped)
+        step = taken.batch.step
+        await self._parts.buffer.call("trained", StepRecord(step, batch_digest(taken.batch), metrics))
+        self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())
 
-    async def _next_batch(self) -> Batch:
-        while True:
-            upcoming = self._ledger.next_batch()
-            if isinstance(upcoming, Batch):
-                return upcoming
-            if self._ledger.overdue():
-                await self._groups.requeue_overdue(self._on_end)
-                await self._dispatcher.flush()
-                continue
-            self._reporter.doing(f"waiting: {upcoming}", self._ledger.counts())
-            self._changed.clear()
-            waits_for = f"step {self._ledger.step} ({upcoming}; {self._dispatcher.running} rollouts are running)"
-            await self._bounded(self._changed.wait(), waits_for)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.create_task(work)
 
-    async def _bounded(self, work: Any, what: str) -> Any:
-        try:
-            return await asyncio.wait_for(work, self._stall_s)
-        except TimeoutError:
-            raise RunError(
-                f"nothing moved for {self._spec.pipeline.stall_minutes:g} minutes while waiting for {what}",
-                place="pipeline",
-                mend="Look for the stalled part in the run's logs, or raise pipeline.stall_minutes",
-            ) from None
 
-    async def _fill(self) -> None:
-        self._groups.fill(self._on_end)
-        await self._dispatcher.flush()
-
-    def _on_end(self, ended: Ended) -> None:
-        to_score = self._groups.unscored(ended)
-        if self._groups.failures > self._spec.rollout.max_failures:
-            raise RunError(
-                f"{self._groups.failures} groups were lost to failed rollouts; the first: {self._groups.first_failure}",
-                place="rollout",
-                mend="Mend that cause (logs/engine-*.log say more), or raise rollout.max_failures",
-            )
-        self._groups.fill(self._on_end)  # the collector that called this flushes
-        self._changed.set()
-        if to_score:
-            self._tasks.create_task(self._score(to_score))
-
-    async def _score(self, to_score: list[tuple[int, int, Any, Any]]) -> None:
-        name, scorer = self._fleet.scorer
-        responses = [(prompt, rollout.text, rollout.finished) for _, _, prompt, rollout in to_score]
-        rewards: list[float] = await wait_for(scorer.score.remote(responses), name, self._stall_s)
-        for (group_id, index, _, _), reward in zip(to_score, rewards, strict=True):
-            self._groups.scored(group_id, index, reward)
-        await self._fill()  # a rejected group has given its room back
-        self._changed.set()
-
-    def _note_step(
-        self, batch: Batch, training_batch: TrainingBatch, report: StepReport, published: PublishReport | None
-    ) -> None:
-        window = self._clock.lap(report)
-        metrics = step_metrics(batch, training_batch, report, published, window, self._ledger.counts())
-        metrics["data/skipped_prompts"] = float(self._prompts.skipped)
-        self._reporter.trained(describe_batch(training_batch))
-        self._reporter.stepped(self._ledger.step, self._ledger.version, metrics, time.time())
+async def _nothing() -> None:
+    pass
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

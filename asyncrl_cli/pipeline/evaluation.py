@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.groups import Ended, rollout_seed
-from asyncrl_cli.pipeline.remote import wait_for
+from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.rollout.records import Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -27,24 +26,24 @@ class Evaluator:
         spec: ExperimentSpec,
         run: RunDirectory,
         dispatcher: Dispatcher,
-        scorer: tuple[str, Any],
+        scoring: Scoring,
         prompts: Sequence[tuple[Prompt, tuple[int, ...]]],
     ) -> None:
         self._spec = spec
         self._run = run
         self._dispatcher = dispatcher
-        self._scorer = scorer
+        self._scoring = scoring
         self._prompts = prompts
 
     async def evaluate(self, kind: EvaluationKind, step: int, count: int | None = None) -> EvaluationResult:
         """One response per prompt, greedy or sampled at the training temperature; samples go to a file."""
         prompts = self._prompts[:count]
         rollouts = await self._generate(kind, step, prompts)
-        name, scorer = self._scorer
         triples = [
             (prompt, rollout.text, rollout.finished) for (prompt, _), rollout in zip(prompts, rollouts, strict=True)
         ]
-        rewards: list[float] = await wait_for(scorer.score.remote(triples), name)
+        # A response whose reward fails is no right answer.
+        rewards = [score if isinstance(score, float) else 0.0 for score in await self._scoring.score(triples)]
         versions = [version for rollout in rollouts for version in rollout.versions.tolist()]
         result = EvaluationResult(
             kind=kind,

@@ -1,23 +1,37 @@
-"""Training groups from admission to finish: prompts become requests, rollouts become scored groups.
+"""Training groups on the driver's side: prompts become requests, rollouts are recorded and judged.
 
-The ledger alone decides how many groups may start; this room keeps the engines as full as it allows, and
-keeps the rollouts that the ledger only counts.
+The buffer alone decides how many groups may start and when one is finished; this room keeps the engines as full
+as it allows, and tells the buffer of every token before anything rests on it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
 
-from asyncrl_cli.buffer.ledger import GroupEntry, Ledger
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.buffer.records import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
+from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
-from asyncrl_cli.rollout.records import Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.pipeline.prompting import PromptSource
+from asyncrl_cli.pipeline.scoring import Scoring
+from asyncrl_cli.rollout.records import (
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Sampling,
+    Segment,
+    place_of,
+    training_rollout_id,
+)
+from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.records import TrainingGroup
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
@@ -26,125 +40,160 @@ def rollout_seed(seed: int, group_id: int, index: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-@dataclass(slots=True)
-class _OpenGroup:
-    prompt: Prompt
-    prompt_ids: tuple[int, ...]
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    rewards: dict[int, float] = field(default_factory=dict)
-
-
 class GroupSource:
-    """Starts groups while the ledger has room and the engines have slots; keeps the finished ones.
+    """Starts groups while the buffer has room and the engines have slots, and sees their rollouts through.
 
-    ``next_prompt`` gives a prompt with its token ids. ``failures`` counts groups lost to a rollout that failed for
-    good, and ``first_failure`` says why the first of them did.
+    ``failures`` counts groups lost to a failed rollout, ``first_failure`` says why the first was;
+    ``rejected_in_a_row`` counts rejections since a group finished.
     """
 
     def __init__(
         self,
         spec: ExperimentSpec,
-        ledger: Ledger,
+        buffer: BufferClient,
         dispatcher: Dispatcher,
-        next_prompt: Callable[[], tuple[Prompt, tuple[int, ...]]],
+        scoring: Scoring,
+        prompts: PromptSource,
+        spawn: Spawn,
     ) -> None:
+        """``spawn`` starts a coroutine whose failure ends the run."""
         self._spec = spec
-        self._ledger = ledger
+        self._buffer = buffer
         self._dispatcher = dispatcher
-        self._next_prompt = next_prompt
+        self._scoring = scoring
+        self._prompts = prompts
+        self._spawn = spawn
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
             max_tokens=spec.rollout.max_response_tokens,
             stop=tuple(spec.rollout.sampling.stop),
         )
-        self._open: dict[int, _OpenGroup] = {}
-        self._finished: dict[int, TrainingGroup] = {}
-        self._prompts: dict[int, Prompt] = {}
-        self.failures = 0  # groups that a failed rollout took with it
+        self._open: dict[int, Admission] = {}
+        self._candidates: deque[Candidate] = deque()
+        self._wanted = asyncio.Event()
+        self.failures = 0
         self.first_failure = ""
+        self.rejected_in_a_row = 0
 
-    def fill(self, on_end: Callable[[Ended], None]) -> None:
-        """Admit groups until the ledger or the engines are full. The requests wait in the outboxes."""
-        while self._ledger.room() > 0:
-            engine = self._dispatcher.least_loaded()
-            if len(engine.pending) + self._spec.rollout.group_size > self._spec.rollout.max_running_rollouts:
-                return
-            prompt, prompt_ids = self._next_prompt()
-            self._start(self._ledger.admit(), prompt, prompt_ids, on_end)
+    def fill(self) -> None:
+        """There may be room: have ``keep_full`` look."""
+        self._wanted.set()
 
-    async def requeue_overdue(self, on_end: Callable[[Ended], None]) -> None:
+    async def keep_full(self) -> None:
+        """Admit groups whenever there is room for them, for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            if free := self._free_groups():
+                while len(self._candidates) < free:
+                    self._candidates.append(self._prompts.candidate())
+                offered = [self._candidates[index] for index in range(free)]
+                admitted: Admitted = await self._buffer.call("admit", offered)
+                while self._candidates and self._candidates[0].serial <= admitted.serial:
+                    self._candidates.popleft()
+                for admission in admitted.admissions:
+                    self._start(OpenGroup(admission, frozenset()))
+                await self._dispatcher.flush()
+
+    def resume(self, opening: Opening) -> None:
+        """Go on with what the journal knows: at the start, and when the buffer was opened again."""
+        self._candidates.clear()
+        self._prompts.resume(opening.serial, opening.loader)
+        known = {group.admission.group_id for group in opening.groups}
+        self._open = {group_id: admission for group_id, admission in self._open.items() if group_id in known}
+        for group in opening.groups:
+            if group.admission.group_id not in self._open:
+                self._start(group)
+        self.fill()
+
+    async def requeue(self, overdue: tuple[int, ...]) -> None:
         """Policy ``requeue``: give up the groups that hold back a batch and start their prompts again."""
-        overdue = self._ledger.overdue()
-        # All at once: a group that finished while we waited for a cancellation would change who is overdue.
-        for group_id in overdue:
-            group = self._open.pop(group_id)
-            self._start(self._ledger.requeue(group_id), group.prompt, group.prompt_ids, on_end)
-        size = self._spec.rollout.group_size
-        await self._dispatcher.cancel(f"{group_id}-{i}" for group_id in overdue for i in range(size))
+        for old_id, group_id, version in await self._buffer.call("requeue", list(overdue)):
+            if (old := self._open.pop(old_id, None)) is not None:  # or the buffer was opened again meanwhile
+                self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
+                await self._cancel(old_id)
+        await self._dispatcher.flush()
 
-    def unscored(self, ended: Ended) -> list[tuple[int, int, Prompt, Rollout]]:
-        """Record what ended; returns (group, index, prompt, rollout) of those that still need a reward.
+    def note_segments(self, segments: list[Segment]) -> None:
+        """New tokens of unfinished rollouts, to be recorded."""
+        self._spawn(self._buffer.call("record", [], segments))
 
-        A rollout that failed for good takes its whole group with it.
-        """
-        to_score = []
-        for request, result in ended:
-            group_id, index = (int(part) for part in request.rollout_id.split("-"))
-            group = self._open.get(group_id)
-            if group is None:
-                continue
-            if isinstance(result, RolloutFailure):
-                self.failures += 1
-                self.first_failure = self.first_failure or result.reason
-                self._drop(group_id, "failed")
-                continue
-            group.rollouts[index] = result
-            to_score.append((group_id, index, group.prompt, result))
-        return to_score
+    def _free_groups(self) -> int:
+        rollout = self._spec.rollout
+        return sum(
+            max(0, rollout.max_running_rollouts - len(engine.pending)) // rollout.group_size
+            for engine in self._dispatcher.serving()
+        )
 
-    def scored(self, group_id: int, index: int, reward: float) -> None:
-        """One rollout has its reward; the last one of a group finishes it."""
-        group = self._open.get(group_id)
-        if group is None:
-            return
-        group.rewards[index] = reward
-        if len(group.rewards) < self._spec.rollout.group_size:
-            return
-        rewards = tuple(group.rewards[i] for i in sorted(group.rewards))
-        if self._spec.algorithm.uniform_groups == "reject" and len(set(rewards)) == 1:
-            self._drop(group_id, "uniform")
-            return
-        rollouts = tuple(group.rollouts[i] for i in sorted(group.rollouts))
-        del self._open[group_id]
-        self._finished[group_id] = TrainingGroup(group_id, group.prompt.uid, rollouts, rewards)
-        self._prompts[group_id] = group.prompt
-        self._ledger.finish(group_id)
-
-    def take(self, group_ids: tuple[int, ...]) -> tuple[TrainingGroup, ...]:
-        """Hand over finished groups for training."""
-        for group_id in group_ids:
-            del self._prompts[group_id]
-        return tuple(self._finished.pop(group_id) for group_id in group_ids)
-
-    def outstanding_prompts(self) -> list[Prompt]:
-        """Prompts of the groups that are admitted and not taken, in admission order."""
-        prompts = self._prompts | {group_id: group.prompt for group_id, group in self._open.items()}
-        return [prompts[group_id] for group_id in sorted(prompts)]
-
-    def _start(
-        self, entry: GroupEntry, prompt: Prompt, prompt_ids: tuple[int, ...], on_end: Callable[[Ended], None]
-    ) -> None:
-        self._open[entry.group_id] = _OpenGroup(prompt, prompt_ids)
+    def _start(self, group: OpenGroup) -> None:
+        """Request what is missing of a group, and judge what is there without a reward."""
+        admission = group.admission
+        self._open[admission.group_id] = admission
         requests = [
             RolloutRequest(
-                rollout_id=f"{entry.group_id}-{index}",
-                prompt_ids=prompt_ids,
-                sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, entry.group_id, index)),
+                rollout_id=training_rollout_id(admission.group_id, place),
+                prompt_ids=admission.prompt_ids,
+                sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, place)),
+                prefix=group.prefixes.get(place, ()),
             )
-            for index in range(self._spec.rollout.group_size)
+            for place in range(self._spec.rollout.group_size)
+            if place not in group.scored and place not in group.unscored
         ]
-        self._dispatcher.enqueue(self._dispatcher.least_loaded(), requests, on_end)
+        self._dispatcher.enqueue(self._dispatcher.least_loaded(), requests, self._on_end)
+        if group.unscored:
+            decode = self._prompts.encoder.decode
+            finished = [replace(rollout, text=decode(rollout.response_ids)) for rollout in group.unscored.values()]
+            self._spawn(self._settle(finished, []))
 
-    def _drop(self, group_id: int, reason: str) -> None:
-        del self._open[group_id]
-        self._ledger.reject(group_id, reason)
+    def _on_end(self, ended: Ended) -> None:
+        rollouts = [result for _, result in ended if isinstance(result, Rollout)]
+        failed = [result for _, result in ended if isinstance(result, RolloutFailure)]
+        self._spawn(self._settle(rollouts, failed))
+
+    async def _settle(self, rollouts: list[Rollout], failed: list[RolloutFailure]) -> None:
+        """Record finished rollouts while they are scored, then have the buffer judge."""
+        outcomes = [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]
+        rollouts = [rollout for rollout in rollouts if place_of(rollout.rollout_id)[0] in self._open]
+        if rollouts:
+            responses = [
+                (self._open[place_of(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
+                for rollout in rollouts
+            ]
+            _, rewards = await asyncio.gather(self._buffer.call("record", rollouts, []), self._scoring.score(responses))
+            for rollout, reward in zip(rollouts, rewards, strict=True):
+                judged = (reward, "") if isinstance(reward, float) else (None, reward.reason)
+                outcomes.append(Outcome(rollout.rollout_id, *judged))
+        settled: Settled = await self._buffer.call("judge", outcomes)
+        reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
+        for group_id in settled.finished:
+            self._open.pop(group_id, None)
+            self.rejected_in_a_row = 0
+        for group_id, reason in settled.rejected:
+            self._open.pop(group_id, None)
+            self.rejected_in_a_row += 1
+            if reason == "failed":
+                self.failures += 1
+                self.first_failure = self.first_failure or reasons[group_id]
+                await self._cancel(group_id)
+        self._check()
+        self.fill()
+
+    async def _cancel(self, group_id: int) -> None:
+        size = self._spec.rollout.group_size
+        await self._dispatcher.cancel(training_rollout_id(group_id, place) for place in range(size))
+
+    def _check(self) -> None:
+        if self.failures > self._spec.rollout.max_failures:
+            raise RunError(
+                f"{self.failures} groups were lost to failed rollouts; the first: {self.first_failure}",
+                place="rollout",
+                mend="Mend that cause (logs/engine-*.log and logs/scorer.log say more), or raise rollout.max_failures",
+            )
+        if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
+            raise RunError(
+                f"the last {self.rejected_in_a_row} groups were all rejected, so no batch can be made: "
+                "the rewards in each group are all equal",
+                place="algorithm.uniform_groups",
+                mend="Use a task of which the model solves some and not all, or set it to skip, or raise "
+                "pipeline.max_rejected_in_a_row",
+            )

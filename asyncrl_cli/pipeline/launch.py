@@ -12,38 +12,58 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.reporter import Reporter, View
 from asyncrl_cli.observe.tracker import TrackerClient
-from asyncrl_cli.pipeline.checkpoints import Checkpoints, SavedRun, complete_checkpoints
+from asyncrl_cli.pipeline.buffer_client import BufferClient
+from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.cluster import ray_cluster
-from asyncrl_cli.pipeline.conductor import Conductor
+from asyncrl_cli.pipeline.conductor import Conductor, Parts
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.evaluation import Evaluator
-from asyncrl_cli.pipeline.fleet import Fleet
+from asyncrl_cli.pipeline.faults import Faults
+from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_fleet
 from asyncrl_cli.pipeline.preflight import check_machine
 from asyncrl_cli.pipeline.prompting import PromptEncoder, PromptSource
-from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, note_tracking, start_tracker
+from asyncrl_cli.pipeline.scoring import Scoring
+from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, start_tracker
+from asyncrl_cli.pipeline.trainers import TrainerRanks
+from asyncrl_cli.pipeline.watchdog import Watchdog
+from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.prepare import skeleton
 
+MODEL = "model"
+"""The final model's folder in that of the run."""
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may spend on saving where it is."""
 
 
 class Interrupted(Exception):
-    """The user stopped the run; it can be resumed where ``resumable`` says so."""
+    """The user stopped the run."""
 
-    def __init__(self, resumable: bool) -> None:
-        super().__init__("interrupted")
-        self.resumable = resumable
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a run begins: anew (``train``), or where its journal stands (``resume``).
+
+    Args:
+        kind: of the start, as the journal records it.
+        note: what the journal shall say about it.
+        checkpoint: where the trainer starts from; None for the initial model.
+        base: where the history begins when the journal is given up (``DurableLedger.fallback`` of a checkpoint).
+    """
+
+    kind: Literal["train", "resume"] = "train"
+    note: str = ""
+    checkpoint: Checkpoint | None = None
+    base: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +100,17 @@ class Experiment:
         )
 
 
-def run_experiment(
-    experiment: Experiment, run: RunDirectory, view: View, resume_from: SavedRun | None = None
-) -> Outcome:
+def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start: Start) -> Outcome:
     """Run to the last step. The run's state on disk says how it ended, in every case.
 
     Raises ``UserError`` with the cause when it cannot go on, ``Interrupted`` after Ctrl-C or SIGTERM.
     """
     try:
         with ray_cluster(experiment.spec, run.path / "logs"):
-            outcome = asyncio.run(_run(experiment, run, view, resume_from))
-    except KeyboardInterrupt:  # before there was a loop to hear it
+            outcome = asyncio.run(_run(experiment, run, view, start))
+    except (KeyboardInterrupt, Interrupted):  # the former before there was a loop to hear it
         run.update(phase="interrupted", reason="stopped by the user")
-        raise Interrupted(resumable=bool(complete_checkpoints(run.path / "checkpoints"))) from None
-    except Interrupted:
-        run.update(phase="interrupted", reason="stopped by the user")
-        raise
+        raise Interrupted from None
     except BaseException as error:
         run.update(phase="failed", reason=f"{type(error).__name__}: {error}")
         raise
@@ -103,101 +118,115 @@ def run_experiment(
     return outcome
 
 
-async def _run(experiment: Experiment, run: RunDirectory, view: View, resume_from: SavedRun | None) -> Outcome:
+async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Start) -> Outcome:
     started = time.monotonic()
     spec = experiment.spec
     tracker: TrackerClient | None = None
     conductor: Conductor | None = None
     status = "FAILED"
     tracking: Tracking | None = None
-    fleet = Fleet.create(spec, run.path / "logs", experiment.search_path)
+    factory = ActorFactory(spec, run.path, experiment.search_path)
+    engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
     stop = _stop_on_signals()
     try:
-        starting = _start(experiment, fleet, run.path / "skeleton", resume_from, view)
-        source, evaluated = await _until_stopped(starting, stop)
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
-            noting = asyncio.create_task(note_tracking(tracker, run))
         reporter = Reporter(run, view, tracker)
-        dispatcher = Dispatcher(fleet.engines, spec.rollout.retries, spec.pipeline.stall_minutes * 60)
-        conductor = Conductor(
-            spec=spec,
-            fleet=fleet,
-            ledger=resume_from.ledger if resume_from else _new_ledger(spec),
-            prompts=source,
-            dispatcher=dispatcher,
-            evaluator=Evaluator(spec, run, dispatcher, fleet.scorer, evaluated),
-            checkpoints=Checkpoints(run, fleet, spec.checkpoints.keep_last),
-            reporter=reporter,
-        )
+        conductor = await _until_stopped(_start(experiment, run, factory, engines, start, reporter), stop)
         run.update(phase="running", steps=spec.stop.steps)
         await _until_stopped(conductor.run(), stop)
-        view.status("saving the model")
-        model = run.path / "model"
-        await fleet.train("save_model", str(model))
         status = "FINISHED"
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(
             seconds=time.monotonic() - started,
             accuracy_before=reporter.accuracy_before,
             accuracy=reporter.accuracy,
-            model=model,
-            checkpoint=checkpoints[-1] if checkpoints else None,
+            model=run.path / MODEL,
+            checkpoint=checkpoints[-1].folder if checkpoints else None,
         )
-    except Interrupted as interrupted:
+    except Interrupted:
         status = "KILLED"
-        interrupted.resumable = await _save_before_leaving(conductor, run, view)
+        await _save_before_leaving(conductor, view)
         raise
     finally:
         if tracker is not None:
             view.status("finishing MLflow's log")
-            noting.cancel()
             tracking = close_tracker(tracker, run, spec, status)
-        await fleet.stop()
+        await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
     return replace(outcome, tracking=tracking)
 
 
 async def _start(
-    experiment: Experiment, fleet: Fleet, folder: Path, resume_from: SavedRun | None, view: View
-) -> tuple[PromptSource, list[tuple[Prompt, tuple[int, ...]]]]:
-    spec = experiment.spec
+    experiment: Experiment,
+    run: RunDirectory,
+    factory: ActorFactory,
+    engines: list[EngineProcess],
+    start: Start,
+    reporter: Reporter,
+) -> Conductor:
+    """Start every part, and put them together."""
+    spec, limit_s = experiment.spec, experiment.spec.pipeline.stall_minutes * 60
+    skeleton_folder = run.path / "skeleton"
 
     def make_skeleton() -> Path:
-        return skeleton(spec, folder)
+        return skeleton(spec, skeleton_folder)
 
-    checkpoint = resume_from.folder if resume_from else None
-    model_dir = await fleet.start(make_skeleton, experiment.search_path, checkpoint, view.status)
+    async def record_fault(kind: str, part: str, message: str) -> None:
+        await buffer.call("failed", kind, part, message)
+
+    buffer = BufferClient(factory.buffer, limit_s)
+    faults = Faults(spec.pipeline.max_restarts, record_fault, reporter.warn)
+    buffer.faults = faults
+    opening = await buffer.open(start.kind, start.note, start.base)
+    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, limit_s)
+    scoring = Scoring(spec.task, factory.scorer, faults)
+    scorer = asyncio.create_task(scoring.start())
+    checkpoint = start.checkpoint
+    folder = checkpoint.folder if checkpoint else None
+    try:
+        model_dir = await start_fleet(engines, ranks, make_skeleton, folder, reporter.status)
+        await scorer
+    except BaseException:
+        scorer.cancel()
+        raise
     encoder = await asyncio.to_thread(_encoder, model_dir, spec.rollout.max_prompt_tokens)
+    watchdog = Watchdog(limit_s, reporter.warn)
+    dispatcher = Dispatcher(engines, spec.rollout.retries, spec.rollout.hang_seconds, watchdog.progress)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle)
-    if resume_from is not None:
-        loader.restore(resume_from.loader)
-    source = PromptSource(loader, encoder, resume_from.prompts if resume_from else ())
-    encoded = [(prompt, encoder.encode(prompt)) for prompt in experiment.eval_prompts]
-    evaluated = [(prompt, ids) for prompt, ids in encoded if ids is not None]
-    if not evaluated:
+    parts = Parts(
+        run=run,
+        buffer=buffer,
+        ranks=ranks,
+        dispatcher=dispatcher,
+        scoring=scoring,
+        prompts=PromptSource(loader, encoder, opening.waiting),
+        evaluator=Evaluator(spec, run, dispatcher, scoring, _held_out(experiment.eval_prompts, encoder)),
+        checkpoints=Checkpoints(run, ranks, spec),
+        reporter=reporter,
+        faults=faults,
+        watchdog=watchdog,
+        skeleton=skeleton_folder,
+        model_folder=run.path / MODEL,
+    )
+    return Conductor(spec, parts, opening, checkpoint.step if checkpoint else 0)
+
+
+def _held_out(prompts: Sequence[Prompt], encoder: PromptEncoder) -> list[tuple[Prompt, tuple[int, ...]]]:
+    encoded = [(prompt, encoder.encode(prompt)) for prompt in prompts]
+    fitting = [(prompt, ids) for prompt, ids in encoded if ids is not None]
+    if not fitting:
         raise RunError(
             "every held-out prompt is longer than rollout.max_prompt_tokens",
             place="data.eval",
             mend="Raise rollout.max_prompt_tokens",
         )
-    return source, evaluated
+    return fitting
 
 
 def _encoder(model_dir: str, max_tokens: int) -> PromptEncoder:
     from transformers import AutoTokenizer
 
     return PromptEncoder(AutoTokenizer.from_pretrained(model_dir), max_tokens)
-
-
-def _new_ledger(spec: ExperimentSpec) -> Ledger:
-    pipeline = spec.pipeline
-    return Ledger(
-        pipeline.groups_per_step,
-        pipeline.publish_every,
-        pipeline.max_staleness,
-        pipeline.on_stale,
-        total_steps=spec.stop.steps,
-    )
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -223,17 +252,17 @@ async def _until_stopped(work: Any, stop: asyncio.Event) -> Any:
         return working.result()
     working.cancel()
     await asyncio.wait([working])
-    raise Interrupted(resumable=False)
+    raise Interrupted
 
 
-async def _save_before_leaving(conductor: Conductor | None, run: RunDirectory, view: View) -> bool:
-    """Save a checkpoint if there is time; returns whether the run can be resumed."""
-    if conductor is not None:
-        view.status("stopping: saving where the run is")
-        try:
-            async with asyncio.timeout(INTERRUPT_S):
-                await conductor.settle()
-                await conductor.checkpoint()
-        except (TimeoutError, RunError):
-            pass
-    return bool(complete_checkpoints(run.path / "checkpoints"))
+async def _save_before_leaving(conductor: Conductor | None, view: View) -> None:
+    """Save a checkpoint if there is time: resuming takes less then. The journal has everything else already."""
+    if conductor is None:
+        return
+    view.status("stopping: saving where the run is")
+    try:
+        async with asyncio.timeout(INTERRUPT_S):
+            await conductor.settle()
+            await conductor.checkpoint()
+    except (TimeoutError, RunError):
+        pass

@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.buffer.ledger import Batch, Counts
+from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.publisher import PublishReport
 from asyncrl_cli.tasks.base import CORRECT
@@ -29,6 +28,7 @@ class Window:
     trainer_busy: float
     engines_busy: float
     engines_paused: float
+    journal_busy: float
 
 
 class StepClock:
@@ -38,19 +38,23 @@ class StepClock:
         self._dispatcher = dispatcher
         self._at = time.monotonic()
         self._totals = self._read()
+        self._journal_s = 0.0
 
-    def lap(self, report: StepReport) -> Window:
-        """The window that ends now, with the step of ``report`` in it."""
+    def lap(self, report: StepReport, journal_s: float) -> Window:
+        """The window that ends now, with the step of ``report`` in it; ``journal_s`` as in ``Taken``."""
         now, totals = time.monotonic(), self._read()
         seconds = now - self._at
         tokens, busy, paused, wall = (new - old for new, old in zip(totals, self._totals, strict=True))
         self._at, self._totals = now, totals
+        # A buffer that was started again counts from zero.
+        written, self._journal_s = max(0.0, journal_s - self._journal_s), journal_s
         return Window(
             seconds=seconds,
             generated_tokens=int(tokens),
             trainer_busy=min(1.0, report.seconds / seconds),
             engines_busy=(busy - paused) / wall if wall else 0.0,
             engines_paused=paused / wall if wall else 0.0,
+            journal_busy=written / seconds,
         )
 
     def _read(self) -> tuple[float, float, float, float]:
@@ -63,31 +67,26 @@ class StepClock:
         )
 
 
-def describe_batch(batch: TrainingBatch) -> dict[str, Any]:
-    """What a step was trained on: uids in the batch's order, and a digest of prompts, responses and versions.
-
-    Two runs with equal lines had the same batch token for token.
-    """
+def batch_digest(batch: TrainingBatch) -> str:
+    """A digest of a batch's prompts, responses and versions: equal ones are equal token for token."""
     digest = hashlib.blake2b(digest_size=16)
     for group in batch.groups:
         for rollout in group.rollouts:
             for part in (np.asarray(rollout.prompt_ids, np.int32), rollout.response_ids, rollout.versions):
                 digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
-    uids = [group.uid for group in batch.groups]
-    return {"step": batch.step + 1, "version": batch.version, "uids": uids, "tokens": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def step_metrics(
-    batch: Batch,
-    training_batch: TrainingBatch,
+    batch: TrainingBatch,
     report: StepReport,
     published: PublishReport | None,
     window: Window,
     counts: Counts,
 ) -> dict[str, float]:
     """All metrics of one step."""
-    rollouts = [rollout for group in training_batch.groups for rollout in group.rollouts]
-    rewards = np.array([reward for group in training_batch.groups for reward in group.rewards])
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    rewards = np.array([reward for group in batch.groups for reward in group.rewards])
     lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
     lags = batch.version - np.concatenate([rollout.versions for rollout in rollouts])
     crossed = [rollout.versions[0] != rollout.versions[-1] for rollout in rollouts]
@@ -110,6 +109,7 @@ def step_metrics(
         "share/trainer_busy": window.trainer_busy,
         "share/engines_busy": window.engines_busy,
         "share/engines_paused": window.engines_paused,
+        "share/journal_busy": window.journal_busy,
         "buffer/groups_running": float(counts.running),
         "buffer/groups_finished": float(counts.finished),
         "buffer/groups_taken": float(counts.taken),

@@ -9,12 +9,23 @@ from typing import Any
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.errors import UserError
 
+START_TIMEOUT_S = 600.0
+"""Seconds that one actor may take for one part of its start."""
+
+
+class ActorDied(RunError):
+    """The process of an actor is gone."""
+
+
+class NoAnswer(RunError):
+    """An actor did not answer in time."""
+
 
 async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = None) -> Any:
     """The result of a Ray call to the actor ``who`` (the name of its log file).
 
-    Raises the actor's own ``UserError`` unchanged, and ``RunError`` when the actor died, raised anything else
-    or did not answer in ``timeout_s`` seconds.
+    Raises the actor's own ``UserError`` unchanged, ``ActorDied``, ``NoAnswer`` after ``timeout_s`` seconds, and
+    ``RunError`` when the actor raised anything else.
     """
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -27,11 +38,11 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
             raise cause from None
         raise RunError(f"{type(cause).__name__}: {_first_line(cause)}", place=who, mend=mend) from error
     except RayActorError as error:
-        raise RunError("the process died", place=who, mend=mend) from error
+        raise ActorDied("the process died", place=who, mend=mend) from error
     except RayError as error:
         raise RunError(f"{type(error).__name__}: {_first_line(error)}", place=who, mend=mend) from error
     except TimeoutError:
-        raise RunError(f"no answer within {timeout_s:.0f} s", place=who, mend=mend) from None
+        raise NoAnswer(f"no answer within {timeout_s:.0f} s", place=who, mend=mend) from None
 
 
 async def _result(call: Awaitable[Any]) -> Any:

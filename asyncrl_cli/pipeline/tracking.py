@@ -1,66 +1,64 @@
-"""A run's MLflow side: where it logs to, what it logs at the start, how it ends."""
+"""A run's MLflow side: where it is sent to, and how that ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from asyncrl_cli.observe.outbox import Outbox
+from asyncrl_cli.observe.sender import Sender, Target, failure
 from asyncrl_cli.observe.tracker import TrackerClient
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 TRACKING_S = {"FINISHED": 30.0, "FAILED": 10.0, "KILLED": 2.0}
 """Seconds that the end of a run waits for MLflow, by how it ended."""
+STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
+"""MLflow's word for a phase at which a run has ended; any other one is FAILED."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tracking:
-    """Where MLflow logged to, and its run or what went wrong."""
+    """Where MLflow logged to, and its run or what is still to be sent."""
 
     uri: str
     note: str
 
 
-def tracking_uri(spec: ExperimentSpec) -> str:
-    """Where MLflow logs to: the spec's URI, or a SQLite store in the runs folder."""
-    return spec.tracking.uri or f"sqlite:///{spec.runs_dir.absolute()}/mlflow.db"
+def tracking_target(spec: ExperimentSpec) -> Target:
+    """The spec's MLflow server, or a SQLite store in the runs folder."""
+    tracking, folder = spec.tracking, spec.runs_dir.absolute()
+    if tracking.uri:
+        return Target(tracking.uri, tracking.experiment)
+    return Target(f"sqlite:///{folder}/mlflow.db", tracking.experiment, (folder / "mlflow-artifacts").as_uri())
 
 
 def start_tracker(spec: ExperimentSpec, run: RunDirectory) -> TrackerClient:
-    artifacts = None if spec.tracking.uri else (spec.runs_dir.absolute() / "mlflow-artifacts").as_uri()
-    tracker = TrackerClient(
-        tracking_uri(spec),
-        spec.tracking.experiment,
-        artifacts,
-        run.run_id,
-        run.manifest.get("mlflow_run_id"),
-        str(run.path / "logs"),
-    )
-    tracker.log_parameters(_flatten(spec.model_dump(mode="json")))
-    tracker.log_artifacts([run.path / "spec.yaml"])
-    return tracker
-
-
-async def note_tracking(tracker: TrackerClient, run: RunDirectory) -> None:
-    """Write MLflow's run id down as soon as there is one, so that a resumed run continues it."""
-    run_id = await tracker.run_id()
-    if run_id is not None:
-        run.write_json("manifest.json", run.manifest | {"mlflow_run_id": run_id})
+    """Have the run sent from now on."""
+    return TrackerClient(run, tracking_target(spec))
 
 
 def close_tracker(tracker: TrackerClient, run: RunDirectory, spec: ExperimentSpec, status: str) -> Tracking:
-    tracker.log_artifacts([run.path / "evaluations"])
-    if problem := tracker.close(status, TRACKING_S[status]):
-        return Tracking(tracking_uri(spec), f"did not take everything ({problem}); see logs/mlflow.log")
-    return Tracking(
-        tracking_uri(spec), f"run {run.manifest.get('mlflow_run_id')} in experiment {spec.tracking.experiment}"
-    )
+    """Give the tracker its last seconds; ``status`` is MLflow's word for how the run ended."""
+    target = tracking_target(spec)
+    problem = tracker.finish(status, TRACKING_S[status])
+    outbox = Outbox(run, target.uri, target.experiment)
+    if not problem:
+        return Tracking(target.uri, f"run {outbox.sent.run_id} in experiment {target.experiment}")
+    kept = len(outbox.steps())
+    what = f"{kept} step{'s' if kept > 1 else ''}" if kept else "the rest"
+    return Tracking(target.uri, f"{what} kept, not sent ({problem}); later: asyncrl track {run.run_id}")
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    if isinstance(value, dict) and value:
-        flat: dict[str, str] = {}
-        for key, item in value.items():
-            flat |= _flatten(item, f"{prefix}.{key}" if prefix else key)
-        return flat
-    return {prefix: str(value)}
+def send_rest(spec: ExperimentSpec, run: RunDirectory) -> Sender:
+    """Send what a run that has ended still owes. Raises ``RunError`` when not everything went through."""
+    target = tracking_target(spec)
+    sender = Sender(run, target)
+    try:
+        sender.send(STATUS.get(run.state.phase, "FAILED"))
+    except Exception as error:
+        raise RunError(
+            f"MLflow did not take everything: {failure(error, target.uri)}",
+            place=run.run_id,
+            mend=f"Everything is kept in the run's folder; try again later: asyncrl track {run.run_id}",
+        ) from error
+    return sender

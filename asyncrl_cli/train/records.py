@@ -13,10 +13,14 @@ from asyncrl_cli.rollout.records import Rollout
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """The finished rollouts of one prompt with their rewards, in the order of the rollouts' indices."""
+    """The finished rollouts of one prompt with their rewards, in the order of the rollouts' places.
+
+    ``version`` is the weight version that the group was admitted at.
+    """
 
     group_id: int
     uid: str
+    version: int
     rollouts: tuple[Rollout, ...]
     rewards: tuple[float, ...]
 
@@ -28,6 +32,11 @@ class TrainingBatch:
     step: int
     version: int
     groups: tuple[TrainingGroup, ...]
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """Versions that each group lags behind."""
+        return tuple(self.version - group.version for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,103 @@
+"""The trainer ranks as one: they start together, are called alike, and fall together.
+
+A collective call cannot go on without one of its ranks, so the death of one is the loss of all
+(``TrainerLost``). A restart brings all of them back with the weights of a checkpoint; who calls it trains the
+steps since then again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.pipeline.remote import START_TIMEOUT_S, ActorDied, wait_for
+
+GRACE_S = 20.0
+"""Seconds that the other ranks have to end a call after one rank has failed."""
+
+
+class TrainerLost(Exception):
+    """A rank died; all of them have to start again."""
+
+    def __init__(self, name: str, cause: str) -> None:
+        super().__init__(f"{name}: {cause}")
+        self.name = name
+        self.cause = cause
+
+
+class TrainerRanks:
+    """All ranks of a run's trainer."""
+
+    def __init__(self, make_actor: Callable[[int], Any], ranks: int, search_path: Path, limit_s: float) -> None:
+        """``limit_s``: seconds that one call may take."""
+        self._make_actor = make_actor
+        self._search_path = search_path
+        self._limit_s = limit_s
+        self._actors = [make_actor(rank) for rank in range(ranks)]
+        self._model_dir = ""
+        self.node = ""
+
+    async def preload(self) -> None:
+        """Import what ``start`` needs."""
+        places = await self.call("preload", limit_s=START_TIMEOUT_S)
+        self._address, self._port, self.node = places[0]
+
+    async def prepare_model(self, progress: Callable[[str], None]) -> str:
+        """Make the initial model, if it has to be made; returns its folder."""
+        name, rank_0 = "trainer-0", self._actors[0]
+        making = asyncio.ensure_future(wait_for(rank_0.prepare_model.remote(str(self._search_path)), name))
+        while not making.done():
+            done, total, loss = await wait_for(
+                rank_0.progress.options(concurrency_group="watch").remote(), name, START_TIMEOUT_S
+            )
+            if total:
+                progress(f"warm start: {done} of {total} updates, loss {loss:.3f}")
+            await asyncio.wait([making], timeout=0.5)
+        self._model_dir = str(making.result())
+        return self._model_dir
+
+    async def start(self, checkpoint: Path | None) -> None:
+        """Load the initial model, or a checkpoint over it."""
+        folder = checkpoint and str(checkpoint)
+        arguments = (self._model_dir, self._address, self._port, folder)
+        await self.call("start", *arguments, limit_s=START_TIMEOUT_S)
+
+    async def restart(self, checkpoint: Path | None) -> None:
+        """End what is left of the ranks, and start all of them from a checkpoint, or from the initial model."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = [self._make_actor(rank) for rank in range(len(self._actors))]
+        await self.preload()
+        await self.start(checkpoint)
+
+    async def call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
+        """Call all ranks alike; returns their answers, rank by rank.
+
+        Raises ``TrainerLost`` when a rank died, and otherwise the first error of any rank.
+        """
+        limit = limit_s or self._limit_s
+        calls = [
+            asyncio.ensure_future(wait_for(getattr(actor, method).remote(*arguments), f"trainer-{rank}", limit))
+            for rank, actor in enumerate(self._actors)
+        ]
+        try:
+            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting and _death(done) is None:  # a rank whose peer died may hear of it before we do
+                done, _ = await asyncio.wait(calls, timeout=GRACE_S)
+        finally:
+            for call in calls:
+                call.cancel()
+        if (death := _death(done)) is not None:
+            raise TrainerLost(death.place, death.message)
+        errors = [error for call in done if (error := call.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [call.result() for call in calls]
+
+
+def _death(done: Iterable[asyncio.Future[Any]]) -> ActorDied | None:
+    return next((error for call in done if isinstance(error := call.exception(), ActorDied)), None)

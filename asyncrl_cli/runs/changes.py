@@ -1,0 +1,65 @@
+"""What of a spec may change when a run is resumed, and what may not.
+
+Everything may, except what the journal's rows rest on: a prompt's place in the data, what a batch is, what a token
+was sampled from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl_cli.spec.problems import Problem, SpecError
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+FIXED = {
+    "name": "it begins the run's id",
+    "seed": "the order of prompts and the seeds of rollouts follow from it",
+    "model": "checkpoints and recorded log-probs are those of this model",
+    "task": "recorded rewards are those of this task",
+    "data.train": "the journal says how far the run is in this data",
+    "data.shuffle": "the journal says how far the run is in this order",
+    "rollout.group_size": "recorded groups have this size",
+    "rollout.max_prompt_tokens": "which prompts are left out follows from it",
+    "rollout.max_response_tokens": "recorded rollouts were cut there",
+    "rollout.sampling": "recorded log-probs are taken from this distribution",
+    "pipeline.groups_per_step": "recorded batches have this size",
+    "pipeline.publish_every": "versions are counted by it",
+}
+"""Keys that stay as they are, and why; a key stands for everything below it."""
+ALLOWED_BELOW = {"task": ("reward_timeout_s",)}
+"""Keys below a fixed one that may change all the same."""
+
+
+def check_changes(before: ExperimentSpec, after: ExperimentSpec) -> list[str]:
+    """The keys that changed, as `key=value`. Raises ``SpecError`` when one of them may not."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "runs_dir")
+    problems = [problem for key in changed if (problem := _problem(key)) is not None]
+    if after.pipeline.max_staleness < before.pipeline.max_staleness:
+        problems.append(
+            Problem(
+                "pipeline.max_staleness",
+                f"cannot fall from {before.pipeline.max_staleness}: groups were admitted under that bound",
+                "Keep it, or raise it",
+            )
+        )
+    if problems:
+        raise SpecError(problems)
+    return [f"{key}={new.get(key)}" for key in changed]
+
+
+def _problem(key: str) -> Problem | None:
+    for fixed, why in FIXED.items():
+        rest = key.removeprefix(fixed)
+        if rest != key and (not rest or rest[0] == ".") and rest[1:] not in ALLOWED_BELOW.get(fixed, ()):
+            return Problem(key, f"cannot change when a run is resumed: {why}", "Start a new run for it")
+    return None
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
+    return flat

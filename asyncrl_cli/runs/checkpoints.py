@@ -1,0 +1,260 @@
+"""What a checkpoint is on disk, what is wrong with a damaged one, and which ones are kept.
+
+    checkpoints/step-000040/
+      state/        DeepSpeed's shards, and each rank's random-number states
+      run.json      where the run stood, and how its trainer was cut into ranks
+      files.json    size and BLAKE3 checksum of every other file
+
+Invariant: a folder called ``step-…`` was complete once, as it was written under a hidden name, synced and renamed;
+what is missing or different in it now is damage. Hidden folders are what an interrupted save, removal or conversion
+left behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+
+STATE = "state"
+"""The trainer's part of a checkpoint."""
+RUN_FILE = "run.json"
+FILES_FILE = "files.json"
+NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLayout:
+    """How the trainer that wrote a checkpoint was cut up. ``dtype`` is that of the trained weights."""
+
+    ranks: int
+    zero_stage: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One file of a checkpoint that is not as it was written."""
+
+    file: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint, and the step after which it was taken."""
+
+    folder: Path
+    step: int
+
+    @classmethod
+    def at(cls, folder: Path) -> Checkpoint:
+        """The checkpoint in a folder called ``step-NNNNNN``; nothing is read."""
+        match = NAME.fullmatch(folder.name)
+        if match is None:
+            raise ValueError(f"{folder} is not called like a checkpoint")
+        return cls(folder, int(match[1]))
+
+    @property
+    def saved_at(self) -> float:
+        """When it was written, in unix seconds."""
+        return self.folder.stat().st_mtime
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in _files(self.folder))
+
+    def state(self) -> dict[str, Any]:
+        """What the driver saved. Raises ``RunError`` when it cannot be read."""
+        try:
+            state = json.loads((self.folder / RUN_FILE).read_text())
+            return dict(state)
+        except (OSError, ValueError, TypeError) as error:
+            raise self._damaged(f"{RUN_FILE} cannot be read: {error}") from error
+
+    def trainer(self) -> TrainerLayout:
+        """How the saved trainer was cut up. Raises ``RunError`` when it cannot be read."""
+        try:
+            return TrainerLayout(**self.state()["trainer"])
+        except (KeyError, TypeError) as error:
+            raise self._damaged(f"{RUN_FILE} does not say how the trainer was cut up") from error
+
+    def _damaged(self, how: str) -> RunError:
+        return RunError(f"the checkpoint is damaged: {how}", place=str(self.folder), mend="Use an older one")
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:06d}"
+
+
+def complete_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints in a run's ``checkpoints`` folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [Checkpoint.at(path) for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | None:
+    """The run's newest checkpoint, or that of ``step``, after every byte of it was checked; None when there is none.
+
+    Raises ``RunError`` when it is damaged, with the newest older one that is sound, and when there is none of
+    ``step``. A damaged one is never passed over in silence: going on from an older one repeats steps.
+    """
+    found = complete_checkpoints(run.path / "checkpoints")
+    if step is None:
+        if not found:
+            return None
+        chosen = found[-1]
+    else:
+        fitting = [checkpoint for checkpoint in found if checkpoint.step == step]
+        if not fitting:
+            there = ", ".join(str(checkpoint.step) for checkpoint in found)
+            raise RunError(
+                f"there is no checkpoint of step {step}",
+                place=run.run_id,
+                mend=f"There are those of the steps {there}" if found else "The run has none yet",
+            )
+        chosen = fitting[0]
+    if not (damages := verify(chosen)):
+        return chosen
+    older = next((other for other in reversed(found) if other.step < chosen.step and not verify(other)), None)
+    raise RunError(
+        f"the checkpoint is damaged: {'; '.join(map(str, damages))}",
+        place=str(chosen.folder),
+        mend=f"That of step {older.step} is sound: name it with --step {older.step}"
+        if older
+        else "No older checkpoint is sound: restore this folder from a copy, or start the run anew",
+    )
+
+
+def seal(folder: Path) -> None:
+    """List every file of a checkpoint with its checksum, and have all of it on disk before returning."""
+    listing = {}
+    for path in _files(folder):
+        listing[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "blake3": _digest(path)}
+    (folder / FILES_FILE).write_text(json.dumps(listing, indent=1) + "\n")
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, on disk before returning."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def verify(checkpoint: Checkpoint, contents: bool = True) -> list[Damage]:
+    """What is not as it was written; empty when all is well. Without ``contents`` only names and sizes are compared."""
+    try:
+        listing = json.loads((checkpoint.folder / FILES_FILE).read_text())
+        wanted = {name: (int(entry["bytes"]), str(entry["blake3"])) for name, entry in listing.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return [Damage(FILES_FILE, "cannot be read")]
+    damages = []
+    for name, (size, digest) in sorted(wanted.items()):
+        path = checkpoint.folder / name
+        try:
+            found = path.stat().st_size
+            if found != size:
+                damages.append(Damage(name, f"has {found} bytes instead of {size}"))
+            elif contents and _digest(path) != digest:
+                damages.append(Damage(name, "has other contents than were written"))
+        except FileNotFoundError:
+            damages.append(Damage(name, "is missing"))
+        except OSError as error:
+            damages.append(Damage(name, f"cannot be read: {error.strerror}"))
+    return damages
+
+
+def keep_reasons(
+    steps: Collection[int],
+    accuracies: Mapping[int, float],
+    keep_last: int,
+    keep_every: int,
+    keep_best: int,
+    awaited: Collection[int] = (),
+) -> dict[int, tuple[str, ...]]:
+    """For every step, why its checkpoint is kept; one without a reason goes.
+
+    ``accuracies`` by step; a step that is not in it was not evaluated and is never among the best. Of equally good
+    ones the newest counts first. The checkpoints of ``awaited`` steps, whose evaluation is still under way, stay as
+    long as accuracy decides anything. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
+    """
+    newest = sorted(steps, reverse=True)[:keep_last]
+    judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)
+    best = [step for _, step in judged[:keep_best]]
+    reasons: dict[int, tuple[str, ...]] = {}
+    for step in sorted(steps):
+        held = {
+            f"last {keep_last}": step in newest,
+            f"every {keep_every}": bool(keep_every) and step % keep_every == 0,
+            f"best {keep_best}": step in best,
+            "evaluation under way": bool(keep_best) and step in awaited and step not in accuracies,
+        }
+        reasons[step] = tuple(reason for reason, holds in held.items() if holds)
+    return reasons
+
+
+def kept(
+    steps: Collection[int],
+    accuracies: Mapping[int, float],
+    keep_last: int,
+    keep_every: int,
+    keep_best: int,
+    awaited: Collection[int] = (),
+) -> set[int]:
+    """The steps whose checkpoints stay; see ``keep_reasons``."""
+    reasons = keep_reasons(steps, accuracies, keep_last, keep_every, keep_best, awaited)
+    return {step for step, why in reasons.items() if why}
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint. It is hidden first: half of one must not look like one if we die in between."""
+    doomed = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(checkpoint.folder, doomed)
+    sync(doomed.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_later(folder: Path, step: int) -> list[int]:
+    """Delete the checkpoints of later steps: they belong to a course that the run leaves. Returns their steps."""
+    later = [checkpoint for checkpoint in complete_checkpoints(folder) if checkpoint.step > step]
+    for checkpoint in later:
+        remove(checkpoint)
+    return [checkpoint.step for checkpoint in later]
+
+
+def sweep(folder: Path) -> None:
+    """Delete what interrupted saves, removals and conversions left. For the driver, while none of them runs."""
+    for path in folder.glob(".*step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file of a checkpoint but its list of files."""
+    return (path for path in folder.rglob("*") if path.is_file() and path != folder / FILES_FILE)
+
+
+def _digest(path: Path) -> str:
+    from blake3 import blake3
+
+    with path.open("rb") as file:  # not mapped: a disk's error is then an OSError, and no signal
+        return str(hashlib.file_digest(file, cast("Any", blake3)).hexdigest())
