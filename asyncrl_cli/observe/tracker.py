@@ -1,115 +1,119 @@
 """MLflow, in an actor of its own: its imports, its database and its server's moods cost the run nothing.
 
-Metrics are logged under step numbers, so what arrives late or twice changes nothing.
+    working --failed--> waiting (1 s, 2 s, ... 30 s, or the run's end) --> working
+    working --all sent--> idle --more--> working
+    working --all sent, and the run has ended--> done
+
+Invariant: the driver never waits for MLflow before the run's end. What there is to send is on disk (``outbox``), so
+this process may be killed at any time; Ray starts another.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+import threading
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.observe.sender import Sender, Target, failure
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.logs import redirect_output
+
+RUNNING = "RUNNING"
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Between two attempts."""
+RESTARTS = 10
+ANSWER_S = 1.0
+"""Seconds for the way to the actor and back, beside what it waits itself."""
 
 
 class Tracker:
-    """The Ray actor: one MLflow run."""
+    """Sends in a thread of its own, again and again until the run has ended and everything is sent."""
 
-    def __init__(
-        self, uri: str, experiment: str, artifacts: str | None, run_name: str, run_id: str | None, log_dir: str
-    ) -> None:
-        redirect_output(log_dir, "mlflow")
-        from mlflow.tracking import MlflowClient
+    def __init__(self, run: RunDirectory, target: Target) -> None:
+        self._sender = Sender(run, target)
+        self._uri = target.uri
+        self._changed = threading.Condition()
+        self._more = False
+        self._status = RUNNING
+        self._problem = ""
+        self._done = False
+        threading.Thread(target=self._send_forever, name="mlflow", daemon=True).start()
 
-        self._client = MlflowClient(tracking_uri=uri)
-        if run_id is None:
-            found = self._client.get_experiment_by_name(experiment)
-            experiment_id = (
-                found.experiment_id
-                if found
-                else self._client.create_experiment(experiment, artifact_location=artifacts)
-            )
-            run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
-        else:
-            self._client.update_run(run_id, status="RUNNING")
-        self._run_id: str = run_id
+    def more(self) -> None:
+        """There is something new in the run's folder."""
+        with self._changed:
+            self._more = True
+            self._changed.notify_all()
 
-    def run_id(self) -> str:
-        """MLflow's id of the run."""
-        return self._run_id
+    def finish(self, status: str, patience_s: float) -> str:
+        """The run has ended: FINISHED, FAILED or KILLED. Returns when everything is sent, with nothing to say, or
+        after ``patience_s`` with what is in the way."""
+        with self._changed:
+            self._status = status
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._done, patience_s):
+                return ""
+            return self._problem or f"not done within {patience_s:.0f} s"
 
-    def log_parameters(self, parameters: Mapping[str, str]) -> None:
-        """Log parameters, once."""
-        from mlflow.entities import Param
+    def _send_forever(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while not self._done:
+            with self._changed:
+                status, self._more = self._status, False
+            try:
+                self._sender.send(status)
+                problem = ""
+            except Exception as error:
+                problem = failure(error, self._uri)
+            if problem != self._problem:
+                print(problem or "everything is sent again", flush=True)
+            with self._changed:
+                self._problem = problem
+                if problem:
+                    self._changed.wait_for(lambda: self._status != status, wait_s)  # noqa: B023
+                    wait_s = min(2 * wait_s, LONGEST_WAIT_S) if self._status == status else FIRST_WAIT_S
+                else:
+                    self._done = status != RUNNING
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._more or self._done or self._status != status)  # noqa: B023
+                    wait_s = FIRST_WAIT_S
 
-        entries = [Param(key, value[:6000]) for key, value in parameters.items()]
-        for start in range(0, len(entries), 100):
-            self._client.log_batch(self._run_id, params=entries[start : start + 100])
 
-    def log_metrics(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of one step; ``at`` is unix time in seconds."""
-        from mlflow.entities import Metric
+class TrackerActor(Tracker):
+    """The Ray actor."""
 
-        entries = [Metric(key, value, int(at * 1000), step) for key, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=entries)
-
-    def log_artifacts(self, paths: list[str]) -> None:
-        """Copy files or folders to the run's artifacts."""
-        for path in paths:
-            if Path(path).is_dir():
-                self._client.log_artifacts(self._run_id, path, artifact_path=Path(path).name)
-            else:
-                self._client.log_artifact(self._run_id, path)
-
-    def end(self, status: str) -> None:
-        """End the MLflow run: FINISHED, FAILED or KILLED."""
-        self._client.set_terminated(self._run_id, status=status)
+    def __init__(self, run_path: str, target: Target) -> None:
+        redirect_output(str(Path(run_path) / "logs"), "mlflow")
+        super().__init__(RunDirectory(Path(run_path)), target)
 
 
 class TrackerClient:
     """The driver's end: never waits for MLflow before the run's end, and never fails because of it."""
 
-    def __init__(
-        self, uri: str, experiment: str, artifacts: str | None, run_name: str, run_id: str | None, log_dir: str
-    ) -> None:
+    def __init__(self, run: RunDirectory, target: Target) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        actor_class = ray.remote(Tracker).options(num_cpus=0)
-        self._actor = actor_class.remote(uri, experiment, artifacts, run_name, run_id, log_dir)
-        self._first: Any = self._actor.run_id.remote()
-        self._calls: list[Any] = []
+        # Where the driver is, there is the run's folder.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = ray.remote(TrackerActor).options(
+            num_cpus=0, max_restarts=RESTARTS, max_task_retries=-1, scheduling_strategy=here
+        )
+        self._actor: Any = options.remote(str(run.path), target)
 
-    def log_parameters(self, parameters: Mapping[str, str]) -> None:
-        """Log parameters, once."""
-        self._calls.append(self._actor.log_parameters.remote(dict(parameters)))
+    def more(self) -> None:
+        """There is something new in the run's folder."""
+        self._actor.more.remote()
 
-    def log(self, step: int, at: float | None, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of one step."""
-        self._calls.append(self._actor.log_metrics.remote(step, time.time() if at is None else at, dict(metrics)))
-
-    def log_artifacts(self, paths: list[Path]) -> None:
-        """Copy files or folders to the run's artifacts."""
-        self._calls.append(self._actor.log_artifacts.remote([str(path) for path in paths]))
-
-    async def run_id(self) -> str | None:
-        """MLflow's id of the run, once it has one; None when it has failed."""
-        try:
-            return str(await self._first)
-        except Exception:
-            return None
-
-    def close(self, status: str, timeout_s: float) -> str:
-        """Wait up to ``timeout_s`` until everything is logged; returns what went wrong, empty if nothing did."""
+    def finish(self, status: str, timeout_s: float) -> str:
+        """Wait up to ``timeout_s`` until everything is sent; returns what is in the way, empty if nothing is."""
         import ray
         from ray.exceptions import GetTimeoutError
 
-        self._calls.append(self._actor.end.remote(status))
         try:
-            ray.get([self._first, *self._calls], timeout=timeout_s)
+            problem: str = ray.get(self._actor.finish.remote(status, timeout_s), timeout=timeout_s + ANSWER_S)
         except GetTimeoutError:
-            return f"no answer within {timeout_s:.0f} s"
+            return f"not done within {timeout_s:.0f} s"
         except Exception as error:
-            cause = getattr(error, "cause", error)
-            return f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), 'no message')}"
-        return ""
+            return f"the process that sends is gone: {type(error).__name__}"
+        return problem

@@ -34,6 +34,7 @@ class Scorer:
         Raises ``TaskError`` when the task can no longer be loaded.
         """
         if not self._process.alive:
+            self._process.close()
             self.start()
         process = self._process
         scored: list[float | RewardFailure] = []

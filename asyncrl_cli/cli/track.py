@@ -1,0 +1,36 @@
+"""`asyncrl track`: send to MLflow what it could not take while the run ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def track(
+    run_id: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run id, a unique start of one, or `latest`.")
+    ] = "latest",
+    uri: Annotated[str | None, typer.Option("--uri", help="Another tracking URI than the spec's.")] = None,
+    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+) -> None:
+    """Send to MLflow what it has not got of a run that has ended.
+
+    Nothing is sent twice. Ends with 1 when not everything went through; then send again later.
+    """
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.spec.load import load_spec
+
+    run = find_run(runs_dir, run_id)
+    run.lock()  # a run that is being driven sends itself
+    spec = load_spec(run.path / "spec.yaml").spec
+    tracking = spec.tracking.model_copy(update={"uri": uri} if uri else {})
+    spec = spec.model_copy(update={"runs_dir": run.path.parent, "tracking": tracking})
+
+    from asyncrl_cli.pipeline.tracking import send_rest, tracking_target
+
+    sender = send_rest(spec, run)
+    typer.echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations")
+    typer.echo(f"to       {tracking_target(spec).uri}")
+    typer.echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")

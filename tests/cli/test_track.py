@@ -1,0 +1,98 @@
+"""`asyncrl track`, as a person meets it: without Ray, after the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.load import dump_spec, load_spec
+from tests.observe.mlflow_server import Server
+
+SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
+
+
+def track(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "asyncrl_cli.cli.app", "track", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={key: value for key, value in os.environ.items() if key != "ASYNCRL_DEBUG"},
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that failed after three steps, in the folder ``runs``."""
+    run = RunDirectory.create(tmp_path / "runs", "spell")
+    run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    run.write_text("spec.yaml", dump_spec(load_spec(tmp_path / "spec.yaml").spec))
+    for step in (1, 2, 3):
+        run.append("metrics.jsonl", {"step": step, "version": step, "time": 1e6 + step, "loss": 0.5})
+    result = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}
+    run.write_text("evaluations/step-000000-greedy.jsonl", json.dumps(result) + "\n")
+    run.update(phase="failed", step=3, steps=10)
+    run.unlock()
+    return run
+
+
+@pytest.mark.stack
+def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    first = track(cwd=tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    mlflow_run = json.loads((run.path / "mlflow.json").read_text())["run_id"]
+    assert first.stdout.splitlines() == [
+        "sent     3 steps, 1 evaluations",
+        f"to       {uri}",
+        f"MLflow   run {mlflow_run} in experiment asyncrl",
+    ]
+    assert track(run.run_id[:-2], "--runs-dir", "runs", cwd=tmp_path).stdout.startswith(
+        "sent     0 steps, 0 evaluations\n"
+    )
+    logged = MlflowClient(tracking_uri=uri).get_run(mlflow_run)
+    assert logged.info.status == "FAILED"
+    assert logged.data.metrics["loss"] == 0.5
+
+
+@pytest.mark.stack
+def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    failed = track("--uri", server.uri, cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr == (
+        f"{run.run_id}: MLflow did not take everything: no answer from {server.uri}. "
+        f"Everything is kept in the run's folder; try again later: asyncrl track {run.run_id}.\n"
+    )
+    server.start()
+    try:
+        done = track("--uri", server.uri, cwd=tmp_path)
+    finally:
+        server.stop()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("sent     3 steps, 1 evaluations\n")
+
+
+def test_a_run_that_is_being_driven_sends_itself(run: RunDirectory, tmp_path: Path) -> None:
+    run.lock()
+    refused = track(cwd=tmp_path)
+    assert refused.returncode == 1
+    assert f"being driven by pid {os.getpid()}" in refused.stderr
+    assert not (run.path / "mlflow.json").exists()
+
+
+def test_there_is_no_run(tmp_path: Path) -> None:
+    refused = track(cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "there is no run yet" in refused.stderr
