@@ -1,0 +1,264 @@
+"""How long the trainer would have waited with another staleness bound: the run once more, event by event.
+
+The real ``Ledger`` decides what is admitted and what a batch takes; the recorded times say how long a group and a step
+last. So the simulation has no rules of its own to go wrong, and what it assumes is in the times alone:
+
+* a group takes as long as the one that was admitted at its place in the record, whatever runs beside it and under
+  whichever version, and is rejected if that one was; past the record's end, it begins again;
+* as many groups run at once as ever did;
+* training, publishing and checkpoints take as long as they did, step by step.
+
+Running the recorded bound as well says how far that is from what really happened. Pure: no clock, no I/O. Times are in
+seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from statistics import median
+
+from asyncrl_cli.buffer.ledger import Batch, Ledger
+from asyncrl_cli.buffer.records import BufferSettings
+
+# -- the record
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """One group of the record; ``ended_at`` is None while it runs."""
+
+    admitted_at: float
+    ended_at: float | None
+    rejected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """One trained batch of the record. ``publish_s`` and ``save_s`` are what the publish and the checkpoint after it
+    took, 0 when there was none; ``published_at`` is when the publish was over."""
+
+    taken_at: float
+    trained_at: float
+    published_at: float | None = None
+    publish_s: float = 0.0
+    save_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a journal knows of a run's times: groups in admission order, trained batches in order.
+
+    ``settings.total_steps`` counts the steps from the record's first one on. ``starts`` are the times at which
+    processes began to write. ``moments``, sorted, are times at which something went
+    on; they matter only where there are several starts.
+    """
+
+    settings: BufferSettings
+    groups: Sequence[GroupTimes]
+    batches: Sequence[BatchTimes]
+    starts: Sequence[float] = ()
+    moments: Sequence[float] = ()
+
+
+# -- what the simulation goes by
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How long a group runs, and whether it is rejected then."""
+
+    seconds: float
+    rejected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step takes: training, publishing, and what else keeps the trainer from asking for the next batch."""
+
+    train_s: float
+    publish_s: float = 0.0
+    other_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Durations in order, the groups that run at once, and how long the trainer waited in the record."""
+
+    settings: BufferSettings
+    attempts: Sequence[Attempt]
+    steps: Sequence[Step]
+    concurrency: int
+    waited_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A simulated run: its bound, how long the trainer waited for batches, how long all of it took, and the lag of the
+    groups trained (versions)."""
+
+    max_staleness: int
+    waited_s: float
+    seconds: float
+    mean_lag: float
+    max_lag: int
+
+
+def workload(recording: Recording) -> Workload:
+    """The durations of a record. The time during which the run was down is taken out of all of them.
+
+    A group that still runs counts as if it took as long as the median group, or as it did so far if that is longer.
+    Raises ``ValueError`` without a trained batch.
+    """
+    if not recording.batches:
+        raise ValueError("no step is trained yet")
+    up = _uptime(recording)
+    signs = [group.ended_at or group.admitted_at for group in recording.groups]
+    last = max(*signs, recording.batches[-1].trained_at)
+    spans = [(up(group.admitted_at), up(group.ended_at or last)) for group in recording.groups]
+    typical = median(
+        end - begin for (begin, end), group in zip(spans, recording.groups, strict=True) if group.ended_at is not None
+    )
+    attempts = [
+        Attempt(end - begin if group.ended_at is not None else max(typical, end - begin), group.rejected)
+        for (begin, end), group in zip(spans, recording.groups, strict=True)
+    ]
+    begun = spans[0][0]
+    steps: list[Step] = []
+    waited = 0.0
+    ready = begun  # when the trainer asks for the next batch
+    for at, batch in enumerate(recording.batches):
+        taken = up(batch.taken_at)
+        gap = max(0.0, taken - ready)
+        if at and _any_between(recording.starts, recording.batches[at - 1].trained_at, batch.taken_at):
+            # After a restart the trainer catches up first: it is not waiting for groups.
+            steps[-1] = replace(steps[-1], other_s=steps[-1].other_s + gap)
+        elif at:
+            saving = min(recording.batches[at - 1].save_s, gap)
+            steps[-1] = replace(steps[-1], other_s=steps[-1].other_s + saving)
+            waited += gap - saving
+        else:
+            waited += gap
+        steps.append(_step(batch, up))
+        ready = taken + steps[-1].train_s + steps[-1].publish_s + steps[-1].other_s
+    return Workload(recording.settings, attempts, steps, _most_at_once(spans), waited, ready - begun)
+
+
+def simulate(work: Workload, max_staleness: int) -> Outcome:
+    """The same work under a bound of ``max_staleness`` versions."""
+    return _Simulation(work, max_staleness).run()
+
+
+class _Simulation:
+    """A clock, the groups that run (earliest end first), and the ledger."""
+
+    def __init__(self, work: Workload, max_staleness: int) -> None:
+        settings = work.settings
+        self._work = work
+        self._ledger = Ledger(
+            settings.groups_per_step, settings.publish_every, max_staleness, settings.on_stale, settings.total_steps
+        )
+        self._now = 0.0
+        self._started = 0
+        self._ends: list[tuple[float, int, bool]] = []
+        self._running: set[int] = set()  # without those that were requeued
+
+    def run(self) -> Outcome:
+        waited = 0.0
+        lags: list[int] = []
+        self._fill()
+        for step in self._work.steps:
+            asked = self._now
+            batch = self._next_batch()
+            waited += self._now - asked
+            lags += batch.staleness
+            self._ledger.take(batch)
+            self._pass(step.train_s)
+            if self._ledger.publish_due:
+                self._pass(step.publish_s)
+                self._ledger.publish()
+                self._fill()
+            self._pass(step.other_s)
+        return Outcome(self._ledger.max_staleness, waited, self._now, sum(lags) / len(lags), max(lags))
+
+    def _next_batch(self) -> Batch:
+        while not isinstance(upcoming := self._ledger.next_batch(), Batch):
+            overdue = self._ledger.overdue()
+            for group_id in overdue:
+                self._running.discard(group_id)
+                self._start(self._ledger.requeue(group_id).group_id)
+            if not overdue:
+                self._end_first()
+        return upcoming
+
+    def _pass(self, seconds: float) -> None:
+        """Let time go by, with all that ends meanwhile."""
+        until = self._now + seconds
+        while self._ends and self._ends[0][0] <= until:
+            self._end_first()
+        self._now = until
+
+    def _end_first(self) -> None:
+        self._now, group_id, rejected = heappop(self._ends)
+        if group_id not in self._running:
+            return
+        self._running.remove(group_id)
+        if rejected:
+            self._ledger.reject(group_id, "rejected")
+        else:
+            self._ledger.finish(group_id)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._ledger.room() and len(self._running) < self._work.concurrency:
+            self._start(self._ledger.admit().group_id)
+
+    def _start(self, group_id: int) -> None:
+        attempt = self._work.attempts[self._started % len(self._work.attempts)]
+        self._started += 1
+        self._running.add(group_id)
+        heappush(self._ends, (self._now + attempt.seconds, group_id, attempt.rejected))
+
+
+# -- from times to durations
+
+
+def _step(batch: BatchTimes, up: Callable[[float], float]) -> Step:
+    """The journal may say ``trained`` before or after it says ``published``; what lies between is in ``other_s``."""
+    taken, trained = up(batch.taken_at), up(batch.trained_at)
+    if batch.published_at is None or up(batch.published_at) > trained:
+        return Step(trained - taken, batch.publish_s)
+    published = up(batch.published_at)
+    training = max(0.0, published - batch.publish_s - taken)
+    return Step(training, min(batch.publish_s, trained - taken), trained - published)
+
+
+def _uptime(recording: Recording) -> Callable[[float], float]:
+    """Unix time to time without the gaps round each start after the first, from the last sign of life to the next."""
+    gaps: list[tuple[float, float]] = []
+    for start in recording.starts[1:]:
+        at = bisect_left(recording.moments, start)
+        if 0 < at < len(recording.moments):
+            gaps.append((recording.moments[at - 1], recording.moments[at]))
+    gaps = sorted(set(gaps))
+
+    def up(moment: float) -> float:
+        return moment - sum(min(end, moment) - begin for begin, end in gaps if begin < moment)
+
+    return up
+
+
+def _any_between(moments: Sequence[float], begin: float, end: float) -> bool:
+    return any(begin < moment < end for moment in moments)
+
+
+def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """The most spans that hold at one moment; one that ends where another begins is over."""
+    running = most = 0
+    for _, change in sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans]):
+        running += change
+        most = max(most, running)
+    return most

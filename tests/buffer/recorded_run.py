@@ -1,0 +1,184 @@
+"""A whole run in a journal, without engines and trainers: the buffer's real code under a clock that is set by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.rollout.records import Rollout, training_rollout_id
+from asyncrl_cli.runs.directory import RunDirectory
+
+STARTED = 1_790_000_000.0
+TRAIN_S, PUBLISH_S = 4.0, 1.0
+METRICS = {
+    "tokens/trained": 100.0,
+    "tokens/generated": 200.0,
+    "time/step_s": 10.0,
+    "share/trainer_busy": 0.5,
+    "share/engines_busy": 0.75,
+    "share/engines_paused": 0.25,
+}
+
+
+def settings(**changes: object) -> BufferSettings:
+    """Two groups of two a step, a version every step, at most one version behind."""
+    usual = {
+        "groups_per_step": 2,
+        "publish_every": 1,
+        "max_staleness": 1,
+        "on_stale": "wait",
+        "total_steps": 1000,
+        "group_size": 2,
+        "reject_uniform": False,
+    }
+    return BufferSettings(**(usual | changes))  # type: ignore[arg-type]
+
+
+class RecordedRun:
+    """A run as it goes on: ``step`` does what the conductor does, and everything lands in the journal.
+
+    Group g runs for ``seconds(g)``; ``concurrency`` groups run at once; its rollouts cross a version when one is
+    published while they run. ``response`` is what each rollout answers, in token ids; rewards are 0, 1, 0, 1, ...
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        of: BufferSettings,
+        seconds: Callable[[int], float],
+        concurrency: int = 8,
+        response: Sequence[int] = (5, 6, 7, 1),
+    ) -> None:
+        self.now = STARTED
+        monkeypatch.setattr("asyncrl_cli.buffer.journal.time", SimpleNamespace(time=lambda: self.now))
+        self.settings = of
+        self.waited: list[float] = []
+        self._path = path
+        self._seconds, self._concurrency, self._response = seconds, concurrency, response
+        self._ends: list[tuple[float, int]] = []
+        self._admitted_at: dict[int, int] = {}
+        self._serial = 0
+        self.book = self._open("train")
+        self._publish_record(0)
+        self.fill()
+
+    def step(self) -> None:
+        """Wait for a batch, train it, publish when a version is due."""
+        asked = self.now
+        step = self.take()
+        self.waited.append(self.now - asked)
+        self.pass_time(TRAIN_S)
+        ledger = self.book.ledger
+        if ledger.publish_due:
+            self.pass_time(PUBLISH_S)
+            self._publish_record(ledger.version + 1)
+            self.fill()
+        self.book.journal.trained(StepRecord(step, f"digest {step}", METRICS))
+        self.commit()
+
+    def take(self) -> int:
+        """Take the next batch, once it is there; returns its step."""
+        step = self.book.ledger.step
+        while (waiting := self.book.take(step)) is not None:
+            for old, new, _ in self.book.requeue(waiting.overdue):
+                self._ends = [end for end in self._ends if end[1] != old]
+                self._started(new)
+            if not waiting.overdue:
+                self._end_first()
+        self.commit()
+        return step
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time go by, with the groups that end meanwhile."""
+        until = self.now + seconds
+        while self._ends and self._ends[0][0] <= until:
+            self._end_first()
+        self.now = until
+
+    def crash(self, down_s: float) -> None:
+        """Die, and be resumed after a while; what was under way takes up where it was."""
+        self.book.journal.close()
+        self.now += down_s
+        self._ends = [(end + down_s, group_id) for end, group_id in self._ends]
+        self.book = self._open("resume")
+
+    def fill(self) -> None:
+        """Admit what there is room for."""
+        for _ in range(min(self.book.ledger.room(), self._concurrency - len(self._ends))):
+            self._serial += 1
+            prompt = Prompt(f"p{self._serial}", f"question {self._serial}?", {"answer": "7"})
+            where = {"epoch": 0, "position": self._serial}
+            (admission,) = self.book.admit([Candidate(self._serial, prompt, (9, 9, 9), where)]).admissions
+            self._started(admission.group_id)
+        self.commit()
+
+    def rollout(self, group_id: int, place: int) -> Rollout:
+        """A rollout of a group that ends now: its first half is of the version at admission."""
+        half = len(self._response) // 2
+        versions = [self._admitted_at[group_id]] * half + [self.book.ledger.version] * (len(self._response) - half)
+        return Rollout(
+            rollout_id=training_rollout_id(group_id, place),
+            prompt_ids=(9, 9, 9),
+            response_ids=np.array(self._response, np.int32),
+            logprobs=-np.arange(len(versions), dtype=np.float32) / 4,
+            versions=np.array(versions, np.int32),
+            text="",
+            finish_reason="stop",
+        )
+
+    def commit(self) -> None:
+        """Write what is noted."""
+        self.book.journal.commit(self.book.journal.noted())
+
+    def _started(self, group_id: int) -> None:
+        self._admitted_at[group_id] = self.book.ledger.version
+        heappush(self._ends, (self.now + self._seconds(group_id), group_id))
+
+    def _end_first(self) -> None:
+        self.now, group_id = heappop(self._ends)
+        places = range(self.settings.group_size)
+        self.book.record(self.rollout(group_id, place) for place in places)
+        self.book.judge(Outcome(training_rollout_id(group_id, place), float(place % 2)) for place in places)
+        self.fill()
+
+    def _publish_record(self, version: int) -> None:
+        step = self.book.ledger.step
+        self.book.publish(PublishRecord(version, step, f"checksum {version}", PUBLISH_S, 0.1, 1e-5, 0.1))
+        self.commit()
+
+    def _open(self, kind: str) -> DurableLedger:
+        book = DurableLedger(self._path, self.settings)
+        book.journal.started(kind, book.ledger.step, book.ledger.version, "")
+        book.opening()
+        book.journal.commit(book.journal.noted())
+        return book
+
+
+def make_run(runs_dir: Path, run_id: str = "run-1", **state: object) -> RunDirectory:
+    """A run's folder, without a driver."""
+    run = RunDirectory(runs_dir / run_id)
+    run.path.mkdir(parents=True)
+    manifest = {
+        "started": "2026-09-21T13:33:20+00:00",
+        "command": ["/bin/asyncrl", "train", "spec.yaml"],
+        "spec_file": "/home/me/spec.yaml",
+        "host": "box",
+        "cpus": 2,
+        "python": "3.11.2",
+        "asyncrl": "0.1",
+        "packages": {"torch": "2.11", "pydantic": "2.12"},
+        "git": {"commit": "0123456789abcdef", "dirty": True},
+    }
+    (run.path / "manifest.json").write_text(json.dumps(manifest))
+    run.update(**({"phase": "finished", "step": 3, "steps": 3, "version": 3} | state))
+    return run

@@ -1,0 +1,347 @@
+"""What inspection reads from a journal that the buffer wrote."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.buffer import queries
+from asyncrl_cli.buffer.history import history, recording
+from asyncrl_cli.buffer.queries import GroupFilter, GroupState, group_record, groups_called, list_groups, overview
+from asyncrl_cli.buffer.records import Outcome
+from asyncrl_cli.buffer.schema import JournalError, open_for_writing
+from asyncrl_cli.buffer.staleness import StepLags, in_ranges, staleness_report
+from asyncrl_cli.rollout.records import segments_of
+from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, RecordedRun, settings
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.db"
+
+
+@pytest.fixture
+def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """Three steps trained, a fourth batch taken, one group finished, others running; groups last 3, 7, 11, 3, ... s."""
+    run = RecordedRun(path, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), concurrency=4)
+    for _ in range(3):
+        run.step()
+    run.take()
+    return run
+
+
+@pytest.fixture
+def journal(run: RecordedRun, path: Path) -> Iterator[sqlite3.Connection]:
+    with queries.snapshot(path) as connection:
+        yield connection
+
+
+def ids(rows: list[queries.GroupRow]) -> list[int]:
+    return [row.group_id for row in rows]
+
+
+# -- the buffer as a whole
+
+
+def test_the_counts_are_the_ledgers(run: RecordedRun, journal: sqlite3.Connection) -> None:
+    counts = run.book.ledger.counts()
+    found = {count.state: count.groups for count in overview(journal).states}
+    assert counts.taken == 8
+    assert found == {
+        "running": counts.running,
+        "finished": counts.finished,
+        "taken": 2,
+        "trained": 6,
+        "rejected": 0,
+        "requeued": 0,
+    }
+    assert counts.running and counts.finished
+
+
+def test_ages_tokens_and_deadlines(run: RecordedRun, path: Path) -> None:
+    ledger = run.book.ledger
+    open_group = ledger.running[0]
+    run.book.grown(segments_of(run.rollout(open_group, 0))[:1])
+    run.commit()
+    with queries.snapshot(path) as connection:
+        found = overview(connection, now=run.now + 60)
+    running, finished, taken = found.states[:3]
+    assert (running.rollouts, running.tokens) == (0, 2), "the tokens so far"
+    assert (finished.rollouts, finished.tokens) == (2 * finished.groups, 8 * finished.groups)
+    assert taken.oldest_s == taken.age_s == 60
+    assert finished.oldest_s is not None
+    assert finished.oldest_s >= 60
+    assert running.oldest_s is not None
+    assert running.oldest_s > 60
+    assert (found.standing.step, found.standing.version) == (4, 3)
+    outstanding = [*ledger.running, *ledger.finished]
+    assert sum(due.running for due in found.due) == len(ledger.running)
+    assert sum(due.finished for due in found.due) == len(ledger.finished)
+    assert {(due.version, due.deadline) for due in found.due} == {
+        (ledger.entry(group_id).version, ledger.entry(group_id).deadline) for group_id in outstanding
+    }
+    assert all(due.lag == 3 - due.version for due in found.due)
+
+
+def test_distributions(journal: sqlite3.Connection) -> None:
+    found = overview(journal)
+    lengths = {row.state: row for row in found.lengths}
+    assert lengths["trained"].count == 12
+    assert (lengths["trained"].minimum, lengths["trained"].median, lengths["trained"].maximum) == (4, 4, 4)
+    rewards = {row.state: row for row in found.rewards}
+    assert (rewards["trained"].mean, rewards["trained"].minimum, rewards["trained"].maximum) == (0.5, 0, 1)
+    assert "running" not in rewards
+
+
+def test_rejected_by_reason_and_requeued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = settings(on_stale="requeue", reject_uniform=True)
+    # Group 0 is so long that its prompt has to start again.
+    run = RecordedRun(path, monkeypatch, of, lambda g: 1000.0 if g == 0 else 3.0, concurrency=4)
+    run.step()
+    run.step()
+    failed, uniform = [group for group in run.book.ledger.running if group != 0][:2]
+    run.book.judge([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'x'")])
+    run.book.judge([Outcome(f"{uniform}-0", 1.0), Outcome(f"{uniform}-1", 1.0)])
+    run.commit()
+    with queries.snapshot(path) as connection:
+        found = overview(connection)
+        requeued = list_groups(connection, GroupFilter("requeued"), 10)
+        assert [row.reason for row in list_groups(connection, GroupFilter("rejected"), 10)] == ["uniform", "failed"]
+        assert groups_called(connection, "p1") == [0, max(groups_called(connection, "p1"))]
+        record = group_record(connection, failed)
+    assert found.rejected == {"failed": 1, "uniform": 1}
+    assert ids(requeued) == [0]
+    assert requeued[0].lag is None
+    assert record.rollouts[0].failure == "the reward raised KeyError: 'x'"
+
+
+def test_an_empty_journal_is_refused(path: Path) -> None:
+    with pytest.raises(JournalError, match="there is no journal"), queries.snapshot(path):
+        pass
+    open_for_writing(path).close()
+    with (
+        pytest.raises(JournalError, match=r"the journal is empty\. The run has not got as far"),
+        queries.snapshot(path),
+    ):
+        pass
+
+
+def test_all_queries_of_a_snapshot_see_one_moment(run: RecordedRun, path: Path) -> None:
+    with queries.snapshot(path) as connection:
+        before = overview(connection, now=0)
+        run.pass_time(20)
+        assert overview(connection, now=0) == before
+    with queries.snapshot(path) as connection:
+        assert overview(connection, now=0) != before
+
+
+def test_a_look_never_reads_tokens_or_walks_through_the_history(journal: sqlite3.Connection) -> None:
+    statements: list[str] = []
+    journal.set_trace_callback(statements.append)
+    overview(journal)
+    journal.set_trace_callback(None)
+    assert len(statements) > 10
+    for statement in statements:
+        plan = [row[3] for row in journal.execute(f"EXPLAIN QUERY PLAN {statement}")]
+        for table in ("segments", "rollouts", "r", "groups", "g"):
+            full = [line for line in plan if line == f"SCAN {table}" or line.startswith(f"SCAN {table} USING INTEGER")]
+            assert not full, (statement, plan)
+
+
+# -- groups
+
+
+@pytest.mark.parametrize("state", queries.STATES)
+def test_listing_by_state(state: GroupState, journal: sqlite3.Connection) -> None:
+    rows = list_groups(journal, GroupFilter(state), 100)
+    count = next(count for count in overview(journal).states if count.state == state)
+    assert len(rows) == count.groups
+    assert all(row.state == state for row in rows)
+    assert ids(rows) == sorted(ids(rows), reverse=True)
+    assert rows == [row for row in list_groups(journal, GroupFilter(), 100) if row.state == state]
+
+
+def test_listing_by_reward_lag_and_limit(journal: sqlite3.Connection) -> None:
+    everything = list_groups(journal, GroupFilter(), 100)
+    assert ids(list_groups(journal, GroupFilter(), 3)) == ids(everything)[:3]
+    scored = [row for row in everything if row.reward is not None]
+    assert scored
+    assert list_groups(journal, GroupFilter(min_reward=0.5), 100) == scored
+    assert list_groups(journal, GroupFilter(min_reward=0.51), 100) == []
+    stale = [row for row in everything if row.lag is not None and row.lag > 0]
+    assert 0 < len(stale) < len(everything)
+    assert list_groups(journal, GroupFilter(stale_over=0), 100) == stale
+    trained = list_groups(journal, GroupFilter("trained", 0.5, 0), 100)
+    assert trained == [row for row in stale if row.state == "trained"]
+
+
+def test_a_group_whole(run: RecordedRun, journal: sqlite3.Connection) -> None:
+    row = next(row for row in list_groups(journal, GroupFilter("trained", stale_over=0), 100))
+    record = group_record(journal, row.group_id)
+    assert record.row == row
+    assert (record.prompt.content, record.prompt.fields) == (f"question {row.uid[1:]}?", {"answer": "7"})
+    assert record.prompt_ids == (9, 9, 9)
+    assert [rollout.reward for rollout in record.rollouts] == [0, 1]
+    first = record.rollouts[0]
+    assert (first.rollout_id, first.tokens, first.finish_reason) == (f"{row.group_id}-0", 4, "stop")
+    assert [token for segment in first.segments for token in segment.response_ids] == [5, 6, 7, 1]
+    assert first.segments[0].version == row.version
+    with pytest.raises(LookupError, match="no group 10000"):
+        group_record(journal, 10_000)
+
+
+def test_pieces_of_one_version_are_one_segment(run: RecordedRun, path: Path) -> None:
+    group_id = run.book.ledger.running[0]
+    (whole,) = [*segments_of(run.rollout(group_id, 0))][:1]
+    run.book.grown([whole])
+    again = segments_of(run.rollout(group_id, 1))
+    run.book.grown(again)
+    run.commit()
+    with queries.snapshot(path) as connection:
+        rollouts = group_record(connection, group_id).rollouts
+    assert [[segment.version for segment in rollout.segments] for rollout in rollouts] == [
+        [whole.version],
+        sorted({segment.version for segment in again}),
+    ]
+    assert rollouts[0].finish_reason is None
+    assert rollouts[0].segments[0].logprobs.tolist() == [0, -0.25]
+
+
+def test_groups_by_id_or_uid(journal: sqlite3.Connection) -> None:
+    assert groups_called(journal, "3") == [3]
+    assert groups_called(journal, "p3") == [2]
+    assert groups_called(journal, "1000") == groups_called(journal, "nothing") == []
+
+
+def test_damaged_tokens_are_not_shown(run: RecordedRun, path: Path) -> None:
+    spoil(path, "UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE group_id = 0")
+    with pytest.raises(JournalError, match="malformed"), queries.snapshot(path) as connection:
+        group_record(connection, 0)
+
+
+def spoil(path: Path, sql: str) -> None:
+    connection = sqlite3.connect(path)
+    with connection:
+        assert connection.execute(sql).rowcount > 0
+    connection.close()
+
+
+# -- staleness
+
+
+def test_lags_are_those_of_the_rows(run: RecordedRun, journal: sqlite3.Connection) -> None:
+    report = staleness_report(journal)
+    assert report.breaches == ()
+    assert (report.late, report.groups) == (0, 8)
+    assert [step.first for step in report.steps] == [0, 1, 2, 3]
+    for step in report.steps:
+        batch = run.book.journal.batch(step.first)
+        lags = [int(batch.version - version) for g in batch.groups for r in g.rollouts for version in r.versions]
+        assert sorted(step.tokens.elements()) == sorted(lags)
+        assert sorted(step.groups.elements()) == sorted(batch.version - group.version for group in batch.groups)
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        assert (step.rollouts, step.crossed) == (4, sum(r.versions[0] != r.versions[-1] for r in rollouts))
+    assert max(lag for step in report.steps for lag in step.groups) > 0
+    assert any(step.crossed for step in report.steps)
+
+
+@pytest.mark.parametrize(
+    ("sql", "what"),
+    [
+        (
+            "UPDATE groups SET version = 0 WHERE step = 3",
+            "admitted at version 0, trained at version 3: 3 versions later",
+        ),
+        ("UPDATE groups SET version = 4 WHERE step = 3", "trained at version 3: before there was such a version"),
+        ("UPDATE segments SET version = -1 WHERE group_id = 1 AND place = 1 AND start = 0", "older than its group"),
+        ("UPDATE segments SET version = 9 WHERE group_id = 1 AND place = 1 AND start = 0", "newer than its batch"),
+        ("UPDATE batches SET version = 1 WHERE step = 2", "its step belongs to version 2"),
+        ("UPDATE groups SET step = 77 WHERE id = 1", "there is no such batch"),
+        ("UPDATE segments SET version = -1 WHERE group_id = (SELECT max(group_id) FROM segments)", "older than its"),
+    ],
+)
+def test_a_row_that_breaks_the_guarantee_is_found(run: RecordedRun, path: Path, sql: str, what: str) -> None:
+    spoil(path, sql)
+    with queries.snapshot(path) as connection:
+        breaches = staleness_report(connection).breaches
+    assert any(what in breach.what for breach in breaches), breaches
+
+
+def test_late_groups_are_no_breach_where_they_are_allowed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = settings(on_stale="train")
+    run = RecordedRun(path, monkeypatch, of, lambda g: 40.0 if g == 0 else 3.0, concurrency=4)
+    for _ in range(6):
+        run.step()
+    late = run.book.ledger.counts().late
+    with queries.snapshot(path) as connection:
+        report = staleness_report(connection)
+    assert (report.late, report.breaches) == (late, ())
+    assert late > 0
+
+
+def test_dropped_tokens_are_told(run: RecordedRun, path: Path) -> None:
+    spoil(path, "DELETE FROM segments WHERE group_id IN (SELECT id FROM groups WHERE step = 0)")
+    with queries.snapshot(path) as connection:
+        report = staleness_report(connection)
+    assert [step.dropped for step in report.steps] == [True, False, False, False]
+    assert report.steps[0].tokens.total() == 0
+    assert report.steps[0].groups.total() == 2
+    assert report.breaches == ()
+
+
+def test_tokens_are_counted_by_the_index(journal: sqlite3.Connection) -> None:
+    statements: list[str] = []
+    journal.set_trace_callback(statements.append)
+    staleness_report(journal)
+    journal.set_trace_callback(None)
+    (counting,) = [statement for statement in statements if "length(tokens)" in statement]
+    assert "segments_sizes" in str([row[3] for row in journal.execute(f"EXPLAIN QUERY PLAN {counting}")])
+
+
+def test_ranges_of_steps() -> None:
+    steps = tuple(StepLags(step, step) for step in range(95))
+    assert in_ranges(steps[:20], 20) == steps[:20]
+    assert [(r.first, r.last) for r in in_ranges(steps[:21], 20)][-2:] == [(18, 19), (20, 20)]
+    assert [(r.first, r.last) for r in in_ranges(steps, 20)][-2:] == [(85, 89), (90, 94)]
+    assert in_ranges((), 20) == ()
+
+
+# -- history
+
+
+def test_history(run: RecordedRun, path: Path) -> None:
+    journal = run.book.journal
+    for step in (2, 3):
+        journal.checkpointed(step, f"step-{step:06d}", 1.5)
+    journal.checkpoint_removed(2)
+    names = ("accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
+    journal.evaluated({"step": 0, "kind": "greedy", **dict.fromkeys(names, 0.0)})
+    for number in range(12):
+        journal.failed("killed", "engine-0", f"message {number}")
+    run.commit()
+    run.crash(100)
+    with queries.snapshot(path) as connection:
+        found = history(connection)
+    assert [(start.kind, start.step, start.version) for start in found.starts] == [("train", 0, 0), ("resume", 4, 3)]
+    assert [failure.message for failure in found.failures] == [f"message {number}" for number in range(2, 12)]
+    assert found.failures_by_kind == {"killed": 12}
+    assert [(point.step, point.removed_at is None) for point in found.checkpoints] == [(2, False), (3, True)]
+    assert [result.kind for result in found.evaluations] == ["greedy"]
+    work = found.work
+    assert (work.steps, work.seconds, work.trained_tokens, work.generated_tokens) == (3, 30.0, 300, 600)
+    assert work.shares == {name: METRICS[name] for name in work.shares}
+
+
+def test_the_recording_has_the_times(run: RecordedRun, journal: sqlite3.Connection) -> None:
+    found = recording(journal)
+    assert found.groups[0].admitted_at == STARTED
+    assert found.groups[0].ended_at == STARTED + 3
+    assert [group.ended_at is None for group in found.groups].count(True) == len(run.book.ledger.running)
+    assert len(found.batches) == 3, "the batch that is not trained is left out"
+    first = found.batches[0]
+    assert (first.taken_at, first.trained_at) == (STARTED + 3, STARTED + 3 + TRAIN_S + PUBLISH_S)
+    assert (first.published_at, first.publish_s) == (first.trained_at, PUBLISH_S)
+    assert found.starts == (STARTED,)
