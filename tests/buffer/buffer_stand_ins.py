@@ -1,0 +1,131 @@
+"""Made-up prompts, rollouts and settings for the buffer, the journal and the durable ledger."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.rollout.records import Rollout, Segment, segments_of, training_rollout_id
+from asyncrl_cli.train.records import TrainingBatch
+
+PROMPT_IDS = (7, 2**31 - 1)
+
+SETTINGS = BufferSettings(
+    groups_per_step=2,
+    publish_every=1,
+    max_staleness=1,
+    on_stale="wait",
+    total_steps=1000,
+    group_size=2,
+    reject_uniform=True,
+)
+
+
+def candidates(first: int, count: int) -> list[Candidate]:
+    """The prompts of ``count`` serials from ``first`` on."""
+    return [
+        Candidate(serial, Prompt(f"p{serial}", f"text {serial}"), PROMPT_IDS, {"epoch": 0, "position": serial})
+        for serial in range(first, first + count)
+    ]
+
+
+def rollout(rollout_id: str, versions: Sequence[int] = (0, 0), seed: int = 0) -> Rollout:
+    """A finished rollout with a token per version. Its numbers have any bits at all, so that a NaN is among them."""
+    bits = np.random.default_rng([seed, zlib.crc32(rollout_id.encode())])
+    return Rollout(
+        rollout_id=rollout_id,
+        prompt_ids=PROMPT_IDS,
+        response_ids=bits.integers(-(2**31), 2**31, len(versions)).astype(np.int32),
+        logprobs=bits.integers(0, 2**32, len(versions), np.uint32).view(np.float32),
+        versions=np.array(versions, np.int32),
+        text="",
+        finish_reason="stop" if len(versions) % 2 else "length",
+    )
+
+
+def part(of: Rollout, start: int, end: int | None = None) -> Rollout:
+    """Some of a rollout's tokens."""
+    where = slice(start, end)
+    return replace(of, response_ids=of.response_ids[where], logprobs=of.logprobs[where], versions=of.versions[where])
+
+
+def pieces(of: Rollout, start: int = 0, end: int | None = None) -> list[Segment]:
+    """Some of a rollout's tokens as an engine tells them, cut where the version changes."""
+    return [replace(segment, start=start + segment.start) for segment in segments_of(part(of, start, end))]
+
+
+def extended(of: Rollout, more: Rollout) -> Rollout:
+    """A rollout with the tokens of another one behind its own."""
+    return replace(
+        of,
+        response_ids=np.concatenate([of.response_ids, more.response_ids]),
+        logprobs=np.concatenate([of.logprobs, more.logprobs]),
+        versions=np.concatenate([of.versions, more.versions]),
+    )
+
+
+def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
+    """Segments that follow one another from token 0 on, put together."""
+    so_far = rollout(rollout_id, ())
+    for segment in segments:
+        assert segment.rollout_id == rollout_id
+        assert segment.start == len(so_far.response_ids), "a gap or an overlap"
+        versions = np.full(len(segment.response_ids), segment.version, np.int32)
+        more = replace(so_far, response_ids=segment.response_ids, logprobs=segment.logprobs, versions=versions)
+        so_far = extended(so_far, more)
+    return so_far
+
+
+def tokens(of: Rollout) -> tuple[str, Any, ...]:
+    """A rollout's id and its arrays bit for bit, to be compared."""
+    return (
+        of.rollout_id,
+        *((array.dtype.str, array.tobytes()) for array in (of.response_ids, of.logprobs, of.versions)),
+    )
+
+
+def whole(of: Rollout) -> tuple[Any, ...]:
+    """A whole rollout bit for bit, to be compared."""
+    return (*tokens(of), of.prompt_ids, of.finish_reason)
+
+
+def content(batch: TrainingBatch) -> tuple[Any, ...]:
+    """A batch bit for bit, to be compared."""
+    groups = tuple(
+        (group.group_id, group.uid, group.version, tuple(map(whole, group.rollouts)), group.rewards)
+        for group in batch.groups
+    )
+    return (batch.step, batch.version, groups)
+
+
+def publish_record(version: int, step: int) -> PublishRecord:
+    return PublishRecord(version, step, f"checksum {version}", 0.0, 0.0, 0.0, 0.0)
+
+
+def group_rollouts(group_id: int, versions: Sequence[int] = (0, 0)) -> list[Rollout]:
+    """The rollouts of a group."""
+    return [rollout(training_rollout_id(group_id, place), versions) for place in range(SETTINGS.group_size)]
+
+
+def group_outcomes(group_id: int) -> list[Outcome]:
+    """Rewards that differ, so that the group is finished."""
+    return [Outcome(training_rollout_id(group_id, place), float(place)) for place in range(SETTINGS.group_size)]
+
+
+def commit(book: DurableLedger) -> None:
+    """Write what is noted."""
+    book.journal.commit(book.journal.noted())
+
+
+def finish(book: DurableLedger, *group_ids: int) -> None:
+    """Record and judge whole groups."""
+    for group_id in group_ids:
+        book.record(group_rollouts(group_id))
+        assert book.judge(group_outcomes(group_id)).finished == (group_id,)

@@ -1,0 +1,404 @@
+"""What is acknowledged survives a crash at any moment, and telling it again changes nothing.
+
+The machine plays the driver and its engines against a ledger with a journal. ``Known`` is what the journal must
+hold: it is kept beside it, saved at every commit (which may come after any call) and put back at every crash.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from buffer_stand_ins import (
+    SETTINGS,
+    candidates,
+    commit,
+    content,
+    extended,
+    joined,
+    part,
+    pieces,
+    publish_record,
+    rollout,
+    tokens,
+    whole,
+)
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.ledger import Batch, OnStale
+from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, Settled
+from asyncrl_cli.rollout.records import Rollout, Segment, place_of, training_rollout_id
+from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
+
+
+@dataclass
+class Known:
+    """What the driver has told, and what has become of it."""
+
+    ledger: dict[str, Any]
+    serial: int = 0
+    recorded: dict[str, Rollout] = field(default_factory=dict)
+    prefixes: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    uids: dict[int, str] = field(default_factory=dict)
+    batches: dict[int, tuple[Batch, TrainingBatch]] = field(default_factory=dict)
+
+    def copy(self) -> Known:
+        return replace(
+            self,
+            recorded=dict(self.recorded),
+            prefixes=dict(self.prefixes),
+            rewards=dict(self.rewards),
+            uids=dict(self.uids),
+            batches=dict(self.batches),
+        )
+
+
+class Crashes(RuleBasedStateMachine):
+    """Any order of calls that a run can make, with commits and crashes between any two."""
+
+    @initialize(
+        groups=st.integers(1, 2),
+        every=st.integers(1, 2),
+        staleness=st.integers(0, 2),
+        on_stale=st.sampled_from(["wait", "wait", "requeue", "train"]),
+        group_size=st.integers(1, 3),
+        reject_uniform=st.booleans(),
+        random=st.randoms(use_true_random=False),
+    )
+    def start(
+        self,
+        groups: int,
+        every: int,
+        staleness: int,
+        on_stale: OnStale,
+        group_size: int,
+        reject_uniform: bool,
+        random: Random,
+    ) -> None:
+        self.settings: BufferSettings = replace(
+            SETTINGS,
+            groups_per_step=groups,
+            publish_every=every,
+            max_staleness=staleness,
+            on_stale=on_stale,
+            group_size=group_size,
+            reject_uniform=reject_uniform,
+        )
+        self.folder = Path(tempfile.mkdtemp(prefix="crashes-"))
+        self.lives = 0
+        self._open(self.folder / "0.db")
+        self.known = Known(self.book.ledger.snapshot())
+        self.random = random
+        self.seed = 0
+        self.engines: dict[str, Rollout] = {}
+        self.delivered: dict[str, int] = {}
+        self.calls: list[tuple[str, Any]] = []
+        self._commit()
+
+    def teardown(self) -> None:
+        self.book.journal.close()
+        shutil.rmtree(self.folder)
+
+    # -- the driver's calls
+
+    @rule(count=st.integers(1, 6))
+    def admit(self, count: int) -> None:
+        offered = candidates(self.known.serial + 1, count)[: self.book.ledger.room()]
+        admitted = self._call("admit", offered)
+        assert [admission.prompt for admission in admitted.admissions] == [candidate.prompt for candidate in offered]
+        assert admitted.serial == self.known.serial
+
+    @precondition(lambda self: self._running())
+    @rule(data=st.data(), count=st.integers(1, 3), told=st.booleans())
+    def generate(self, data: st.DataObject, count: int, told: bool) -> None:
+        """Engines add tokens to some rollouts; ``told`` sends them, and those not told of before."""
+        names = data.draw(st.lists(st.sampled_from(self._running()), min_size=1, max_size=4, unique=True))
+        for name in names:
+            self.seed += 1
+            more = rollout(name, [self.book.ledger.version] * count, self.seed)
+            self.engines[name] = extended(self.engines.get(name, rollout(name, ())), more)
+        if told:
+            self._tell(names)
+
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data())
+    def generate_again(self, data: st.DataObject) -> None:
+        """An engine failed, and another begins from the start or from where a segment ended."""
+        name = data.draw(st.sampled_from(sorted(self.delivered)))
+        told = self.delivered[name]
+        ends = [segment.end for segment in self.known.prefixes.get(name, ()) if segment.end < told]
+        self.delivered[name] = data.draw(st.sampled_from([0, *ends]))
+        self.seed += 1
+        more = rollout(name, [self.book.ledger.version] * data.draw(st.integers(1, told + 1)), self.seed)
+        self.engines[name] = extended(part(self.engines[name], 0, self.delivered[name]), more)
+        self._tell([name])
+
+    @precondition(lambda self: self._running())
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def finish(self, data: st.DataObject, count: int) -> None:
+        """Rollouts end; one that has no token yet has none in the end."""
+        ended = data.draw(st.lists(st.sampled_from(self._running()), max_size=count, unique=True))
+        self._call("record", [self.engines.get(name, rollout(name, ())) for name in ended])
+
+    @precondition(lambda self: self._unscored())
+    @rule(data=st.data(), rewards=st.lists(st.sampled_from([0.0, 1.0, 1 / 3]), min_size=1, max_size=6))
+    def score(self, data: st.DataObject, rewards: list[float]) -> None:
+        names = data.draw(st.permutations(self._unscored()))
+        self._call("judge", [Outcome(name, reward) for name, reward in zip(names, rewards, strict=False)])
+
+    @precondition(lambda self: self._running() or self._unscored())
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self._running() + self._unscored()))
+        settled = self._call("judge", [Outcome(name, None, "the engine said no")])
+        assert settled.rejected == ((place_of(name)[0], "failed"),)
+
+    @precondition(lambda self: isinstance(self.book.ledger.next_batch(), Batch))
+    @rule()
+    def take(self) -> None:
+        batch = self.book.ledger.next_batch()
+        assert isinstance(batch, Batch)
+        if self.settings.on_stale != "train":
+            assert max(batch.staleness) <= self.settings.max_staleness
+        assert self._call("take", batch.step) is None
+        assert batch.step in self.known.batches
+
+    @precondition(lambda self: not isinstance(self.book.ledger.next_batch(), Batch))
+    @rule()
+    def ask_for_a_batch_too_early(self) -> None:
+        waiting = self.book.take(self.book.ledger.step)
+        assert waiting is not None
+        assert waiting.overdue == self.book.ledger.overdue()
+        assert self.book.ledger.snapshot() == self.known.ledger
+
+    @precondition(lambda self: self.book.ledger.publish_due)
+    @rule()
+    def publish(self) -> None:
+        self._call("publish", publish_record(self.book.ledger.version + 1, self.book.ledger.step))
+
+    @precondition(lambda self: self.book.ledger.overdue())
+    @rule()
+    def requeue(self) -> None:
+        overdue = self.book.ledger.overdue()
+        started = self._call("requeue", overdue)
+        assert tuple(old for old, _, _ in started) == overdue
+
+    @rule(count=st.integers(1, 4))
+    def run_on(self, count: int) -> None:
+        """Some steps in which only the newest groups finish, so that the old ones fall behind."""
+        for _ in range(count):
+            self.admit(9)
+            for group_id in reversed(self.book.ledger.running[1:]):
+                names = self._names(group_id)
+                self._call("record", [rollout(name, [self.book.ledger.version]) for name in names])
+                self._call("judge", [Outcome(name, float(i)) for i, name in enumerate(names)])
+            if self.book.ledger.overdue():
+                self.requeue()
+            if isinstance(self.book.ledger.next_batch(), Batch):
+                self.take()
+            if self.book.ledger.publish_due:
+                self.publish()
+
+    # -- what can happen to them
+
+    @rule(data=st.data())
+    def answers_are_lost(self, data: st.DataObject) -> None:
+        """The last calls are made again, in their order."""
+        self._repeat(self.calls[len(self.calls) - data.draw(st.integers(0, min(len(self.calls), 12))) :])
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def an_old_call_is_repeated(self, data: st.DataObject) -> None:
+        """Any call, except that the tokens of a rollout that goes on come in their order."""
+        method, argument = data.draw(st.sampled_from(self.calls))
+        if method == "grown":
+            argument = [segment for segment in argument if segment.rollout_id in self.known.recorded]
+        self._repeat([(method, argument)])
+
+    @precondition(lambda self: self.known.ledger["next_id"])
+    @rule()
+    def the_run_dies(self) -> None:
+        """Everything but the file is lost. The next driver begins where the journal stands."""
+        self._die()
+        self.known = self.saved.copy()
+        opening = self._opened_as_saved()
+        prefixes = [prefix for group in opening.groups for prefix in group.prefixes.values()]
+        self.engines = {prefix[0].rollout_id: joined(prefix[0].rollout_id, prefix) for prefix in prefixes}
+        self.delivered = {prefix[0].rollout_id: prefix[-1].end for prefix in prefixes}
+        self.calls = []
+        self._commit()
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def the_buffer_dies(self, data: st.DataObject) -> None:
+        """The driver makes again what was not answered, and perhaps some of what was: all is as if nothing had been."""
+        before = self.known
+        self._die()
+        self.known = self.saved.copy()
+        self._opened_as_saved()
+        self.known = before
+        self._repeat(self.calls[data.draw(st.integers(0, self.answered)) :])
+
+    # -- what always holds
+
+    @invariant()
+    def a_group_is_trained_at_most_once(self) -> None:
+        taken = [group_id for batch, _ in self.known.batches.values() for group_id in batch.group_ids]
+        assert len(taken) == len(set(taken))
+
+    # -- how
+
+    def _open(self, path: Path) -> None:
+        self.book = DurableLedger(path, self.settings)
+        self.book.journal._connection.execute("PRAGMA synchronous = OFF")  # a crash here is no power failure
+
+    def _commit(self) -> None:
+        commit(self.book)
+        self.saved = self.known.copy()
+        self.answered = len(self.calls)
+
+    def _die(self) -> None:
+        """Leave the file as a kill leaves it: the journal is not closed, and its log not merged."""
+        self.lives += 1
+        path = self.folder / f"{self.lives}.db"
+        for end in ("", "-wal"):
+            shutil.copyfile(self.folder / f"{self.lives - 1}.db{end}", f"{path}{end}")
+        self.book.journal.close()
+        self._open(path)
+
+    def _opened_as_saved(self) -> Any:
+        """The opening of a journal that has just been opened: everything acknowledged, and nothing else."""
+        opening, known = self.book.opening(), self.known
+        assert self.book.ledger.snapshot() == known.ledger
+        assert (opening.step, opening.version) == (known.ledger["step"], known.ledger["version"])
+        assert opening.serial == known.serial
+        assert opening.loader == ({"epoch": 0, "position": known.serial} if known.serial else None)
+        assert [group.admission.group_id for group in opening.groups] == list(self.book.ledger.running)
+        for group in opening.groups:
+            group_id = group.admission.group_id
+            assert group.admission.prompt.uid == known.uids[group_id]
+            for place, name in enumerate(self._names(group_id)):
+                assert (place in group.scored) == (name in known.rewards)
+                assert (place in group.unscored) == (name in known.recorded and name not in known.rewards)
+                if place in group.unscored:
+                    assert whole(group.unscored[place]) == whole(known.recorded[name])
+                assert tokens(joined(name, group.prefixes.get(place, ()))) == tokens(
+                    joined(name, known.prefixes.get(name, ()))
+                )
+            assert self.book.journal.rewards(group_id) == {
+                place_of(name)[1]: reward for name, reward in known.rewards.items() if place_of(name)[0] == group_id
+            }
+        for step, (_, batch) in known.batches.items():
+            assert content(self.book.journal.batch(step)) == content(batch)
+        return opening
+
+    def _call(self, method: str, argument: Any) -> Any:
+        """Make a call, and note in ``known`` what the buffer must know from here on."""
+        upcoming = self.book.ledger.next_batch()
+        answer = getattr(self.book, method)(argument)
+        self.calls.append((method, argument))
+        if method == "admit":
+            self._admitted(answer.admissions, argument)
+        elif method == "grown":
+            self._grown(argument)
+        elif method == "record":
+            self._recorded(argument)
+        elif method == "judge":
+            self._judged(argument, answer)
+        elif method == "take" and answer is None:
+            assert isinstance(upcoming, Batch)
+            self.known.batches[upcoming.step] = (upcoming, self._expected(upcoming))
+        elif method == "requeue":
+            for old, new, _ in answer:
+                self.known.uids[new] = self.known.uids[old]
+        self.known.ledger = self.book.ledger.snapshot()
+        alive = set(self._running())
+        self.engines = {name: so_far for name, so_far in self.engines.items() if name in alive}
+        self.delivered = {name: count for name, count in self.delivered.items() if name in alive}
+        if self.random.random() < 0.5:
+            self._commit()
+        return answer
+
+    def _tell(self, names: list[str]) -> None:
+        """Send the tokens that the engines have added since the last time."""
+        told = [segment for name in names for segment in pieces(self.engines[name], self.delivered.get(name, 0))]
+        self.delivered |= {name: len(self.engines[name].response_ids) for name in names}
+        self._call("grown", told)
+
+    def _repeat(self, calls: Iterable[tuple[str, Any]]) -> None:
+        """Make calls again. All is as it was before."""
+        for method, argument in calls:
+            getattr(self.book, method)(argument)
+        assert self.book.ledger.snapshot() == self.known.ledger
+
+    def _admitted(self, admissions: Iterable[Any], offered: list[Candidate]) -> None:
+        for admission, candidate in zip(admissions, offered, strict=False):
+            self.known.serial = candidate.serial
+            self.known.uids[admission.group_id] = candidate.prompt.uid
+
+    def _grown(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            kept = [known for known in self.known.prefixes.get(segment.rollout_id, ()) if known.start < segment.start]
+            self.known.prefixes[segment.rollout_id] = (*kept, segment)
+
+    def _recorded(self, ended: list[Rollout]) -> None:
+        for one in ended:
+            self.known.recorded.setdefault(one.rollout_id, one)  # the first one counts
+            self.known.prefixes.pop(one.rollout_id, None)
+
+    def _judged(self, outcomes: list[Outcome], settled: Settled) -> None:
+        for outcome in outcomes:
+            if outcome.reward is not None:
+                self.known.rewards.setdefault(outcome.rollout_id, outcome.reward)
+        rejected = {place_of(outcome.rollout_id)[0]: "failed" for outcome in outcomes if outcome.reward is None}
+        finished = set()
+        for group_id in {place_of(outcome.rollout_id)[0] for outcome in outcomes} - rejected.keys():
+            rewards = [self.known.rewards.get(name) for name in self._names(group_id)]
+            if self.settings.reject_uniform and None not in rewards and len(set(rewards)) == 1:
+                rejected[group_id] = "uniform"
+            elif None not in rewards:
+                finished.add(group_id)
+        assert (set(settled.finished), dict(settled.rejected)) == (finished, rejected)
+
+    def _expected(self, batch: Batch) -> TrainingBatch:
+        return TrainingBatch(
+            batch.step,
+            batch.version,
+            tuple(
+                TrainingGroup(
+                    group_id,
+                    self.known.uids[group_id],
+                    version,
+                    tuple(self.known.recorded[name] for name in self._names(group_id)),
+                    tuple(self.known.rewards[name] for name in self._names(group_id)),
+                )
+                for group_id, version in zip(batch.group_ids, batch.group_versions, strict=True)
+            ),
+        )
+
+    def _names(self, *group_ids: int) -> list[str]:
+        places = range(self.settings.group_size)
+        return [training_rollout_id(group_id, place) for group_id in group_ids for place in places]
+
+    def _running(self) -> list[str]:
+        """Rollouts that are generated."""
+        return [name for name in self._names(*self.book.ledger.running) if name not in self.known.recorded]
+
+    def _unscored(self) -> list[str]:
+        recorded = [name for name in self._names(*self.book.ledger.running) if name in self.known.recorded]
+        return [name for name in recorded if name not in self.known.rewards]
+
+
+TestCrashes = Crashes.TestCase
+TestCrashes.settings = settings(
+    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
