@@ -214,10 +214,11 @@ def _due(connection: sqlite3.Connection, where: Standing) -> tuple[Due, ...]:
 
 
 def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None]]:
-    """Length and reward of the rollouts of a state's newest groups; of running groups, the length so far."""
+    """Length and reward of the rollouts of a state's newest groups; of running groups, the length so far. Rollouts
+    that failed before their first token are left out."""
     newest = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
     return connection.execute(
-        f"SELECT tokens, reward FROM rollouts WHERE group_id IN "
+        f"SELECT tokens, reward FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
         f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {newest} LIMIT {RECENT_GROUPS})"
     ).fetchall()
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import resume, runs, track, train, validate_spec
+from asyncrl_cli.cli import inspect, resume, runs, staleness, track, train, validate_spec
 from asyncrl_cli.runs.errors import UserError
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ app.command("train")(train.train)
 app.command("resume")(resume.resume)
 app.command("runs")(runs.runs)
 app.command("track")(track.track)
+app.add_typer(inspect.app, name="inspect")
+app.command("staleness")(staleness.staleness)
 app.command("validate-spec")(validate_spec.validate_spec)
 
 

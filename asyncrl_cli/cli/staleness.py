@@ -1,0 +1,58 @@
+"""`asyncrl staleness`: how stale a run's training was, whether the bound held, and what another bound would cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.inspect import AsJson, RunName, RunsDir, show
+
+
+def staleness(
+    run: RunName = "latest",
+    steps: Annotated[
+        str | None, typer.Option("--steps", metavar="all", help="`all`: a row for every step, not for ranges of them.")
+    ] = None,
+    what_if: Annotated[
+        int | None,
+        typer.Option(
+            "--what-if", metavar="S", min=0, help="Estimate how long the trainer would have waited with this bound."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show by how many weight versions training lagged behind, and prove from the journal that the bound held.
+
+    Ends with 0 when it held and with 1 when rows of the journal break it. Groups trained late with `on_stale: train`
+    are counted and break nothing. Steps count from 1, as in metrics.jsonl.
+    """
+    from asyncrl_cli.buffer.history import recording
+    from asyncrl_cli.buffer.queries import snapshot
+    from asyncrl_cli.buffer.schema import FILE
+    from asyncrl_cli.buffer.staleness import staleness_report
+    from asyncrl_cli.buffer.what_if import simulate, workload
+    from asyncrl_cli.observe.staleness_page import staleness_page, with_what_if
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.directory import RunError
+
+    if steps not in (None, "all"):
+        raise typer.BadParameter("is `all`, or left out", param_hint="--steps")
+    found = find_run(runs_dir, run)
+    with snapshot(found.path / FILE) as connection:
+        report = staleness_report(connection)
+        recorded = recording(connection) if what_if is not None else None
+    page = staleness_page(found, report, every_step=steps == "all")
+    if recorded is not None and what_if is not None:
+        if not recorded.batches:
+            raise RunError(
+                "no step is trained yet", place=found.run_id, mend="--what-if goes by the times of trained steps"
+            )
+        work = workload(recorded)
+        bound = recorded.settings.max_staleness
+        page = with_what_if(page, report, work, simulate(work, bound), simulate(work, what_if))
+    show(page, as_json)
+    if report.breaches:
+        raise typer.Exit(1)

@@ -1,0 +1,487 @@
+"""`asyncrl inspect` and `asyncrl staleness` on journals that the buffer wrote, from the outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from asyncrl_cli.buffer.records import Outcome
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.observe.decoding import Decoder
+from asyncrl_cli.observe.pages import WIDTH, duration, number, paragraph, table
+from asyncrl_cli.rollout.records import segments_of
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.train.tokenizer import CHARACTERS, EOS, PAD, UNK
+from tests.buffer.recorded_run import RecordedRun, make_run, settings
+
+PAGES = (
+    ("inspect", "buffer"),
+    ("inspect", "buffer", "--stale-over", "-1"),
+    ("inspect", "buffer", "--group", "2"),
+    ("inspect", "buffer", "--rollout", "2-1"),
+    ("inspect", "run"),
+    ("staleness",),
+    ("staleness", "--steps", "all"),
+    ("staleness", "--what-if", "4"),
+)
+TEXT = "3+4 is 7,\nso: 7"
+
+
+@pytest.fixture
+def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Run a command line in this process: its exit code, stdout and stderr."""
+    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def character_ids(text: str) -> list[int]:
+    return [3 + CHARACTERS.index(char) for char in text] + [1]
+
+
+def characters() -> Any:
+    """The backend of ``character_tokenizer``, without transformers."""
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate((PAD, EOS, UNK, *CHARACTERS))}, unk_token=UNK))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, EOS, UNK])
+    return tokenizer
+
+
+def byte_pairs(*texts: str) -> Any:
+    """A byte-level BPE tokenizer, as most language models have one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """Run `run-1`, which a killed driver left: four steps trained, a fifth taken, a failed group, groups under way."""
+    directory = make_run(tmp_path / "runs", phase="running", step=4, steps=1000, version=4)
+    (directory.path / "skeleton").mkdir()
+    characters().save(str(directory.path / "skeleton" / "tokenizer.json"))
+    run = RecordedRun(
+        directory.path / "journal.db",
+        monkeypatch,
+        settings(max_staleness=2),
+        lambda g: 3.0 + 4 * (g % 3),
+        concurrency=5,
+        response=character_ids(TEXT),
+    )
+    for _ in range(4):
+        run.step()
+    run.take()
+    failed, growing = run.book.ledger.running[-2:]
+    run.book.judge([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'answer'")])
+    run.book.grown(segments_of(run.rollout(growing, 0))[:1])
+    run.commit()
+    return run
+
+
+def write(run: RecordedRun, sql: str) -> None:
+    run.book.journal.commit([(sql, ())])
+
+
+# -- every page
+
+
+@pytest.mark.parametrize("arguments", PAGES)
+def test_pages_fit_and_are_json_too(run: RecordedRun, asyncrl: Any, arguments: tuple[str, ...]) -> None:
+    code, out, err = asyncrl(*arguments)
+    assert (code, err) == (0, "")
+    assert out.isascii() or "…" in out
+    assert max(map(len, out.splitlines())) <= WIDTH
+    assert "\x1b" not in out
+    code, out, _ = asyncrl(*arguments, "--json")
+    assert code == 0
+    assert json.loads(out)["run"] == "run-1"
+
+
+@pytest.mark.parametrize("arguments", PAGES)
+def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    assert asyncrl(*arguments) == (1, "", "runs: there is no run yet. Start one: asyncrl train SPEC.\n")
+    make_run(tmp_path / "runs", phase="failed", reason="no memory")
+    code, out, err = asyncrl(*arguments)
+    path = tmp_path / "runs" / "run-1" / "journal.db"
+    assert (code, err) == (
+        1,
+        f"{path}: there is no journal. The run has not got as far as its first group.\n".replace(f"{tmp_path}/", ""),
+    )
+    assert ("no memory" in out) == (arguments == ("inspect", "run")), "what is known is told"
+    path.write_bytes(b"no journal at all" * 100)
+    code, _, err = asyncrl(*arguments)
+    assert code == 1
+    assert "file is not a database" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "inspect buffer --state runing",
+        "inspect buffer --rollout 12",
+        "inspect buffer --group 1 --state running",
+        "inspect buffer --group 1 --rollout 1-0",
+        "inspect buffer --limit 0",
+        "inspect buffer --watch --json",
+        "inspect buffer --watch",
+        "inspect buffer --min-reward high",
+        "inspect buffers",
+        "staleness --steps some",
+        "staleness --what-if -1",
+    ],
+)
+def test_bad_usage(run: RecordedRun, asyncrl: Any, arguments: str) -> None:
+    code, out, err = asyncrl(*arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: asyncrl ")
+
+
+def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "other", "run-2")
+    pages = {
+        asyncrl("inspect", "run", *which)[1]
+        for which in (("run-1",), ("ru",), ("runs/run-1",), ("latest",), ("--runs-dir", str(tmp_path / "runs")))
+    }
+    assert len({page.replace(f"{tmp_path}/", "") for page in pages}) == 1
+    code, _, err = asyncrl("staleness", "run-2")
+    assert (code, err) == (1, "runs: no run is called 'run-2'. `asyncrl runs` lists those there are.\n")
+
+
+def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
+    heavy = {"torch", "ray", "vllm", "deepspeed", "mlflow", "transformers"}
+    script = (
+        "import sys\nfrom asyncrl_cli.cli.app import main\n"
+        f"try:\n    main()\nfinally:\n    print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
+    )
+    for arguments in PAGES:
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert done.stderr == "[]\n"
+        assert done.stdout
+
+
+# -- inspect buffer
+
+
+def test_the_buffer_at_a_glance(run: RecordedRun, asyncrl: Any) -> None:
+    out = asyncrl("inspect", "buffer")[1]
+    lines = out.splitlines()
+    assert lines[:2] == ["run      run-1, died", "where    5 of 1000 batches taken, weight version 4"]
+    counts = run.book.ledger.counts()
+    rows = {line.split()[0]: line.split() for line in lines[5:11]}
+    assert rows["running"][1:5] == [str(counts.running), "0", "of", str(2 * counts.running)]
+    assert rows["running"][5] == str(len(TEXT) + 1), "tokens so far"
+    assert [rows[state][1] for state in ("finished", "taken", "trained", "rejected")] == [
+        str(counts.finished),
+        "2",
+        "8",
+        "1",
+    ]
+    assert rows["rejected"][2:] == ["failed", "1"]
+    assert "admitted at version  lag if taken now  deadline  running  finished" in lines
+    assert any(line.startswith("length (tokens)") for line in lines)
+    assert any(line.startswith("reward ") for line in lines)
+
+
+def test_a_rollout_shows_text_versions_logprobs_and_reward(run: RecordedRun, asyncrl: Any) -> None:
+    crossed = next(
+        rollout
+        for group_id in range(20)
+        for rollout in json.loads(asyncrl("inspect", "buffer", "--group", str(group_id), "--json")[1])["rollouts"]
+        if len(rollout["segments"]) == 2 and rollout["reward"] == 0
+    )
+    parts = [segment["text"] for segment in crossed["segments"]]
+    assert "".join(parts) == f"{TEXT}<eos>"
+    assert all(len(segment["ids"]) == len(segment["logprobs"]) for segment in crossed["segments"])
+    out = asyncrl("inspect", "buffer", "--rollout", crossed["rollout"])[1]
+    assert f"rollout {crossed['rollout']}: reward 0; 16 tokens, ended by the model" in out
+    for segment in crossed["segments"]:
+        assert f"  version {segment['version']}, {len(segment['ids'])} tokens, log-prob mean " in out
+    assert '| "3" -0.00 "+" -0.25 "4" -0.50' in out
+    assert '"<eos>" -3.75' in out
+    assert '{"answer": "7"}' in out
+
+
+def test_a_group_by_uid_and_why_it_was_rejected(run: RecordedRun, asyncrl: Any) -> None:
+    listed = asyncrl("inspect", "buffer", "--state", "rejected")[1].splitlines()
+    assert listed[0].split() == [
+        "group",
+        "prompt",
+        "state",
+        "version",
+        "lag",
+        "step",
+        "ended",
+        "tokens",
+        "reward",
+        "admitted",
+    ]
+    group_id, uid, *state = listed[1].split()[:4]
+    assert state == ["rejected:", "failed"]
+    out = asyncrl("inspect", "buffer", "--group", uid)[1]
+    assert out == asyncrl("inspect", "buffer", "--group", group_id)[1]
+    assert "why      a rollout failed past its retries" in out
+    assert f"rollout {group_id}-0: failed; 0 tokens, no end yet\n    the reward raised KeyError: 'answer'" in out
+
+
+def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:
+    def listed(*arguments: str) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(asyncrl("inspect", "buffer", *arguments, "--json")[1])
+        return document
+
+    everything = listed("--limit", "100", "--stale-over", "-1")
+    assert not everything["more"]
+    few = listed("--limit", "2")
+    assert few["more"]
+    newest = json.loads(asyncrl("inspect", "buffer", "--limit", "100", "--json")[1])["groups"]
+    assert few["groups"] == newest[:2]
+    assert [group for group in newest if group["lag"] is not None] == everything["groups"]
+    assert {group["state"] for group in listed("--state", "taken")["groups"]} == {"taken"}
+    assert {group["step"] for group in listed("--state", "taken")["groups"]} == {5}, "steps count from 1"
+    assert all(group["reward"] >= 0.5 for group in listed("--min-reward", "0.5")["groups"])
+    assert asyncrl("inspect", "buffer", "--min-reward", "2")[:2] == (0, "no group of run-1 is like that\n")
+
+
+def test_what_is_not_there(run: RecordedRun, asyncrl: Any) -> None:
+    code, out, err = asyncrl("inspect", "buffer", "--group", "p1000")
+    assert (code, out) == (1, "")
+    assert err.startswith("run-1: no group has the id or the prompt uid 'p1000'. ")
+    assert asyncrl("inspect", "buffer", "--rollout", "1000-0")[0] == 1
+    assert asyncrl("inspect", "buffer", "--rollout", "0-9")[2] == "run-1: nothing is recorded of rollout 0-9 yet.\n"
+
+
+def test_ids_where_there_is_no_tokenizer(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/run-1"
+    (folder / "skeleton").rename(tmp_path / "model")
+    out = asyncrl("inspect", "buffer", "--rollout", "0-0")[1]
+    first = character_ids(TEXT)[0]
+    assert f"    | {first} -0.00 " in out
+    assert "there is no tokenizer.json" in out
+    # A saved model is used where it lies, and has no skeleton.
+    (folder / "spec.yaml").write_text(f"model:\n  path: {tmp_path / 'model'}\n")
+    assert "    3+4 is 7,\n    so: 7<eos>" in asyncrl("inspect", "buffer", "--rollout", "0-0")[1]
+
+
+def test_dropped_tokens(run: RecordedRun, asyncrl: Any) -> None:
+    write(run, "DELETE FROM segments WHERE group_id = 0")
+    assert "(its tokens were dropped: journal.keep)" in asyncrl("inspect", "buffer", "--group", "0")[1]
+    assert "tokens of some steps were dropped" in asyncrl("staleness")[1]
+
+
+def test_watch_redraws_until_it_is_stopped(run: RecordedRun, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncrl_cli.cli.app", "inspect", "buffer", "--watch"],
+        cwd=tmp_path,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "60"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    seen = b""
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while time.monotonic() < deadline and seen.count(b"batches taken") < 3:
+            seen += os.read(ours, 65536)
+        write(run, "DELETE FROM groups WHERE state = 'rejected'")
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        while True:
+            seen += os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait(30) == 0
+    assert seen.count(b"batches taken") >= 3
+    assert b"failed 1" in seen
+    assert b"failed 1" not in seen[seen.rindex(b"batches taken") :], "what changes is seen"
+    assert b"Traceback" not in seen
+
+
+# -- inspect run
+
+
+def test_a_runs_history(run: RecordedRun, asyncrl: Any) -> None:
+    journal = run.book.journal
+    journal.checkpointed(2, "step-000002", 1.5)
+    journal.checkpoint_removed(2)
+    journal.checkpointed(4, "step-000004", 1.5)
+    journal.failed("killed", "engine-0", "SIGKILL\nlogs say more")
+    result = {"mean_reward": 0.5, "mean_length": 21.5, "prompts": 256, "oldest": 0, "newest": 0}
+    journal.evaluated({"step": 0, "kind": "greedy", "accuracy": 0.25, **result})
+    run.commit()
+    run.crash(100)
+    lines = asyncrl("inspect", "run")[1].splitlines()
+    assert lines[0] == "run      run-1, died, step 4 of 1000, weight version 4"
+    assert "command  asyncrl train spec.yaml" in lines
+    assert "code     asyncrl 0.1, Python 3.11.2, commit 0123456789ab with changes" in lines
+    starts = lines.index("starts               kind    at step  version  process")
+    assert [line.split()[2:5] for line in lines[starts + 1 : starts + 3]] == [["train", "0", "0"], ["resume", "5", "4"]]
+    failures = lines.index("failures: 1 killed")
+    assert lines[failures + 2 : failures + 4] == ["    SIGKILL", "    logs say more"]
+    assert "trained  4 steps in 40 s, 10 s per step" in lines
+    assert "tokens   trained 400 (10/s), generated 800 (20/s)" in lines
+    assert "time     trainer busy 50%, engines busy 75%, engines paused by weight updates 25%" in lines
+    assert "(1 older removed)" in lines
+    assert any(line.startswith("after step 0  greedy     0.250") for line in lines)
+    document = json.loads(asyncrl("inspect", "run", "--json")[1])
+    assert document["phase"] == "died"
+    assert document["history"]["work"]["trained_tokens_per_s"] == 10
+    assert len(document["history"]["starts"]) == 2
+
+
+def test_a_running_run_is_said_to_run(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+    driver = RunDirectory(tmp_path / "runs/run-1")
+    driver.lock()
+    for arguments in PAGES[:1] + PAGES[4:6]:
+        assert asyncrl(*arguments)[1].startswith("run      run-1, running")
+    driver.unlock()
+
+
+# -- staleness
+
+
+def test_the_bound_is_proved(run: RecordedRun, asyncrl: Any) -> None:
+    code, out, _ = asyncrl("staleness")
+    assert code == 0
+    assert "proof    the bound held: 10 groups lag 0 to 2 versions,\n         and none of " in out
+    document = json.loads(asyncrl("staleness", "--json")[1])
+    assert document["held"]
+    assert [step["first_step"] for step in document["steps"]] == [1, 2, 3, 4, 5]
+    assert document["all"]["groups_by_lag"].keys() <= {"0", "1", "2"}
+    assert 0 < document["all"]["rollouts_crossed"] < document["all"]["rollouts"]
+
+
+def test_a_broken_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
+    write(run, "UPDATE groups SET version = 0 WHERE step = 4")
+    code, out, _ = asyncrl("staleness")
+    assert code == 1
+    assert "BROKEN   the guarantee does not hold: 2 row(s) break it\n  step 5, group " in out
+    assert "admitted at version 0, trained at version 4: 4 versions later, and the bound is 2" in out
+    code, out, _ = asyncrl("staleness", "--json")
+    assert code == 1
+    assert [breach["step"] for breach in json.loads(out)["breaches"]] == [5, 5]
+
+
+def test_late_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:
+    directory = make_run(tmp_path / "runs")
+    of = settings(on_stale="train")
+    run = RecordedRun(directory.path / "journal.db", monkeypatch, of, lambda g: 40.0 if g == 0 else 3.0, concurrency=4)
+    for _ in range(6):
+        run.step()
+    code, out, _ = asyncrl("staleness")
+    assert code == 0
+    assert "late     1 groups were trained past the bound, as on_stale: train allows" in out
+
+
+def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:
+    directory = make_run(tmp_path / "runs")
+    of = settings(max_staleness=17)
+    run = RecordedRun(directory.path / "journal.db", monkeypatch, of, lambda g: 1.0, concurrency=40)
+    for _ in range(61):
+        run.step()
+    out = asyncrl("staleness")[1]
+    assert len(out.splitlines()) < 26
+    assert "\n56-60 " in out
+    assert "\n61 " in out
+    (header,) = [line for line in out.splitlines() if line.startswith("step ")]
+    assert header.split() == ["step", *(["0-4", "5-9", "10-14", "15-17", "mean", "max"] * 2), "crossed"]
+    assert max(map(len, out.splitlines())) <= WIDTH
+    assert "\n60 " in asyncrl("staleness", "--steps", "all")[1]
+
+
+def test_what_if(run: RecordedRun, asyncrl: Any) -> None:
+    out = asyncrl("staleness", "--what-if", "0")[1]
+    assert "An estimate: the run once more, " in out
+    estimate = json.loads(asyncrl("staleness", "--what-if", "0", "--json")[1])["what_if"]
+    recorded, (as_it_was, as_it_would) = estimate["recorded"], estimate["simulated"]
+    assert recorded["waited_s"] == pytest.approx(sum(run.waited), abs=1e-3)
+    assert as_it_was["waited_s"] == pytest.approx(recorded["waited_s"], abs=1e-3)
+    assert (as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 0)
+    assert as_it_would["waited_s"] > as_it_was["waited_s"]
+    assert estimate["assumptions"]
+
+
+def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:
+    directory = make_run(tmp_path / "runs")
+    RecordedRun(directory.path / "journal.db", monkeypatch, settings(), lambda g: 1.0)
+    assert asyncrl("staleness")[0] == 0
+    code, _, err = asyncrl("staleness", "--what-if", "1")
+    assert (code, err) == (1, "run-1: no step is trained yet. --what-if goes by the times of trained steps.\n")
+
+
+# -- the parts
+
+
+def test_decoding_byte_pairs_across_cuts() -> None:
+    text = "naïve 🙂 café, naïve 🙂 café 7"
+    tokenizer = byte_pairs(text * 3)
+    ids = tokenizer.encode(text).ids
+    decoder = Decoder(tokenizer)
+    assert "".join(decoder.pieces(ids)) == text
+    for cut in range(len(ids) + 1):
+        parts = decoder.parts(ids, [cut, len(ids)])
+        assert "".join(parts) == text, "a character that a cut goes through belongs to one part"
+        assert "\ufffd" not in parts[0]
+
+
+def test_decoding_where_the_first_space_is_dropped() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "▁7": 1, "▁is": 2, "x": 3}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    decoder = Decoder(tokenizer)
+    assert decoder.pieces([1, 2, 3, 1]) == ["7", " is", "x", " 7"]
+    assert decoder.parts([1, 2, 3, 1], [2, 4]) == ["7 is", "x 7"]
+
+
+def test_text_cannot_move_the_cursor() -> None:
+    assert paragraph("a\x1b[2Jb\tc\nd", "  ") == ["  a\\x1b[2Jb\\tc", "  d"]
+    assert paragraph("a  b " * 50, "  ")[0] == ("  " + "a  b " * 20)[:WIDTH].rstrip()
+    assert paragraph("") == [""]
+
+
+def test_short_forms() -> None:
+    assert [duration(seconds) for seconds in (0, 9.94, 60, 119, 120, 7199, 7200, 200_000)] == [
+        "0.0 s",
+        "9.9 s",
+        "60 s",
+        "119 s",
+        "2 min",
+        "120 min",
+        "2.0 h",
+        "2.3 d",
+    ]
+    assert [number(value) for value in (0.0, 1.0, 0.12345, -2.5, 12345.6, 12345.0, float("inf"))] == [
+        "0",
+        "1",
+        "0.123",
+        "-2.5",
+        "12,346",
+        "12,345",
+        "inf",
+    ]
+    assert table(("a", "b"), [("xyz", "1"), ("x", "10")]) == ["a     b", "xyz   1", "x    10"]
