@@ -30,10 +30,11 @@ class ActorFactory:
     spec: ExperimentSpec
     run_path: Path
     search_path: Path
+    log_folder: Path | None = None
 
     @property
     def _logs(self) -> str:
-        return str(self.run_path / "logs")
+        return str(self.log_folder or self.run_path / "logs")
 
     def engine(self, name: str) -> Any:
         import ray

@@ -1,0 +1,89 @@
+"""`asyncrl replay`: train a run's recorded batches again, and compare the weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def replay(
+    run_id: Annotated[str, typer.Argument(metavar="[RUN]", help="A run id, a unique start of one.")] = "latest",
+    first: Annotated[int, typer.Option("--from", min=1, metavar="STEP", help="The first step to compare.")] = 1,
+    last: Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The last one.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Try another objective or optimizer on the same data."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per step.")] = False,
+    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+) -> None:
+    """Train again from the journal, with no rollout engine, and say whether the weights come out equal.
+
+    Starts from the newest checkpoint before --from, or from the initial model. Ends with 0 when all published
+    versions come out equal (or --set asked for something else), with 1 when one does not.
+    """
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.changes import check_changes
+    from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_sound
+    from asyncrl_cli.runs.directory import RunError
+    from asyncrl_cli.spec.load import load_spec
+
+    run = find_run(runs_dir, run_id)
+    before = load_spec(run.path / "spec.yaml").spec
+    spec = load_spec(run.path / "spec.yaml", overrides or ()).spec.model_copy(update={"runs_dir": run.path.parent})
+    changed = check_changes(before, spec)
+
+    from asyncrl_cli.pipeline.replay import ReplayedStep, recorded_steps
+    from asyncrl_cli.pipeline.replay import replay as train_again
+
+    recorded = recorded_steps(run)
+    end = min(last or recorded, recorded)
+    if first > end:
+        raise RunError(
+            f"there is nothing to replay from step {first} on: {recorded} steps are trained", place=run.run_id
+        )
+    before_first = [
+        checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints") if checkpoint.step < first
+    ]
+    checkpoint = newest_sound(run, before_first[-1].step) if before_first and not changed else None
+    differing: list[int] = []
+    compared = 0
+
+    def show(step: ReplayedStep) -> None:
+        nonlocal compared
+        compared += step.equal is not None
+        if step.equal is False:
+            differing.append(step.step + 1)
+        typer.echo(json.dumps(asdict(step) | {"step": step.step + 1}) if as_json else _line(step))
+
+    def progress(text: str) -> None:
+        if not as_json:
+            typer.echo(text, err=True)
+
+    if not as_json:
+        typer.echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
+    search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
+    train_again(run, spec, search_path, checkpoint, first - 1, end, progress, show)
+    if changed:
+        typer.echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
+    elif differing:
+        typer.echo(
+            f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True
+        )
+        raise typer.Exit(1)
+    else:
+        typer.echo(f"all {compared} published versions of steps {first} to {end} came out equal", err=as_json)
+
+
+def _line(step: Any) -> str:
+    verdict = {True: "equal", False: "DIFFER", None: "not published"}[step.equal]
+    numbers = [_number(value) for value in (step.recorded_loss, step.loss, step.gradient_norm)]
+    return f"{step.step + 1:>6}  {step.version:>7}  {numbers[0]:>13}  {numbers[1]:>10}  {numbers[2]:>8}  {verdict}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
