@@ -25,6 +25,7 @@ from asyncrl_cli.buffer.records import (
     Settled,
     Waiting,
 )
+from asyncrl_cli.buffer.schema import sound
 from asyncrl_cli.data.prompts import prompt_from
 from asyncrl_cli.rollout.records import Rollout, Segment, place_of, training_rollout_id
 
@@ -38,34 +39,37 @@ class DurableLedger:
         ``base``: where the history begins when an earlier journal is given up, as ``fallback`` says it. It is
         ignored once the journal has one. Its ``step`` is the checkpoint's.
         """
+        self._path = path
         self.journal = Journal(path)
         self._settings = settings
-        meta = self.journal.meta()
-        self._base: Mapping[str, Any] = meta.get("base", base or {})
-        self.journal.described({"base": self._base, "settings": asdict(settings)})
-        rows = self.journal.ledger_rows()
-        start = self._base.get("step", 0)
-        self.ledger = Ledger.restore(
-            {
-                "format": SNAPSHOT_FORMAT,
-                "groups_per_step": settings.groups_per_step,
-                "publish_every": settings.publish_every,
-                "max_staleness": settings.max_staleness,
-                "on_stale": settings.on_stale,
-                "total_steps": settings.total_steps,
-                **rows,
-                "step": max(rows["step"], start),
-                "version": max(rows["version"], start // settings.publish_every),
-                "next_id": max(rows["next_id"], self._base.get("next_group", 0)),
-            }
-        )
-        self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
-        self._serial = self.journal.serial()
         self._finished: set[str] = set()  # rollouts of running groups that are recorded whole
+        with sound(path, LedgerError):
+            meta = self.journal.meta()
+            self._base: Mapping[str, Any] = meta.get("base", base or {})
+            self.journal.described({"base": self._base, "settings": asdict(settings)})
+            rows = self.journal.ledger_rows()
+            start = self._base.get("step", 0)
+            self.ledger = Ledger.restore(
+                {
+                    "format": SNAPSHOT_FORMAT,
+                    "groups_per_step": settings.groups_per_step,
+                    "publish_every": settings.publish_every,
+                    "max_staleness": settings.max_staleness,
+                    "on_stale": settings.on_stale,
+                    "total_steps": settings.total_steps,
+                    **rows,
+                    "step": max(rows["step"], start),
+                    "version": max(rows["version"], start // settings.publish_every),
+                    "next_id": max(rows["next_id"], self._base.get("next_group", 0)),
+                }
+            )
+            self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
+            self._serial = self.journal.serial()
 
     def opening(self) -> Opening:
         """Where the run stands. Call it before the first event."""
-        groups = self.journal.open_groups()
+        with sound(self._path):
+            groups = self.journal.open_groups()
         self._finished = {rollout.rollout_id for group in groups for rollout in group.unscored.values()}
         return Opening(
             step=self.ledger.step,

@@ -23,7 +23,7 @@ import numpy as np
 
 from asyncrl_cli.buffer.ledger import Batch, GroupEntry
 from asyncrl_cli.buffer.records import Admission, Candidate, OpenGroup, Outcome, PublishRecord, StepRecord
-from asyncrl_cli.buffer.schema import explained, open_for_writing
+from asyncrl_cli.buffer.schema import explained, open_for_writing, sound
 from asyncrl_cli.data.prompts import Prompt, prompt_from
 from asyncrl_cli.rollout.records import Rollout, Segment, place_of, segments_of, training_rollout_id
 from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
@@ -338,7 +338,7 @@ class Journal:
 
     def batch(self, step: int) -> TrainingBatch:
         """The batch of a step, as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
-        with explained(self._path):
+        with explained(self._path), sound(self._path):
             return read_batch(self._connection, step)
 
     def _segments(self, group_id: int, place: int) -> list[Segment]:

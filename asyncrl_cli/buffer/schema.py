@@ -85,6 +85,12 @@ MIGRATIONS = (
 )
 
 
+DAMAGED = (
+    "It is damaged. `asyncrl resume RUN --without-journal` goes on from the newest checkpoint, and generates again "
+    "what was not trained by then; the damaged file is kept beside it"
+)
+
+
 class JournalError(UserError):
     """The journal cannot be written or read. What was acknowledged before is still in it."""
 
@@ -101,13 +107,23 @@ def explained(path: Path) -> Iterator[None]:
         elif "locked" in text or "busy" in text:
             mend = "Another program holds its lock: close it, then `asyncrl resume`"
         elif "malformed" in text or "not a database" in text or "corrupt" in text:
-            mend = (
-                "It is damaged. `asyncrl resume RUN --without-journal` goes on from the newest checkpoint, and "
-                "generates again what was not trained by then; the damaged file is kept beside it"
-            )
+            mend = DAMAGED
         else:
             mend = "Look at the file and its folder"
         raise JournalError(f"the journal failed: {text}", place=str(path), mend=mend) from error
+
+
+@contextmanager
+def sound(path: Path, *more: type[Exception]) -> Iterator[None]:
+    """Turn what comes of reading nonsense into a ``JournalError``: SQLite does not check the values it gives back.
+
+    Nonsense raises ``ValueError``, ``KeyError``, and what ``more`` says.
+    """
+    nonsense: tuple[type[Exception], ...] = (ValueError, KeyError, *more)
+    try:
+        yield
+    except nonsense as error:
+        raise JournalError(f"the journal says what cannot be: {error}", place=str(path), mend=DAMAGED) from error
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
@@ -115,7 +131,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
     A commit returns when its bytes are on disk (WAL, ``synchronous=FULL``).
     """
-    with explained(path):
+    with explained(path), sound(path):
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_PATIENCE_S)
         connection.execute("PRAGMA page_size = 16384")
         connection.execute("PRAGMA journal_mode = WAL")
