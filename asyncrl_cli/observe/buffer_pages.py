@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -125,14 +126,15 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFi
     if not rows:
         return Page(document, [f"no group of {run.run_id} is like that"])
     size = standing_of(connection).settings.group_size
-    header = ("group", "prompt", "state", "version", "lag", "step", "ended", "tokens", "reward", "admitted")
-    lines = table(header, [_list_row(row, size) for row in rows], left=(1, 2))
+    header = ("group", "prompt", "state", "version", "lag", "step", "ended", "tokens", "reward", "age")
+    now = time.time()
+    lines = table(header, [_list_row(row, size, now) for row in rows], left=(1, 2))
     if more:
         lines.append(f"(the {limit} newest; --limit shows more)")
     return Page(document, lines)
 
 
-def _list_row(row: GroupRow, group_size: int) -> tuple[str, ...]:
+def _list_row(row: GroupRow, group_size: int, now: float) -> tuple[str, ...]:
     uid = row.uid if len(row.uid) <= UID_WIDTH else f"…{row.uid[1 - UID_WIDTH :]}"
     return (
         str(row.group_id),
@@ -144,7 +146,7 @@ def _list_row(row: GroupRow, group_size: int) -> tuple[str, ...]:
         f"{row.rollouts}/{group_size}",
         f"{row.tokens:,}",
         "-" if row.reward is None else number(row.reward),
-        moment(row.admitted_at)[-8:],
+        duration(now - row.admitted_at),
     )
 
 

@@ -84,8 +84,9 @@ def _failures(history: History) -> Iterator[str]:
         return
     yield f"failures: {', '.join(f'{count} {kind}' for kind, count in history.failures_by_kind.items())}"
     for failure in history.failures:
-        yield f"  {moment(failure.at)}  {failure.part}: {failure.kind}"
-        yield from paragraph(failure.message.strip(), "    ")
+        text = f"{moment(failure.at)}  {failure.part}: {failure.message.strip()}"
+        first, *more = paragraph(text, "    ")
+        yield from (first[2:], *more)
     if total > len(history.failures):
         yield f"  (the newest {len(history.failures)} of {total})"
 

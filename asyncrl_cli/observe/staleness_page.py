@@ -161,7 +161,7 @@ def with_what_if(page: Page, report: Report, work: Workload, as_it_was: Outcome,
 
 
 def _waiting(waited_s: float, seconds: float) -> tuple[str, str, str]:
-    return f"{waited_s:,.0f} s", f"{waited_s / seconds:.0%}" if seconds else "-", f"{seconds:,.0f} s"
+    return f"{waited_s:,.1f} s", f"{waited_s / seconds:.0%}" if seconds else "-", f"{seconds:,.1f} s"
 
 
 def _lags_document(step: StepLags) -> dict[str, Any]:
