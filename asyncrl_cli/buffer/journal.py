@@ -205,6 +205,11 @@ class Journal:
 
     # -- committing
 
+    @property
+    def notes(self) -> int:
+        """How much waits for a commit."""
+        return len(self._noted)
+
     def noted(self) -> list[Statement]:
         """What waits for a commit, handed over."""
         noted, self._noted = self._noted, []
@@ -292,8 +297,8 @@ class Journal:
 
     def serial(self) -> int:
         """The serial of the newest prompt admitted; 0 before the first."""
-        (serial,) = self._row("SELECT coalesce(max(serial), 0) FROM groups")
-        return int(serial)
+        found = self._rows("SELECT serial FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1")
+        return int(found[0][0]) if found else 0
 
     def accuracies(self) -> dict[int, float]:
         """Greedy held-out accuracy by step."""

@@ -1,0 +1,338 @@
+"""The ledger with its journal, event by event. ``test_durable_properties`` has the crashes at any moment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from buffer_stand_ins import (
+    SETTINGS,
+    candidates,
+    commit,
+    content,
+    finish,
+    group_outcomes,
+    group_rollouts,
+    joined,
+    part,
+    pieces,
+    publish_record,
+    rollout,
+    tokens,
+    whole,
+)
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.ledger import LedgerError
+from asyncrl_cli.buffer.records import BufferSettings, Opening, Outcome, StepRecord
+from asyncrl_cli.rollout.records import Segment
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.db"
+
+
+def opened(path: Path, settings: BufferSettings = SETTINGS, base: Any = None) -> tuple[DurableLedger, Opening]:
+    """A book, what it says when it opens, and the commit that follows."""
+    book = DurableLedger(path, settings, base)
+    opening = book.opening()
+    commit(book)
+    return book, opening
+
+
+def reopened(book: DurableLedger, path: Path) -> tuple[DurableLedger, Opening]:
+    """The next process, after everything noted is committed."""
+    commit(book)
+    book.journal.close()
+    return opened(path)
+
+
+def prefix(opening: Opening, group_id: int, place: int) -> tuple[Segment, ...]:
+    (group,) = (group for group in opening.groups if group.admission.group_id == group_id)
+    return group.prefixes.get(place, ())
+
+
+def test_a_new_journal_begins_at_the_beginning(path: Path) -> None:
+    book, opening = opened(path)
+    assert (opening.step, opening.version, opening.trained, opening.serial) == (0, 0, 0, 0)
+    assert (opening.checksum, opening.loader, opening.groups, opening.waiting) == (None, None, (), ())
+    assert book.fallback() == {"next_group": 0, "loader": None, "prompts": []}
+
+
+def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_whole(path: Path) -> None:
+    book, _ = opened(path, replace(SETTINGS, max_staleness=4))
+    book.admit(candidates(1, 2))
+    one = rollout("0-1", [0, 0, 0, 1, 1, 3])
+    book.grown(pieces(one, 0, 2))
+    book.grown(pieces(one, 2, 5))
+    book, opening = reopened(book, path)
+    segments = prefix(opening, 0, 1)
+    assert [(segment.start, segment.version) for segment in segments] == [(0, 0), (2, 0), (3, 1)]
+    assert tokens(joined("0-1", segments)) == tokens(part(one, 0, 5))
+    book.grown(pieces(one, 5, 6))
+    book.record([one])
+    book, opening = reopened(book, path)
+    assert prefix(opening, 0, 1) == ()
+    assert whole(opening.groups[0].unscored[1]) == whole(one)
+    assert opening.groups[1].unscored == opening.groups[1].prefixes == {}
+    book.judge([Outcome("0-1", 0.5)])
+    book, opening = reopened(book, path)
+    assert opening.groups[0].scored == {1}
+    assert opening.groups[0].unscored == {}
+
+
+def test_a_rollout_generated_again_replaces_what_was_recorded_of_it(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 1))
+    first, again, third = (rollout("0-0", [0] * 9, seed) for seed in range(3))
+    book.grown([*pieces(first, 0, 2), *pieces(first, 2, 6), *pieces(first, 6, 9)])
+    book.grown(pieces(again, 0, 3))
+    book, opening = reopened(book, path)
+    assert tokens(joined("0-0", prefix(opening, 0, 0))) == tokens(part(again, 0, 3))
+    book.grown(pieces(again, 3, 5))
+    book.grown(pieces(third, 3, 4))
+    book, opening = reopened(book, path)
+    assert [segment.end for segment in prefix(opening, 0, 0)] == [3, 4]
+    assert tokens(joined("0-0", prefix(opening, 0, 0)[:1])) == tokens(part(again, 0, 3))
+
+
+def test_a_segment_without_what_comes_before_it_is_passed_over(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 1))
+    one = rollout("0-0", [0] * 9)
+    book.grown([*pieces(one, 0, 2), *pieces(one, 4, 6), *pieces(one, 1, 4)])
+    book, opening = reopened(book, path)
+    assert tokens(joined("0-0", prefix(opening, 0, 0))) == tokens(part(one, 0, 2))
+    book.record([one])
+    book, opening = reopened(book, path)
+    assert whole(opening.groups[0].unscored[0]) == whole(one)
+
+
+def test_what_arrives_late_changes_nothing(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 3))
+    one = rollout("0-0", [0] * 6)
+    book.record([one])
+    book.judge([Outcome("0-0", 1.0)])
+    book.grown(pieces(one, 0, 3))
+    book.record([rollout("0-0", [0, 0], seed=1)])
+    book.judge([Outcome("0-0", 0.0), Outcome("0-0", None, "too late")])
+    finish(book, 1)
+    book.judge([Outcome("2-1", None, "the engine said no")])
+    settled = book.judge([Outcome("2-0", 1.0), Outcome("1-0", None, "too late")])
+    assert (settled.finished, settled.rejected) == ((), ())
+    book.record([rollout("2-0"), rollout("1-0", seed=1), rollout("7-0")])
+    book.grown([*pieces(rollout("2-0")), *pieces(rollout("1-0")), *pieces(rollout("7-0"))])
+    book.record([rollout("0-1")])
+    book.judge([Outcome("0-1", 0.0)])
+    assert book.take(0) is None
+    commit(book)
+    (group, other) = book.journal.batch(0).groups
+    assert whole(group.rollouts[0]) == whole(one)
+    assert group.rewards == (1.0, 0.0)
+    assert [whole(r) for r in other.rollouts] == [whole(r) for r in group_rollouts(1)]
+    assert book.ledger.rejections == {"failed": 1}
+
+
+def test_a_response_without_tokens_is_a_rollout(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 2))
+    empty = rollout("0-0", ())
+    book.record([empty])
+    book, opening = reopened(book, path)
+    assert whole(opening.groups[0].unscored[0]) == whole(empty)
+    book.record([rollout("0-1")])
+    book.judge(group_outcomes(0))
+    finish(book, 1)
+    assert book.take(0) is None
+    commit(book)
+    assert whole(book.journal.batch(0).groups[0].rollouts[0]) == whole(empty)
+    assert book.journal.batch(0).groups[0].rollouts[0].response_ids.dtype == np.int32
+
+
+def test_a_prompt_is_admitted_once(path: Path) -> None:
+    book, _ = opened(path)
+    offered = candidates(1, 6)
+    assert [a.group_id for a in book.admit(offered).admissions] == [0, 1, 2, 3], "(v + 1 + S)·k·B groups"
+    again = book.admit(offered)
+    assert (again.admissions, again.serial) == ((), 4)
+    book, opening = reopened(book, path)
+    assert (opening.serial, opening.loader) == (4, {"epoch": 0, "position": 4})
+    assert book.admit(offered).serial == 4
+    book.judge([Outcome("1-0", None, "no")])
+    assert [a.prompt.uid for a in book.admit(offered).admissions] == ["p5"]
+
+
+def overdue_book(path: Path) -> DurableLedger:
+    """A book whose group 0 holds back the batch of step 1."""
+    book, _ = opened(path, replace(SETTINGS, on_stale="requeue", groups_per_step=1))
+    book.admit(candidates(1, 2))
+    finish(book, 1)
+    assert book.take(0) is None
+    book.publish(publish_record(1, 1))
+    book.admit(candidates(3, 1))
+    finish(book, 2)
+    return book
+
+
+def test_a_requeued_group_runs_again_under_a_new_index(path: Path) -> None:
+    book = overdue_book(path)
+    book.grown(pieces(rollout("0-0")))
+    waiting = book.take(1)
+    assert waiting is not None
+    assert waiting.overdue == (0,)
+    assert book.requeue([0, 2]) == [(0, 3, 1)], "group 2 has finished meanwhile"
+    assert book.requeue([0]) == []
+    book.grown(pieces(rollout("0-0"), 1))
+    book, opening = reopened(book, path)
+    (group,) = opening.groups
+    assert (group.admission.group_id, group.admission.version, group.admission.prompt.uid) == (3, 1, "p1")
+    assert (group.scored, group.unscored, group.prefixes) == (frozenset(), {}, {})
+    assert (opening.serial, opening.loader) == (3, {"epoch": 0, "position": 3}), "a replacement is no new prompt"
+    assert opening.counts.requeued == 1
+
+
+def test_late_groups_are_still_counted_after_a_restart(path: Path) -> None:
+    settings = replace(SETTINGS, on_stale="train", groups_per_step=1)
+    book, _ = opened(path, settings)
+    serial = 1
+    for step in range(2):
+        serial = book.admit(candidates(serial, 9)).serial + 1
+        finish(book, book.ledger.running[-1])
+        assert book.take(step) is None
+        book.publish(publish_record(step + 1, step + 1))
+    finish(book, 0)
+    assert book.take(2) is None
+    assert book.ledger.counts().late == 1
+    commit(book)
+    assert opened(path, settings)[0].ledger.snapshot() == book.ledger.snapshot()
+
+
+def test_a_batch_is_taken_once_and_is_always_the_same(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 4))
+    finish(book, 3, 1)
+    assert book.take(0) is None
+    commit(book)
+    batch = book.journal.batch(0)
+    assert [group.group_id for group in batch.groups] == [1, 3]
+    assert batch.staleness == (0, 0)
+    finish(book, 0)
+    assert book.take(0) is None
+    book, opening = reopened(book, path)
+    assert opening.step == 1
+    assert content(book.journal.batch(0)) == content(batch)
+    assert book.take(0) is None
+    assert book.ledger.step == 1
+
+
+def test_events_out_of_their_order_are_refused(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 4))
+    finish(book, 0, 1)
+    before = book.ledger.snapshot()
+    with pytest.raises(LedgerError, match="the next batch is that of step 0, not 1"):
+        book.take(1)
+    with pytest.raises(LedgerError, match="version 2 cannot follow version 0"):
+        book.publish(publish_record(2, 2))
+    with pytest.raises(LedgerError, match="version 1 is due at step 1"):
+        book.publish(publish_record(1, 1))
+    assert book.ledger.snapshot() == before
+    commit(book)
+    assert opened(path)[0].ledger.snapshot() == before
+
+
+def test_a_step_trained_again_keeps_what_it_said_first(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 4))
+    finish(book, 0, 1, 2, 3)
+    assert book.take(0) is None
+    book.journal.trained(StepRecord(0, "first", {"loss": 1.0}))
+    book.journal.trained(StepRecord(0, "second", {"loss": 2.0}))
+    book.publish(publish_record(1, 1))
+    assert book.take(1) is None
+    book, opening = reopened(book, path)
+    assert (opening.step, opening.trained, opening.version, opening.checksum) == (2, 1, 1, "checksum 1")
+    book.publish(replace(publish_record(1, 1), checksum="another"))
+    assert reopened(book, path)[1].checksum == "another"
+
+
+# -- going on without the journal
+
+
+def given_up(path: Path) -> dict[str, Any]:
+    """What a checkpoint after two steps keeps of a journal in which p1 runs again and p4 has just begun."""
+    book = overdue_book(path)
+    book.requeue([0])
+    assert book.take(1) is None
+    book.publish(publish_record(2, 2))
+    book.admit(candidates(4, 2))
+    commit(book)
+    kept: dict[str, Any] = json.loads(json.dumps({"step": 2, **book.fallback()}))
+    assert [prompt["uid"] for prompt in kept["prompts"]] == ["p1", "p4"]
+    return kept
+
+
+def test_a_run_goes_on_from_a_checkpoint_without_its_journal(tmp_path: Path) -> None:
+    base = given_up(tmp_path / "old.db")
+    path = tmp_path / "new.db"
+    book, opening = opened(path, base=base)
+    assert (opening.step, opening.version, opening.trained, opening.checksum) == (2, 2, 2, None)
+    assert (opening.serial, opening.loader) == (0, {"epoch": 0, "position": 4})
+    assert [prompt.uid for prompt in opening.waiting] == ["p1", "p4"]
+    assert book.ledger.admitted == 2 * SETTINGS.groups_per_step
+    with pytest.raises(LookupError, match="step 1 has no batch"):
+        book.journal.batch(1)
+
+    (first, second, third) = candidates(1, 3)
+    loader = opening.loader
+    assert loader is not None
+    first = replace(first, prompt=opening.waiting[0], loader=loader)
+    second = replace(second, prompt=opening.waiting[1], loader=loader)
+    assert [a.group_id for a in book.admit([first]).admissions] == [base["next_group"]]
+    book, opening = reopened(book, path)
+    assert [prompt.uid for prompt in opening.waiting] == ["p4"]
+    assert [prompt["uid"] for prompt in book.fallback()["prompts"]] == ["p1", "p4"], "the next checkpoint keeps both"
+
+    book.admit([second, replace(third, loader={"epoch": 0, "position": 5})])
+    finish(book, base["next_group"], base["next_group"] + 1)
+    assert book.take(2) is None
+    book, opening = reopened(book, path)
+    assert (opening.step, opening.version, opening.waiting) == (3, 2, ())
+    assert opening.loader == {"epoch": 0, "position": 5}
+    assert [prompt["uid"] for prompt in book.fallback()["prompts"]] == ["p3"]
+
+
+def test_a_prompt_that_waits_twice_is_admitted_twice(path: Path) -> None:
+    twice = [{"uid": "p1", "content": "text 1", "fields": {}}] * 2
+    base = {"step": 0, "next_group": 0, "loader": {"epoch": 1, "position": 1}, "prompts": twice}
+    book, opening = opened(path, base=base)
+    assert len(opening.waiting) == 2
+    book.admit([replace(candidates(1, 1)[0], prompt=opening.waiting[0])])
+    assert len(reopened(book, path)[1].waiting) == 1
+
+
+def test_a_journal_keeps_the_beginning_it_has(tmp_path: Path) -> None:
+    base = given_up(tmp_path / "old.db")
+    for settled, first in (("with", base), ("without", None)):
+        path = tmp_path / f"{settled}.db"
+        opened(path, base=first)[0].journal.close()
+        book, opening = opened(path, base={**base, "step": 100})
+        assert opening.step == (2 if first else 0)
+        book.journal.close()
+
+
+def test_messages_and_fields_of_a_prompt_come_back(path: Path) -> None:
+    book, _ = opened(path)
+    (one,) = candidates(1, 1)
+    messages = ({"role": "system", "content": "Zürich ✓"}, {"role": "user", "content": "2 + 2?"})
+    prompt = replace(one.prompt, content=messages, fields={"answer": 4, "nested": {"list": [1, None]}})
+    book.admit([replace(one, prompt=prompt)])
+    _, opening = reopened(book, path)
+    assert opening.groups[0].admission.prompt == prompt
+    assert opening.groups[0].admission.prompt_ids == one.prompt_ids

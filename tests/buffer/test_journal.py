@@ -1,0 +1,409 @@
+"""The journal's file: what is kept, who may read it when, and what is said when it fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from buffer_stand_ins import (
+    SETTINGS,
+    candidates,
+    commit,
+    content,
+    finish,
+    pieces,
+    publish_record,
+    rollout,
+    tokens,
+    whole,
+)
+
+from asyncrl_cli.buffer import journal, schema
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.journal import read_batch
+from asyncrl_cli.buffer.records import Outcome
+from asyncrl_cli.buffer.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
+from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.train.records import TrainingBatch
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / FILE
+
+
+def book_with_steps(path: Path, steps: int) -> DurableLedger:
+    """Some steps taken, one more group finished, and one with a finished and an unfinished rollout."""
+    book = DurableLedger(path, SETTINGS)
+    book.opening()
+    for step in range(steps):
+        _one_step(book, step)
+    running = _fill(book)
+    finish(book, running[1])
+    book.record([rollout(f"{running[0]}-0")])
+    book.grown(pieces(rollout(f"{running[0]}-1")))
+    commit(book)
+    return book
+
+
+def _fill(book: DurableLedger) -> tuple[int, ...]:
+    book.admit(candidates(book.journal.serial() + 1, 9))
+    return book.ledger.running
+
+
+def _one_step(book: DurableLedger, step: int) -> None:
+    """The next two groups finish and are taken, and the version after them is published."""
+    finish(book, *_fill(book)[:2])
+    assert book.take(step) is None
+    book.publish(publish_record(step + 1, step + 1))
+    commit(book)
+
+
+def batch_in(path: Path, step: int) -> TrainingBatch:
+    """A batch as somebody reads it who cannot write."""
+    with closing(open_for_reading(path)) as connection:
+        return read_batch(connection, step)
+
+
+def count(connection: sqlite3.Connection, table: str) -> int:
+    (rows,) = connection.execute(f"SELECT count(*) FROM {table}").fetchone()
+    return int(rows)
+
+
+# -- commits
+
+
+def test_what_one_commit_holds_is_written_whole_or_not_at_all(path: Path) -> None:
+    book = book_with_steps(path, 1)
+    before = book.ledger.snapshot()
+    finish(book, book.ledger.running[0])
+    assert book.take(1) is None
+    impossible = ("INSERT INTO groups (id, state) VALUES (?, ?)", (99, "impossible"))
+    with pytest.raises(JournalError, match="constraint"):
+        book.journal.commit([*book.journal.noted(), impossible])
+    book.journal.close()
+    assert DurableLedger(path, SETTINGS).ledger.snapshot() == before
+
+
+def test_a_full_disk_loses_nothing_acknowledged(path: Path) -> None:
+    book = book_with_steps(path, 1)
+    before, batch = book.ledger.snapshot(), content(book.journal.batch(0))
+    (pages,) = book.journal._connection.execute("PRAGMA page_count").fetchone()
+    book.journal._connection.execute(f"PRAGMA max_page_count = {pages}")
+    big = f"{book.ledger.running[0]}-1"
+    book.record([rollout(big, [1] * 100_000)])
+    with pytest.raises(JournalError) as caught:
+        commit(book)
+    assert "full" in caught.value.message
+    assert caught.value.place == str(path)
+    assert "Free space" in caught.value.mend
+    assert content(batch_in(path, 0)) == batch, "and it can be read while the writer is still there"
+    book.journal.close()
+    book = DurableLedger(path, SETTINGS)
+    (group,) = book.opening().groups[:1]
+    assert book.ledger.snapshot() == before
+    assert group.unscored.keys() == {0}
+    assert group.prefixes.keys() == {1}
+
+
+def test_somebody_elses_lock_is_named_and_does_no_harm(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "LOCK_PATIENCE_S", 0.01)
+    book = book_with_steps(path, 1)
+    with closing(sqlite3.connect(path, isolation_level=None)) as somebody:
+        somebody.execute("BEGIN IMMEDIATE")
+        finish(book, book.ledger.running[0])
+        noted = book.journal.noted()
+        for act in (lambda: book.journal.commit(noted), lambda: book.journal.prune(1)):
+            with pytest.raises(JournalError, match="locked") as caught:
+                act()
+            assert "Another program holds its lock" in caught.value.mend
+        somebody.execute("COMMIT")
+    book.journal.commit(noted)
+    book.journal.close()
+    assert DurableLedger(path, SETTINGS).ledger.snapshot() == book.ledger.snapshot()
+
+
+# -- pruning
+
+
+def pruned(book: DurableLedger, before_step: int) -> int:
+    """Prune until nothing is left to prune; returns how many commits that took."""
+    commits = 1
+    while book.journal.prune(before_step):
+        commits += 1
+    return commits
+
+
+def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
+    book = book_with_steps(path, 4)
+    batches = [content(book.journal.batch(step)) for step in range(4)]
+    snapshot = book.ledger.snapshot()
+    pruned(book, 2)
+    for step in (0, 1):
+        with pytest.raises(LookupError, match=f"the tokens of step {step} are pruned"):
+            book.journal.batch(step)
+    assert [content(book.journal.batch(step)) for step in (2, 3)] == batches[2:]
+    book.journal.close()
+    book = DurableLedger(path, SETTINGS)
+    assert book.ledger.snapshot() == snapshot
+    (half, *_) = book.opening().groups
+    name = f"{half.admission.group_id}-0"
+    assert whole(half.unscored[0]) == whole(rollout(name))
+    assert half.prefixes.keys() == {1}
+    pruned(book, 100)
+    with pytest.raises(LookupError, match="the tokens of step 3 are pruned"):
+        book.journal.batch(3)
+    finish(book, half.admission.group_id)
+    assert book.take(4) is None
+    commit(book)
+    assert whole(book.journal.batch(4).groups[0].rollouts[0]) == whole(rollout(name))
+    assert len(book.journal.batch(4).groups) == 2, "running and finished groups were kept"
+
+
+def test_pruning_is_done_a_little_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "PRUNED_AT_ONCE", 2)
+    book = book_with_steps(path, 4)
+    assert pruned(book, 3) == 4, "six groups, two at a time, and a look that finds none"
+    assert pruned(book, 3) == 1
+    assert book.journal.batch(3).step == 3
+
+
+def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
+    book = book_with_steps(path, 1)
+    book.judge([Outcome(f"{book.ledger.running[0]}-1", None, "the engine said no")])
+    commit(book)
+    rows = "SELECT DISTINCT group_id FROM segments ORDER BY group_id"
+    assert [g for (g,) in book.journal._connection.execute(rows)] == [0, 1, 2, 3]
+    pruned(book, 1)
+    assert [g for (g,) in book.journal._connection.execute(rows)] == [3]
+    assert count(book.journal._connection, "rollouts") == 8, "what they were is still known"
+
+
+def test_a_batch_that_never_was_cannot_be_read(path: Path) -> None:
+    book = book_with_steps(path, 1)
+    with pytest.raises(LookupError, match="step 1 has no batch"):
+        book.journal.batch(1)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda book: book.opening(),
+        lambda book: book.fallback(),
+        lambda book: book.journal.ledger_rows(),
+        lambda book: book.journal.prune(1),
+        lambda book: book.journal.batch(0),
+    ],
+)
+def test_no_question_looks_at_every_group(path: Path, question: Callable[[DurableLedger], object]) -> None:
+    book = book_with_steps(path, 1)
+    connection = book.journal._connection
+    asked: list[str] = []
+    connection.set_trace_callback(asked.append)
+    question(book)
+    connection.set_trace_callback(None)
+    queries = [sql for sql in asked if sql.lstrip().startswith(("SELECT", "DELETE"))]
+    assert queries
+    for sql in queries:
+        plan = [row[-1] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}")]
+        slow = [line for line in plan if line.split()[1] in ("groups", "rollouts", "segments") and "USING" not in line]
+        assert not slow or "LIMIT 1" in sql or "max(id)" in sql, f"{slow}: {sql}"
+
+
+# -- readers
+
+
+def test_a_reader_sees_commits_as_they_come_and_holds_up_none(path: Path) -> None:
+    book = book_with_steps(path, 1)
+    with closing(open_for_reading(path)) as looking, closing(open_for_reading(path)) as watching:
+        looking.execute("BEGIN")
+        assert count(looking, "batches") == 1
+        finish(book, book.ledger.running[0])
+        assert book.take(1) is None
+        assert count(watching, "batches") == 1, "what is noted is not committed"
+        commit(book)
+        assert count(watching, "batches") == 2
+        assert count(looking, "batches") == 1, "one look sees one moment"
+        assert content(read_batch(watching, 1)) == content(book.journal.batch(1))
+        looking.execute("COMMIT")
+        assert count(looking, "batches") == 2
+
+
+def test_a_reader_cannot_write(path: Path) -> None:
+    book_with_steps(path, 1)
+    with closing(open_for_reading(path)) as connection, pytest.raises(sqlite3.OperationalError, match="readonly"):
+        connection.execute("DELETE FROM groups")
+
+
+def test_a_copy_of_a_live_run_can_be_read_and_resumed(tmp_path: Path, path: Path) -> None:
+    book = book_with_steps(path, 3)
+    copy = tmp_path / "copy" / FILE
+    copy.parent.mkdir()
+    for end in ("", "-wal"):
+        shutil.copyfile(f"{path}{end}", f"{copy}{end}")
+    snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(3)]
+    finish(book, book.ledger.running[0])
+    assert book.take(3) is None
+    commit(book)
+    assert [content(batch_in(copy, step)) for step in range(3)] == batches
+    assert DurableLedger(copy, SETTINGS).ledger.snapshot() == snapshot
+
+
+@contextmanager
+def not_writable(folder: Path) -> Iterator[None]:
+    """As somebody who may not write in a folder; root may write anywhere, so root is nobody meanwhile."""
+    mode, me = folder.stat().st_mode, os.geteuid()
+    folder.chmod(0o555)
+    try:
+        if me == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(me)
+        folder.chmod(mode)
+
+
+@pytest.fixture
+def archive() -> Iterator[Path]:
+    """A folder that anybody may enter."""
+    folder = Path(tempfile.mkdtemp(prefix="archive-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_finished_run_can_be_read_where_nothing_may_be_written(archive: Path) -> None:
+    book = book_with_steps(archive / FILE, 2)
+    batches = [content(book.journal.batch(step)) for step in range(2)]
+    book.journal.close()
+    with not_writable(archive):
+        with pytest.raises(PermissionError):
+            (archive / "new").touch()
+        assert [content(batch_in(archive / FILE, step)) for step in range(2)] == batches
+        with pytest.raises(JournalError):
+            open_for_writing(archive / FILE)
+
+
+def test_a_killed_run_is_never_read_without_its_last_commits(archive: Path, path: Path) -> None:
+    book = book_with_steps(path, 2)
+    for end in ("", "-wal"):
+        shutil.copyfile(f"{path}{end}", archive / f"{FILE}{end}")
+    with not_writable(archive), pytest.raises(JournalError, match=f"{FILE}-wal") as caught:
+        open_for_reading(archive / FILE)
+    assert "Copy the folder" in caught.value.mend
+    assert content(batch_in(archive / FILE, 1)) == content(book.journal.batch(1))
+
+
+# -- files that are none
+
+
+def test_a_missing_journal_is_named(path: Path) -> None:
+    with pytest.raises(JournalError, match="there is no journal") as caught:
+        open_for_reading(path)
+    assert caught.value.place == str(path)
+    assert not path.exists()
+    with pytest.raises(JournalError, match="unable to open"):
+        open_for_writing(path.parent / "missing" / FILE)
+
+
+@pytest.mark.parametrize("use", [open_for_reading, open_for_writing])
+def test_a_newer_schema_is_refused(path: Path, use: Callable[[Path], sqlite3.Connection]) -> None:
+    with closing(open_for_writing(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    with pytest.raises(JournalError, match=f"schema {len(MIGRATIONS) + 1}, newer than") as caught:
+        use(path)
+    assert caught.value.mend == "Use the asyncrl that wrote it"
+
+
+def test_an_older_schema_is_brought_up_to_date_by_the_writer_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book_with_steps(path, 1).journal.close()
+    monkeypatch.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "CREATE TABLE newer (id INTEGER PRIMARY KEY);"))
+    with pytest.raises(JournalError, match="asyncrl resume"):
+        open_for_reading(path)
+    with closing(open_for_writing(path)) as connection:
+        assert count(connection, "newer") == 0
+        assert count(connection, "batches") == 1
+    with closing(open_for_reading(path)) as connection:
+        assert count(connection, "newer") == 0
+
+
+def read_all(path: Path) -> None:
+    book = DurableLedger(path, SETTINGS)
+    book.opening()
+    book.journal.batch(0)
+
+
+def not_a_database(data: bytes) -> bytes:
+    return b"{}\n" * 10_000
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def with_a_torn_page(data: bytes) -> bytes:
+    return data[:16384] + bytes(16384) + data[2 * 16384 :]
+
+
+def with_flipped_bits(data: bytes) -> bytes:
+    """In the tokens of step 0, of which SQLite itself takes no notice."""
+    at = data.index(rollout("0-0").response_ids.tobytes())
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", [not_a_database, truncated, with_a_torn_page, with_flipped_bits])
+def test_a_damaged_journal_says_so_and_what_to_do(path: Path, damage: Callable[[bytes], bytes]) -> None:
+    book_with_steps(path, 2).journal.close()
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(JournalError) as caught:
+        read_all(path)
+    assert caught.value.place == str(path)
+    assert caught.value.mend == DAMAGED
+    assert isinstance(caught.value, UserError)
+
+
+def test_damage_to_unfinished_tokens_is_found_when_they_are_wanted(path: Path) -> None:
+    book = book_with_steps(path, 1)
+    name = f"{book.ledger.running[0]}-1"
+    book.journal.close()
+    data = path.read_bytes()
+    at = data.index(rollout(name).logprobs.tobytes())
+    path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
+    with pytest.raises(JournalError, match=f"the tokens of rollout {name} are malformed") as caught:
+        DurableLedger(path, SETTINGS).opening()
+    assert caught.value.mend == DAMAGED
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "UPDATE meta SET value = '{' WHERE key = 'base'",
+        "UPDATE groups SET fields = '{' WHERE state = 'running'",
+        "UPDATE groups SET prompt_ids = x'00' WHERE state = 'running'",
+        "UPDATE publishes SET version = 1000",
+        "UPDATE groups SET version = 1000 WHERE id = 2",
+    ],
+)
+def test_values_that_cannot_be_are_damage(path: Path, sql: str) -> None:
+    book = book_with_steps(path, 1)
+    book.journal._connection.execute(sql)
+    book.journal.close()
+    with pytest.raises(JournalError, match="the journal says what cannot be") as caught:
+        DurableLedger(path, SETTINGS).opening()
+    assert caught.value.mend == DAMAGED
+
+
+def test_bits_of_any_kind_come_back(path: Path) -> None:
+    book = DurableLedger(path, SETTINGS)
+    book.admit(candidates(1, 1))
+    one = rollout("0-0", [0] * 5000)
+    book.record([one])
+    commit(book)
+    (group,) = book.opening().groups
+    assert tokens(group.unscored[0]) == tokens(one)
