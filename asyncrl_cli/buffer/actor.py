@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ from asyncrl_cli.rollout.records import Rollout, Segment
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.train.records import TrainingBatch
 
+LAZY_S = 0.1
+"""Seconds that a commit which nothing waits for may be put off, so that several calls share one."""
+MANY = 500
+"""Notes that are not put off."""
+
 
 class Buffer:
     """Every method is a Ray call, and safe to repeat."""
@@ -45,6 +51,7 @@ class Buffer:
         self._committing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._asked = False
+        self._urgent = asyncio.Event()
         self._broken: Exception | None = None
         self._busy_s = 0.0
 
@@ -64,20 +71,19 @@ class Buffer:
     async def admit(self, candidates: list[Candidate]) -> Admitted:
         """Admit the first of these prompts, as many as there is room for."""
         admitted = self._book.admit(candidates)
-        await self._commit()
+        await self._commit(0.0 if admitted.admissions else LAZY_S)
         return admitted
 
-    async def record(self, rollouts: list[Rollout], segments: list[Segment]) -> None:
-        """Finished rollouts, and new tokens of unfinished ones. Durable when it returns."""
+    async def record(self, rollouts: list[Rollout], segments: list[Segment], outcomes: list[Outcome]) -> Settled:
+        """Finished rollouts, new tokens of unfinished ones, and rewards and failures of recorded rollouts.
+
+        Durable when it returns, with the groups that the outcomes have ended.
+        """
         self._book.record(rollouts)
         self._book.grown(segments)
-        await self._commit()
-
-    async def judge(self, outcomes: list[Outcome]) -> Settled:
-        """Rewards and failures of rollouts; returns the groups that they end."""
         settled = self._book.judge(outcomes)
         self._changed.set()
-        await self._commit()
+        await self._commit(LAZY_S)
         return settled
 
     async def take(self, step: int, patience_s: float) -> Taken | Waiting:
@@ -111,7 +117,7 @@ class Buffer:
     async def trained(self, record: StepRecord) -> None:
         """A step is trained."""
         self._book.journal.trained(record)
-        await self._commit()
+        await self._commit(LAZY_S)
 
     async def publish(self, record: PublishRecord) -> None:
         """Every serving engine has proved a version."""
@@ -135,12 +141,12 @@ class Buffer:
     async def evaluated(self, result: dict[str, Any]) -> None:
         """An evaluation is done."""
         self._book.journal.evaluated(result)
-        await self._commit()
+        await self._commit(LAZY_S)
 
     async def failed(self, kind: str, part: str, message: str) -> None:
         """Something failed, whether or not the run goes on."""
         self._book.journal.failed(kind, part, message)
-        await self._commit()
+        await self._commit(LAZY_S)
 
     async def prune(self, checkpoints: int) -> None:
         """Keep the tokens that the newest checkpoints, and all that are kept, need; drop older ones bit by bit."""
@@ -149,11 +155,13 @@ class Buffer:
         while await self._on_disk(self._book.journal.prune, before):
             await self._commit()
 
-    async def _commit(self) -> None:
-        """Return when everything noted so far is on disk."""
+    async def _commit(self, patience_s: float = 0.0) -> None:
+        """Return when everything noted so far is on disk; the commit may wait so long for others to share it."""
         if self._broken is not None:
             raise self._broken
         self._asked = True
+        if not patience_s or self._book.journal.notes >= MANY:
+            self._urgent.set()
         wanted = self._next
         if self._committing is None or self._committing.done():
             self._committing = asyncio.create_task(self._commit_all())
@@ -161,6 +169,9 @@ class Buffer:
 
     async def _commit_all(self) -> None:
         while self._asked:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), LAZY_S)
+            self._urgent.clear()
             self._asked = False
             statements = self._book.journal.noted()
             done, self._next = self._next, asyncio.get_running_loop().create_future()

@@ -161,7 +161,7 @@ class Conductor:
                     await parts.watchdog.until(first, GENERATION, "the evaluation before training")
                     first = None
                 published = await self._publish()
-            await self._note_step(taken, report, published)
+            self._spawn(self._note_step(taken, report, published))
             if self._step < steps:
                 await self._between_steps()
         if self._evaluation is not None:
@@ -254,7 +254,7 @@ class Conductor:
         self._parts.reporter.status(f"trained step {batch.step + 1} of {self._step} again")
         if batch.step >= self._opening.trained:  # it was never reported
             counts = self._opening.counts
-            await self._note_step(Taken(batch, counts, 0.0), report, None)
+            self._spawn(self._note_step(Taken(batch, counts, 0.0), report, None))
 
     async def _lost_trainer(self, lost: TrainerLost) -> None:
         self._publisher.lost()
@@ -289,13 +289,16 @@ class Conductor:
             self._parts.reporter.evaluated(result)
             await self._parts.buffer.call("evaluated", asdict(result))
 
-    async def _note_step(self, taken: Taken, report: StepReport, published: PublishReport | None) -> None:
+    def _note_step(
+        self, taken: Taken, report: StepReport, published: PublishReport | None
+    ) -> Coroutine[Any, Any, None]:
+        """Report a trained step; what is returned tells the buffer, which nothing needs to wait for."""
         window = self._clock.lap(report, taken.journal_s)
         metrics = step_metrics(taken.batch, report, published, window, taken.counts)
         metrics["data/skipped_prompts"] = float(self._parts.prompts.skipped)
         step = taken.batch.step
-        await self._parts.buffer.call("trained", StepRecord(step, batch_digest(taken.batch), metrics))
         self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())
+        return self._parts.buffer.call("trained", StepRecord(step, batch_digest(taken.batch), metrics))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)

@@ -33,6 +33,9 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
+SCORE_PATIENCE_S = 0.2
+"""Seconds that finished rollouts wait for their rewards before they are recorded without them."""
+
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
     """The sampling seed of one rollout: a function of what it is, never of when or where it runs."""
@@ -116,7 +119,7 @@ class GroupSource:
 
     def note_segments(self, segments: list[Segment]) -> None:
         """New tokens of unfinished rollouts, to be recorded."""
-        self._spawn(self._buffer.call("record", [], segments))
+        self._spawn(self._buffer.call("record", [], segments, []))
 
     def _free_groups(self) -> int:
         rollout = self._spec.rollout
@@ -151,7 +154,7 @@ class GroupSource:
         self._spawn(self._settle(rollouts, failed))
 
     async def _settle(self, rollouts: list[Rollout], failed: list[RolloutFailure]) -> None:
-        """Record finished rollouts while they are scored, then have the buffer judge."""
+        """Have finished rollouts scored, and tell the buffer of both; of the rollouts first, if scores take long."""
         outcomes = [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]
         rollouts = [rollout for rollout in rollouts if place_of(rollout.rollout_id)[0] in self._open]
         if rollouts:
@@ -159,11 +162,13 @@ class GroupSource:
                 (self._open[place_of(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
                 for rollout in rollouts
             ]
-            _, rewards = await asyncio.gather(self._buffer.call("record", rollouts, []), self._scoring.score(responses))
-            for rollout, reward in zip(rollouts, rewards, strict=True):
+            scoring = asyncio.ensure_future(self._scoring.score(responses))
+            if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
+                await self._buffer.call("record", rollouts, [], [])
+            for rollout, reward in zip(rollouts, await scoring, strict=True):
                 judged = (reward, "") if isinstance(reward, float) else (None, reward.reason)
                 outcomes.append(Outcome(rollout.rollout_id, *judged))
-        settled: Settled = await self._buffer.call("judge", outcomes)
+        settled: Settled = await self._buffer.call("record", rollouts, [], outcomes)
         reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
         for group_id in settled.finished:
             self._open.pop(group_id, None)
