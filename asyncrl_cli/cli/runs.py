@@ -36,11 +36,10 @@ def runs(
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
-    state = asdict(run.state)
-    phase = state.pop("phase")
-    if phase in ("starting", "running") and not run.is_driven:
-        phase = "died"
-    return {"run": run.run_id, "state": phase, "started": run.manifest.get("started", ""), **state}
+    from asyncrl_cli.runs.standing import standing
+
+    state = {key: value for key, value in asdict(run.state).items() if key != "phase"}
+    return {"run": run.run_id, "state": standing(run), "started": run.manifest.get("started", ""), **state}
 
 
 def _percent(value: float | None) -> str:

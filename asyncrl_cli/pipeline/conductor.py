@@ -81,7 +81,7 @@ class Conductor:
             trained=self._trained_again,
             lost=self._lost_trainer,
         )
-        self._publisher = Publisher(spec, self._write_weights, spec.pipeline.stall_minutes * 60)
+        self._publisher = Publisher(spec, self._write_weights)
         self._evaluation: asyncio.Task[None] | None = None
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._clock = StepClock(parts.dispatcher)
@@ -223,8 +223,8 @@ class Conductor:
 
     # -- a trainer that catches up
 
-    def _newest_checkpoint(self) -> tuple[int, Path | None]:
-        newest = newest_sound(self._parts.run)
+    async def _newest_checkpoint(self) -> tuple[int, Path | None]:
+        newest = await asyncio.to_thread(newest_sound, self._parts.run)
         return (0, None) if newest is None else (newest.step, newest.folder)
 
     async def _read_batch(self, step: int) -> TrainingBatch:

@@ -24,7 +24,7 @@ class Follower:
         self,
         ranks: TrainerRanks,
         step: int,
-        newest: Callable[[], tuple[int, Path | None]],
+        newest: Callable[[], Awaitable[tuple[int, Path | None]]],
         read_batch: Callable[[int], Awaitable[TrainingBatch]],
         passed: Callable[[int], Awaitable[None]],
         trained: Callable[[TrainingBatch, StepReport], Awaitable[None]],
@@ -71,7 +71,7 @@ class Follower:
 
     async def _catch_up(self, step: int) -> None:
         if self._down:
-            self.step, folder = self._newest()
+            self.step, folder = await self._newest()
             await self._ranks.restart(folder)
             self._down = False
         await self._passed(self.step)

@@ -177,17 +177,19 @@ async def _start(
     buffer = BufferClient(factory.buffer, limit_s)
     faults = Faults(spec.pipeline.max_restarts, record_fault, reporter.warn)
     buffer.faults = faults
-    opening = await buffer.open(start.kind, start.note, start.base)
     ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, limit_s)
     scoring = Scoring(spec.task, factory.scorer, faults)
-    scorer = asyncio.create_task(scoring.start())
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None
+    scorer = asyncio.create_task(scoring.start())
+    fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status))
     try:
-        model_dir = await start_fleet(engines, ranks, make_skeleton, folder, reporter.status)
+        opening = await buffer.open(start.kind, start.note, start.base)
+        model_dir = await fleet
         await scorer
     except BaseException:
         scorer.cancel()
+        fleet.cancel()
         raise
     encoder = await asyncio.to_thread(_encoder, model_dir, spec.rollout.max_prompt_tokens)
     watchdog = Watchdog(limit_s, reporter.warn)

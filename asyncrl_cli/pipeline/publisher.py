@@ -48,12 +48,12 @@ Engine = tuple[str, Any]
 class Publisher:
     """Publishes one version at a time."""
 
-    def __init__(
-        self, spec: ExperimentSpec, publish: Callable[[int], Awaitable[Publication]], timeout_s: float
-    ) -> None:
+    def __init__(self, spec: ExperimentSpec, publish: Callable[[int], Awaitable[Publication]]) -> None:
         """``publish(version)`` has the trainer write its weights."""
         self._publish = publish
-        self._timeout_s = timeout_s
+        # An engine that drains takes as long as its rollouts do.
+        drains = spec.pipeline.weight_update == "drain"
+        self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
         coarsest = "bfloat16" if "bfloat16" in (spec.trainer.dtype, spec.rollout.dtype) else "float32"
         self._tolerance, self._noise = TOLERANCE[coarsest], NOISE[coarsest]
         self._policy = spec.pipeline.weight_update
