@@ -105,7 +105,7 @@ def test_mlflow_has_parameters_metrics_and_artifacts(two_ranks: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{two_ranks.parent}/mlflow.db")
-    run_id = json.loads((two_ranks / "manifest.json").read_text())["mlflow_run_id"]
+    run_id = json.loads((two_ranks / "mlflow.json").read_text())["run_id"]
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["trainer.ranks"] == "2"

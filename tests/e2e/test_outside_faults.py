@@ -1,0 +1,90 @@
+"""What lies outside the run may fail, and the run goes on: reward functions and MLflow's server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.observe.mlflow_server import Server
+
+from .conftest import Runs, rows, until
+
+pytestmark = pytest.mark.stack
+
+REWARD = """
+    import os, re, time
+
+    def reward(prompt, response):
+        if "fault" in prompt:
+            exec(prompt["fault"])
+            return float("nan")
+        return len(response) % 5 / 4
+"""
+FAULTS = {
+    "raises": "raise RuntimeError('no such answer')",
+    "is nan": "pass",
+    "sleeps": "time.sleep(600)",
+    "backtracks": "re.match('(a+)+$', 'a' * 60 + 'b')",
+    "exits": "os._exit(3)",
+}
+
+
+def test_rewards_that_fail_cost_their_groups_and_nothing_else(tmp_path: Path) -> None:
+    prompts = [{"uid": f"good-{index}", "prompt": f"word {index}"} for index in range(40)]
+    for place, (name, fault) in enumerate(FAULTS.items()):
+        prompts.insert(2 * place, {"uid": f"bad-{name}", "prompt": name, "fault": fault})
+    (tmp_path / "bad_reward.py").write_text(textwrap.dedent(REWARD))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    run = Runs(tmp_path).train(
+        model={"warm_start": None},
+        task={"use": "bad_reward:reward", "reward_timeout_s": 0.5},
+        data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 10}, "shuffle": False},
+        rollout={"group_size": 2, "max_failures": len(FAULTS)},
+        pipeline={"groups_per_step": 4},
+        stop={"steps": 4},
+    )
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "no such answer" in (run / "logs/scorer.log").read_text()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "server").mkdir()
+    late = Server(tmp_path / "server")
+    yield late
+    late.stop()
+
+
+def test_an_mlflow_server_may_come_up_late(tmp_path: Path, server: Server) -> None:
+    from mlflow.tracking import MlflowClient
+
+    runs = Runs(tmp_path)
+    spec = runs.write_spec(
+        model={"warm_start": None}, tracking={"mlflow": True, "uri": server.uri}, stop={"steps": 10_000}
+    )
+    process = runs.start("train", spec)
+
+    def steps_done() -> int:
+        files = list(tmp_path.glob("*/metrics.jsonl"))
+        return len(files[0].read_text().splitlines()) if files else 0
+
+    until(lambda: steps_done() >= 2 or process.poll() is not None, "two steps without a server")
+    server.start()
+    note = runs.newest() / "mlflow.json"
+    until(lambda: (note.exists() and json.loads(note.read_text())["step"] >= 2) or process.poll() is not None, "MLflow")
+    process.send_signal(signal.SIGINT)
+    ended = runs.wait(process)
+    assert ended.code == 130, ended.out + ended.err + runs.logs()
+
+    sent = runs.run("track", "--runs-dir", tmp_path)
+    assert sent.code == 0, sent.out + sent.err
+    mlflow_run = json.loads(note.read_text())["run_id"]
+    client = MlflowClient(tracking_uri=server.uri)
+    logged = client.get_metric_history(mlflow_run, "reward/mean")
+    assert sorted(point.step for point in logged) == [row["step"] for row in rows(runs.newest(), "metrics.jsonl")]
+    assert client.get_run(mlflow_run).info.status == "KILLED"
