@@ -69,6 +69,7 @@ class Conductor:
         self._spec = spec
         self._parts = parts
         self._opening = opening
+        self._reported = opening.trained  # steps
         self._step, self._version = opening.step, opening.version
         self._checksum = opening.checksum  # of the bytes of the present version, once that is published
         self._accuracies = dict(opening.evaluated)
@@ -95,7 +96,7 @@ class Conductor:
                 self._groups = GroupSource(
                     self._spec, parts.buffer, parts.dispatcher, parts.scoring, parts.prompts, self._spawn
                 )
-                parts.buffer.on_reopen = self._groups.resume
+                parts.buffer.on_reopen = self._groups.reopened
                 parts.dispatcher.on_segments = self._groups.note_segments
                 parts.dispatcher.on_room = self._groups.fill
                 keeper = EngineKeeper(
@@ -113,7 +114,7 @@ class Conductor:
             raise _first_cause(group) from None
 
     async def settle(self) -> None:
-        """After an interruption: wait until the trainer's step in flight, if any, is done.
+        """After an interruption: wait until the trainer's step in flight, if any, is done, and report it.
 
         Raises ``RunError`` when it failed: nothing may be saved then.
         """
@@ -141,13 +142,13 @@ class Conductor:
 
     async def _loop(self) -> None:
         parts, steps = self._parts, self._spec.stop.steps
+        self._groups.resume(self._opening)  # before any engine serves, and new groups are admitted
         behind = self._step - self._follower.step
         parts.reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
         if self._publish_due:
             await self._publish()
         else:
             await self._follower.at(self._step, _nothing)
-        self._groups.resume(self._opening)
         first = None
         if self._step == 0 and 0 not in self._accuracies:
             first = self._begin_evaluation(0, None)
@@ -162,6 +163,7 @@ class Conductor:
                     first = None
                 published = await self._publish()
             self._spawn(self._note_step(taken, report, published))
+            self._in_flight = None
             if self._step < steps:
                 await self._between_steps()
         if self._evaluation is not None:
@@ -197,7 +199,7 @@ class Conductor:
         self._in_flight = (taken, training)
         work = asyncio.shield(training)
         report = await parts.watchdog.until(work, "the conductor", f"the trainer's step {self._step + 1}")
-        self._step, self._in_flight = self._step + 1, None
+        self._step += 1
         return report
 
     async def _publish(self) -> PublishReport:
@@ -252,7 +254,7 @@ class Conductor:
 
     async def _trained_again(self, batch: TrainingBatch, report: StepReport) -> None:
         self._parts.reporter.status(f"trained step {batch.step + 1} of {self._step} again")
-        if batch.step >= self._opening.trained:  # it was never reported
+        if batch.step >= self._reported:
             counts = self._opening.counts
             self._spawn(self._note_step(Taken(batch, counts, 0.0), report, None))
 
@@ -298,6 +300,7 @@ class Conductor:
         metrics["data/skipped_prompts"] = float(self._parts.prompts.skipped)
         step = taken.batch.step
         self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())
+        self._reported = step + 1
         return self._parts.buffer.call("trained", StepRecord(step, batch_digest(taken.batch), metrics))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

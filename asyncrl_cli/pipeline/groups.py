@@ -99,10 +99,20 @@ class GroupSource:
                 await self._dispatcher.flush()
 
     def resume(self, opening: Opening) -> None:
-        """Go on with what the journal knows: at the start, and when the buffer was opened again."""
-        self._candidates.clear()
+        """Go on with what the journal knows, at the start."""
         self._prompts.resume(opening.serial, opening.loader)
+        self.reopened(opening)
+
+    def reopened(self, opening: Opening) -> None:
+        """The buffer was opened again: it may have admitted or ended groups without our hearing of it.
+
+        Prompts that were offered and not admitted are still ours to offer.
+        """
+        while self._candidates and self._candidates[0].serial <= opening.serial:
+            self._candidates.popleft()
         known = {group.admission.group_id for group in opening.groups}
+        for group_id in self._open.keys() - known:
+            self._spawn(self._cancel(group_id))
         self._open = {group_id: admission for group_id, admission in self._open.items() if group_id in known}
         for group in opening.groups:
             if group.admission.group_id not in self._open:

@@ -5,11 +5,14 @@ Invariant: nothing is changed on disk before it is clear that the run can go on.
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
+from itertools import count
 from pathlib import Path
 
-from asyncrl_cli.buffer.schema import FILE, check, open_for_reading
+from asyncrl_cli.buffer.schema import FILE, check, open_for_reading, open_for_writing
 from asyncrl_cli.pipeline.launch import MODEL, Start
-from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
+from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound, remove_later
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -22,10 +25,11 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     checkpoint = newest_sound(run, step) if step != 0 else None
     journal = run.path / FILE
     if without_journal:
-        return _without_journal(run, journal, checkpoint, note)
+        return _without_journal(run, checkpoint, note)
     if journal.is_file():
+        open_for_writing(journal).close()  # one that was never begun, or is older, gets the present schema
         check(journal)
-        taken = _steps_taken(journal)
+        taken, trained = _steps_done(journal)
         if taken >= spec.stop.steps and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
             raise RunError(
                 f"the run has done its {taken} steps",
@@ -38,7 +42,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 place=run.run_id,
                 mend="Say a later step",
             )
-        _forget_untrained_metrics(run, journal)
+        run.forget_after("metrics.jsonl", trained)  # what is not known as trained is reported again
     elif checkpoint is not None:
         raise RunError(
             "the run has checkpoints, and its journal is gone",
@@ -49,32 +53,24 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     return Start("resume", note, checkpoint)
 
 
-def _without_journal(run: RunDirectory, journal: Path, checkpoint: Checkpoint | None, note: str) -> Start:
-    for path in sorted(run.path.glob(f"{FILE}*")):
-        number = 1
-        while (aside := path.with_name(f"damaged-{number}-{path.name}")).exists():
-            number += 1
-        path.rename(aside)
+def _without_journal(run: RunDirectory, checkpoint: Checkpoint | None, note: str) -> Start:
     base = checkpoint.state() if checkpoint else None
-    run.forget_after("metrics.jsonl", checkpoint.step if checkpoint else 0)
+    step = checkpoint.step if checkpoint else 0
+    number = next(number for number in count(1) if not [*run.path.glob(f"damaged-{number}-*")])
+    for path in list(run.path.glob(f"{FILE}*")):
+        path.rename(path.with_name(f"damaged-{number}-{path.name}"))
+    remove_later(run.path / "checkpoints", step)
+    run.forget_after("metrics.jsonl", step)
     return Start("resume", ", ".join(filter(None, ["without the old journal", note])), checkpoint, base)
 
 
-def _steps_taken(journal: Path) -> int:
-    connection = open_for_reading(journal)
-    try:
-        (steps,) = connection.execute("SELECT coalesce(max(step) + 1, 0) FROM batches").fetchone()
-    finally:
-        connection.close()
-    return int(steps)
-
-
-def _forget_untrained_metrics(run: RunDirectory, journal: Path) -> None:
-    """Drop what metrics.jsonl says of steps that the journal does not know as trained: they are reported again."""
-    connection = open_for_reading(journal)
-    try:
-        query = "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL"
-        (trained,) = connection.execute(query).fetchone()
-    finally:
-        connection.close()
-    run.forget_after("metrics.jsonl", int(trained))
+def _steps_done(journal: Path) -> tuple[int, int]:
+    """Steps that are taken, and steps that are known as trained; those before the journal began count."""
+    with closing(open_for_reading(journal)) as connection:
+        base = connection.execute("SELECT value FROM meta WHERE key = 'base'").fetchone()
+        taken, trained = connection.execute(
+            "SELECT coalesce(max(step) + 1, 0), coalesce(max(step) FILTER (WHERE trained_at IS NOT NULL) + 1, 0) "
+            "FROM batches"
+        ).fetchone()
+    first = json.loads(base[0]).get("step", 0) if base else 0
+    return max(taken, first), max(trained, first)
