@@ -1,18 +1,22 @@
 """One vLLM engine: token ids in, token ids with log-probs and weight versions out.
 
-Only vLLM's own reinforcement-learning interface is used: pause, weight update, resume. A request that runs
-while the weights change is one request for the caller, and its tokens say which version sampled each.
+vLLM's own reinforcement-learning interface does the work: pause, weight update, resume. A request that runs while the
+weights change is one request for the caller, and its tokens say which version sampled each. So is one that goes on
+where another engine left it: the caller gets the whole rollout. running.py reads what a running request has so far.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl_cli.rollout.records import Attestation, Rollout, RolloutRequest
+from asyncrl_cli.rollout.continuation import cut, join, rest_of, stopped_at
+from asyncrl_cli.rollout.records import Attestation, FinishReason, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.running import request_id, running_segments, running_tokens, sampled_logprobs
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 if TYPE_CHECKING:
@@ -118,48 +122,71 @@ class Engine:
         # vLLM gets no more requests than it runs at once, and none while it loads weights. So a request's
         # cache salt, chosen when vLLM gets it, names the version that it starts under.
         self._slots = asyncio.Semaphore(spec.rollout.max_running_rollouts)
-        self._serving = asyncio.Event()
+        self._loading = True
+        self._loaded = asyncio.Condition()
+        self._ended_tokens = 0
 
     async def generate(self, request: RolloutRequest) -> Rollout:
-        """Generate one rollout, across any number of weight updates."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        """Generate one rollout, or the rest of one, across any number of weight updates.
 
-        sampling = request.sampling
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        async with self._slots:
-            output = await self._final_output(request.rollout_id, request.prompt_ids, params)
-        if output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
-        ids = np.asarray(output.token_ids, dtype=np.int32)
+        Raises ``ValueError`` when the request's prefix is no beginning of a rollout.
+        """
+        tokens = join(request.prefix)
+        rest = rest_of(request.sampling, request.generated)
+        finish: FinishReason = "length"
+        if rest.max_tokens > 0:
+            async with self._slots:
+                output = await self._final_output(request, rest, tuple(tokens.response_ids.tolist()))
+            if output.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
+            self._ended_tokens += len(output.token_ids)
+            tokens = join([*request.prefix, *_segments(request, output)])
+            finish = "stop" if output.finish_reason == "stop" else "length"
+        if request.prefix and (end := stopped_at(self._decode, tokens.response_ids, rest.stop)) is not None:
+            tokens, finish = tokens.first(end), "stop"
         return Rollout(
             rollout_id=request.rollout_id,
             prompt_ids=request.prompt_ids,
-            response_ids=ids,
-            logprobs=_sampled_logprobs(output),
-            versions=_versions(output),
-            text=self._tokenizer.decode(ids, skip_special_tokens=True),
-            finish_reason="stop" if output.finish_reason == "stop" else "length",
+            response_ids=tokens.response_ids,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
+            text=self._decode(tokens.response_ids),
+            finish_reason=finish,
         )
 
-    async def update_weights(self, version: int, checksum: str, source: dict[str, Any], policy: str) -> float:
+    def segments(self, since: Mapping[str, int]) -> list[Segment]:
+        """New tokens of the rollouts that run: from the token index on that ``since`` has for a rollout's id.
+
+        They are a part of the final rollout, bit for bit. Rollouts that ``since`` does not name are left out.
+        """
+        return running_segments(self._vllm, since)
+
+    def sampled_tokens(self) -> int:
+        """Tokens generated so far, for rollouts that ended or run. Those of a cancelled one drop out."""
+        return self._ended_tokens + running_tokens(self._vllm)
+
+    @property
+    def dead(self) -> bool:
+        """Whether vLLM's core process is gone; ``segments`` still gives what had arrived from it."""
+        return bool(self._vllm.errored)
+
+    async def update_weights(
+        self,
+        version: int,
+        checksum: str,
+        source: dict[str, Any],
+        policy: str,
+        on_pause: Callable[[], None] = lambda: None,
+    ) -> float:
         """Load the mapped weights as ``version``; returns the seconds that no token was generated.
 
-        ``source`` is what ``WeightMapping.describe`` says; ``policy`` is the spec's ``weight_update``.
+        ``source`` is what ``WeightMapping.describe`` says; ``policy`` is the spec's ``weight_update``. ``on_pause``
+        is called before the weights load, when ``segments`` has all tokens of the version that is replaced.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         core = self._vllm.engine_core
-        self._serving.clear()
+        self._loading = True
         if policy == "drain":
             await core.pause_scheduler_async(mode="wait", clear_cache=True)
         else:
@@ -169,13 +196,18 @@ class Engine:
             if self._mapped != source["path"]:
                 await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest(source))
                 self._mapped = source["path"]
+            # The last tokens left vLLM's process before its answer to the pause; by the time that it has answered
+            # this call, too, they are in.
             await self._vllm.start_weight_update()
+            on_pause()
             await self._vllm.update_weights(WeightTransferUpdateRequest({"checksum": checksum}))
             await self._vllm.finish_weight_update(str(version))
             self._version = version
         finally:
             await core.resume_scheduler_async()
-            self._serving.set()
+            async with self._loaded:
+                self._loading = False
+                self._loaded.notify_all()
         return time.monotonic() - started
 
     async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
@@ -202,11 +234,36 @@ class Engine:
         """Stop vLLM and its processes."""
         self._vllm.shutdown()
 
-    async def _final_output(self, request_id: str, prompt_ids: tuple[int, ...], params: Any) -> CompletionOutput:
-        await self._serving.wait()
-        async for output in self._vllm.generate(self._prompt(prompt_ids), params, request_id=request_id):
+    async def _final_output(
+        self, request: RolloutRequest, rest: Sampling, prefix_ids: tuple[int, ...]
+    ) -> CompletionOutput:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=rest.max_tokens,
+            temperature=rest.temperature,
+            seed=rest.seed,
+            stop=list(rest.stop),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(rest.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # While weights travel, the engine that left the prefix may have been a version ahead of this one.
+        newest = request.prefix[-1].version if request.prefix else 0
+        async with self._loaded:
+            await self._loaded.wait_for(lambda: not self._loading and self._version >= newest)
+        async for output in self._vllm.generate(
+            self._prompt(request.prompt_ids + prefix_ids),
+            params,
+            request_id=request_id(request.rollout_id, request.generated),
+        ):
             last = output
         return last.outputs[0]
+
+    def _decode(self, ids: Any) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _prompt(self, ids: tuple[int, ...]) -> Any:
         from vllm.inputs import TokensPrompt
@@ -216,16 +273,7 @@ class Engine:
         return TokensPrompt(prompt_token_ids=list(ids), cache_salt=str(self._version))
 
 
-def _sampled_logprobs(output: CompletionOutput) -> np.ndarray[Any, np.dtype[np.float32]]:
-    flat = output.logprobs
-    starts = flat.start_indices
-    return np.asarray([flat.logprobs[start] for start in starts], dtype=np.float32)
-
-
-def _versions(output: CompletionOutput) -> np.ndarray[Any, np.dtype[np.int32]]:
-    versions = np.full(len(output.token_ids), -1, dtype=np.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    if (versions < 0).any():
-        raise RuntimeError("vLLM did not say which weights sampled every token")
-    return versions
+def _segments(request: RolloutRequest, output: CompletionOutput) -> list[Segment]:
+    first = request.generated
+    starts = [(int(span.version), first + span.start) for span in output.weight_versions or ()]
+    return cut(request.rollout_id, first, output.token_ids, sampled_logprobs(output.logprobs), starts)

@@ -2,6 +2,11 @@
 
 The conductor submits requests in bulk and collects what has ended in bulk: one call each per scheduling
 round instead of one per rollout, so that the cost of remote calls does not grow with short rollouts.
+
+A delivery also brings the tokens of rollouts that have not ended, so that they survive this process: at every weight
+update, every ``journal.segment_seconds``, and when a rollout failed. Invariant: for each training rollout that runs,
+the segments delivered so far and those that wait here are its tokens from the end of its prefix to
+``_taken[rollout_id]``, each once.
 """
 
 from __future__ import annotations
@@ -11,12 +16,15 @@ import os
 import time
 from typing import Any
 
-from asyncrl_cli.rollout.records import Attestation, Delivery, EngineActivity, Rollout, RolloutFailure, RolloutRequest
+from asyncrl_cli.rollout.activity import ActivityClock
+from asyncrl_cli.rollout.records import Attestation, Delivery, Rollout, RolloutFailure, RolloutRequest, Segment
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 COALESCE_S = 0.05
 """Seconds that ``collect`` waits after the first finished rollout for others to join its delivery."""
+EVALUATION = "eval:"
+"""How the ids of evaluation rollouts begin. They are generated anew when an engine dies."""
 
 
 class RolloutWorker:
@@ -26,9 +34,12 @@ class RolloutWorker:
         redirect_output(log_dir, name)
         self._spec = spec
         self._ended: list[Rollout | RolloutFailure] = []
-        self._some_ended = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._clock = _BusyClock()
+        self._taken: dict[str, int] = {}
+        self._taken_at = time.monotonic()
+        self._segments: dict[str, list[Segment]] = {}
+        self._news = asyncio.Event()
+        self._clock = ActivityClock()
 
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
@@ -48,6 +59,8 @@ class RolloutWorker:
     async def submit(self, requests: list[RolloutRequest]) -> None:
         """Begin to generate."""
         for request in requests:
+            if not request.rollout_id.startswith(EVALUATION):
+                self._taken[request.rollout_id] = request.generated
             self._running[request.rollout_id] = asyncio.create_task(self._run(request))
         self._clock.set_busy(bool(self._running))
 
@@ -56,31 +69,49 @@ class RolloutWorker:
         for rollout_id in rollout_ids:
             if task := self._running.pop(rollout_id, None):
                 task.cancel()
+            self._forget(rollout_id)
         self._clock.set_busy(bool(self._running))
 
     async def collect(self, timeout_s: float) -> Delivery:
-        """Everything that ended since the last call; waits up to ``timeout_s`` for the first."""
+        """Everything that ended since the last call, and the segments taken meanwhile; waits up to ``timeout_s`` for
+        the first.
+
+        When the engine's process dies, its rollouts have not failed: they go on elsewhere. What it had of them is
+        delivered, and then ``collect`` raises ``RuntimeError``.
+        """
+        segments_due = self._taken_at + self._spec.journal.segment_seconds
         try:
-            await asyncio.wait_for(self._some_ended.wait(), timeout_s)
+            await asyncio.wait_for(self._news.wait(), min(timeout_s, max(segments_due - time.monotonic(), 0.0)))
             if self._running:
                 await asyncio.sleep(COALESCE_S)
         except TimeoutError:
             pass
         ended, self._ended = self._ended, []
-        self._some_ended.clear()
         rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
-        return Delivery(
-            rollouts=rollouts,
-            failures=[entry for entry in ended if isinstance(entry, RolloutFailure)],
-            activity=self._clock.read(sum(len(rollout.response_ids) for rollout in rollouts)),
-        )
+        failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
+        dead = self._engine.dead
+        if dead or failures or time.monotonic() >= segments_due:
+            self._take_segments()
+        for failure in failures:
+            self._taken.pop(failure.rollout_id, None)
+        segments = [segment for taken in self._segments.values() for segment in taken]
+        self._segments = {}
+        if not dead:
+            self._news.clear()
+        elif not (rollouts or segments):
+            raise RuntimeError("vLLM's core process has died")
+        activity = self._clock.read(self._engine.sampled_tokens())
+        return Delivery(rollouts, [] if dead else failures, segments, activity)
 
     async def update_weights(
         self, version: int, checksum: str, source: dict[str, Any], policy: str, probe_ids: tuple[int, ...]
     ) -> Attestation:
         """Load the mapped weights as ``version`` and prove it."""
-        stall_s = await self._engine.update_weights(version, checksum, source, policy)
-        self._clock.add_pause(stall_s)
+        stall_s = 0.0
+        try:
+            stall_s = await self._engine.update_weights(version, checksum, source, policy, self._on_pause)
+        finally:
+            self._clock.end_update(stall_s)
         return await self._engine.attest(probe_ids, stall_s)
 
     async def stop(self) -> None:
@@ -89,39 +120,32 @@ class RolloutWorker:
             self._engine.shutdown()
 
     async def _run(self, request: RolloutRequest) -> None:
+        rollout_id = request.rollout_id
         try:
-            ended: Rollout | RolloutFailure = await self._engine.generate(request)
+            rollout = await self._engine.generate(request)
         except Exception as error:
-            ended = RolloutFailure(request.rollout_id, f"{type(error).__name__}: {error}")
-        self._running.pop(request.rollout_id, None)
+            # Its last tokens may still be there, so the rollout is not forgotten yet.
+            self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
+        else:
+            self._ended.append(rollout)
+            self._clock.add_ended(len(rollout.response_ids) - request.generated)
+            self._forget(rollout_id)
+        self._running.pop(rollout_id, None)
         self._clock.set_busy(bool(self._running))
-        self._ended.append(ended)
-        self._some_ended.set()
+        self._news.set()
 
+    def _on_pause(self) -> None:
+        self._clock.begin_update()
+        self._take_segments()
+        if self._segments:
+            self._news.set()
 
-class _BusyClock:
-    """Adds up how long the engine had work, and how long updates held it."""
+    def _take_segments(self) -> None:
+        for segment in self._engine.segments(self._taken):
+            self._taken[segment.rollout_id] = segment.end
+            self._segments.setdefault(segment.rollout_id, []).append(segment)
+        self._taken_at = time.monotonic()
 
-    def __init__(self) -> None:
-        self._mark = self._since = self._busy_from = time.monotonic()
-        self._busy = False
-        self._busy_s = self._paused_s = 0.0
-
-    def set_busy(self, busy: bool) -> None:
-        now = time.monotonic()
-        if self._busy:
-            self._busy_s += now - self._since
-        elif busy:
-            self._busy_from = now
-        self._since, self._busy = now, busy
-
-    def add_pause(self, seconds: float) -> None:
-        if self._busy:  # an idle engine is not held up
-            self._paused_s += min(seconds, time.monotonic() - self._busy_from)
-
-    def read(self, tokens: int) -> EngineActivity:
-        self.set_busy(self._busy)
-        now = time.monotonic()
-        activity = EngineActivity(tokens, self._busy_s, self._paused_s, now - self._mark)
-        self._mark, self._busy_s, self._paused_s = now, 0.0, 0.0
-        return activity
+    def _forget(self, rollout_id: str) -> None:
+        self._taken.pop(rollout_id, None)
+        self._segments.pop(rollout_id, None)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.engine import BLOCK_SIZE, _sampled_logprobs, _versions, engine_environment, kv_cache_bytes
+from asyncrl_cli.rollout.continuation import join
+from asyncrl_cli.rollout.engine import BLOCK_SIZE, _segments, engine_environment, kv_cache_bytes
+from asyncrl_cli.rollout.records import RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 
@@ -62,23 +64,35 @@ def test_the_environment_differs_between_cpu_and_gpu() -> None:
 
 def answer(tokens: int, spans: list[tuple[int, int, int]] | None) -> Any:
     versions = spans and [SimpleNamespace(start=start, end=end, version=str(version)) for start, end, version in spans]
-    return SimpleNamespace(token_ids=range(tokens), weight_versions=versions)
+    flat = SimpleNamespace(logprobs=[-float(token) for token in range(tokens)])
+    return SimpleNamespace(token_ids=list(range(tokens)), weight_versions=versions, logprobs=flat)
+
+
+def request(*prefix: Segment) -> RolloutRequest:
+    return RolloutRequest("7-0", (1,), Sampling(1.0, 8), prefix)
 
 
 def test_every_token_has_the_version_of_its_span() -> None:
-    versions = _versions(answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)]))
-    assert versions.tolist() == [7, 7, 8, 10, 10]
-    assert versions.dtype == np.int32
+    tokens = join(_segments(request(), answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)])))
+    assert tokens.versions.tolist() == [7, 7, 8, 10, 10]
+    assert tokens.logprobs.tolist() == [0, -1, -2, -3, -4]
 
 
-@pytest.mark.parametrize("spans", [None, [], [(0, 4, 1)], [(1, 5, 1)], [(0, 2, 1), (3, 5, 2)]])
+def test_an_answer_goes_on_after_the_prefix() -> None:
+    prefix = Segment("7-0", 0, 6, np.array([50, 51], np.int32), np.zeros(2, np.float32))
+    segments = _segments(request(prefix), answer(3, [(0, 1, 6), (1, 3, 7)]))
+    assert [(segment.start, segment.end, segment.version) for segment in segments] == [(2, 3, 6), (3, 5, 7)]
+    assert join([prefix, *segments]).response_ids.tolist() == [50, 51, 0, 1, 2]
+
+
+@pytest.mark.parametrize("spans", [None, [], [(1, 5, 1)]])
 def test_a_token_without_a_version_is_an_error(spans: list[tuple[int, int, int]] | None) -> None:
-    with pytest.raises(RuntimeError, match="did not say which weights"):
-        _versions(answer(5, spans))
+    with pytest.raises(RuntimeError, match="nobody said which weights"):
+        _segments(request(), answer(5, spans))
 
 
-def test_the_sampled_tokens_logprob_is_the_first_of_each_position() -> None:
-    flat = SimpleNamespace(start_indices=[0, 1, 3], logprobs=[-0.5, -1.5, -0.1, -2.5])
-    values = _sampled_logprobs(SimpleNamespace(logprobs=flat))  # type: ignore[arg-type]
-    assert values.tolist() == [-0.5, -1.5, -2.5]
-    assert values.dtype == np.float32
+def test_a_token_without_a_logprob_is_an_error() -> None:
+    output = answer(5, [(0, 5, 1)])
+    output.logprobs.logprobs.append(-1.0)
+    with pytest.raises(RuntimeError, match="5 tokens of rollout 7-0 have 6 log-probs"):
+        _segments(request(), output)

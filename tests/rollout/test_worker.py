@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrl_cli.rollout.records import Attestation, Delivery, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.rollout.records import (
+    Attestation,
+    Delivery,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Sampling,
+    Segment,
+)
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -27,6 +35,9 @@ class StandInEngine:
         self.waiting: dict[str, asyncio.Future[Rollout]] = {}
         self.cancelled: list[str] = []
         self.stall_s = 0.0
+        self.dead = False
+        self.tokens: dict[str, int] = {}
+        """How many tokens each running rollout has."""
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         self.waiting[request.rollout_id] = asyncio.get_running_loop().create_future()
@@ -36,7 +47,18 @@ class StandInEngine:
             self.cancelled.append(request.rollout_id)
             raise
 
-    async def update_weights(self, version: int, checksum: str, source: dict[str, Any], policy: str) -> float:
+    def segments(self, since: Mapping[str, int]) -> list[Segment]:
+        return [
+            segment(name, since[name], end) for name, end in self.tokens.items() if name in since and end > since[name]
+        ]
+
+    def sampled_tokens(self) -> int:
+        return sum(self.tokens.values())
+
+    async def update_weights(
+        self, version: int, checksum: str, source: dict[str, Any], policy: str, on_pause: Callable[[], None]
+    ) -> float:
+        on_pause()
         self.version = version
         return self.stall_s
 
@@ -44,8 +66,12 @@ class StandInEngine:
         return Attestation(self.version, np.zeros(len(probe_ids) - 1, dtype=np.float32), stall_s)
 
 
-def request(rollout_id: str) -> RolloutRequest:
-    return RolloutRequest(rollout_id, (1,), Sampling(1.0, 8))
+def segment(rollout_id: str, start: int, end: int) -> Segment:
+    return Segment(rollout_id, start, 0, np.arange(start, end, dtype=np.int32), np.zeros(end - start, np.float32))
+
+
+def request(rollout_id: str, *prefix: Segment) -> RolloutRequest:
+    return RolloutRequest(rollout_id, (1,), Sampling(1.0, 8), prefix)
 
 
 def rollout(rollout_id: str, tokens: int = 3) -> Rollout:
@@ -65,6 +91,10 @@ def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
         for target, descriptor in enumerate(saved, start=1):
             os.dup2(descriptor, target)
             os.close(descriptor)
+
+
+def bounds(delivery: Delivery) -> list[tuple[str, int, int]]:
+    return [(segment.rollout_id, segment.start, segment.end) for segment in delivery.segments]
 
 
 def ids(delivery: Delivery) -> list[str]:
@@ -157,6 +187,123 @@ def test_updating_an_idle_engine_holds_nobody_up(worker: RolloutWorker) -> None:
         await worker.update_weights(1, "checksum", {}, "drain", (1, 2))
         activity = (await worker.collect(0.0)).activity
         assert activity.busy_s - activity.paused_s >= 0.0
+
+    asyncio.run(check())
+
+
+def test_an_update_brings_the_new_tokens_of_running_rollouts(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
+        engine.tokens = {"1-0": 4, "1-1": 0, "eval:0:greedy:0": 3}
+        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        engine.tokens |= {"1-0": 6, "1-1": 2}
+        await worker.update_weights(2, "checksum", {}, "keep", (1, 2))
+        assert bounds(await worker.collect(60.0)) == [("1-0", 0, 4), ("1-0", 4, 6), ("1-1", 0, 2)]
+        collecting = asyncio.create_task(worker.collect(60.0))
+        await worker.update_weights(3, "checksum", {}, "keep", (1, 2))
+        await asyncio.sleep(0)
+        assert not collecting.done(), "no token is new"
+        engine.tokens["1-1"] = 3
+        await worker.update_weights(4, "checksum", {}, "keep", (1, 2))
+        assert bounds(await collecting) == [("1-1", 2, 3)]
+
+    asyncio.run(check())
+
+
+def test_new_tokens_come_at_least_every_segment_seconds(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        worker._spec = SPEC.model_copy(update={"journal": SPEC.journal.model_copy(update={"segment_seconds": 0.01})})
+        engine = await submitted(worker, "1-0")
+        engine.tokens = {"1-0": 4}
+        await worker.collect(0.0)
+        engine.tokens = {"1-0": 9}
+        delivery = await worker.collect(60.0)
+        assert bounds(delivery)[-1][2] == 9
+        assert not delivery.rollouts
+
+    asyncio.run(check())
+
+
+def test_a_prefix_is_not_reported_again_and_not_counted_as_generated(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine: Any = worker._engine
+        await worker.submit([request("1-0", segment("1-0", 0, 3)), request("1-1", segment("1-1", 0, 2))])
+        await asyncio.sleep(0)
+        engine.tokens = {"1-0": 4, "1-1": 2}
+        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        assert bounds(await worker.collect(60.0)) == [("1-0", 3, 4)]
+        engine.waiting["1-0"].set_result(rollout("1-0", tokens=5))
+        assert (await worker.collect(60.0)).activity.generated_tokens == 2
+
+    asyncio.run(check())
+
+
+def test_a_rollout_that_ended_drops_its_segments(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "1-0", "1-1", "1-2")
+        engine.tokens = {"1-0": 4, "1-1": 5, "1-2": 6}
+        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        engine.waiting["1-0"].set_result(rollout("1-0"))
+        await worker.cancel(["1-2"])
+        await asyncio.sleep(0)
+        delivery = await worker.collect(60.0)
+        assert (ids(delivery), bounds(delivery)) == (["1-0"], [("1-1", 0, 5)])
+
+    asyncio.run(check())
+
+
+def test_a_failed_rollout_brings_what_it_had(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "1-0", "1-1")
+        engine.tokens = {"1-0": 4, "1-1": 5}
+        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        engine.tokens["1-0"] = 7
+        engine.waiting["1-0"].set_exception(RuntimeError("the engine is dead"))
+        delivery = await worker.collect(60.0)
+        assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 7), ("1-1", 0, 5)]
+        assert [failure.rollout_id for failure in delivery.failures] == ["1-0"]
+        engine.tokens["1-0"] = 9
+        await worker.update_weights(2, "checksum", {}, "keep", (1, 2))
+        assert bounds(await worker.collect(0.0)) == [], "it is over"
+
+    asyncio.run(check())
+
+
+def test_when_the_engine_dies_its_last_tokens_come_and_no_rollout_has_failed(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "1-0", "1-1", "1-2")
+        engine.tokens = {"1-0": 4, "1-1": 5}
+        engine.dead = True
+        engine.waiting["1-2"].set_result(rollout("1-2"))
+        for name in ("1-0", "1-1"):
+            engine.waiting[name].set_exception(RuntimeError("the engine is dead"))
+        delivery = await worker.collect(60.0)
+        assert bounds(delivery) == [("1-0", 0, 4), ("1-1", 0, 5)]
+        assert (ids(delivery), delivery.failures) == (["1-2"], [])
+        with pytest.raises(RuntimeError, match="core process has died"):
+            await worker.collect(60.0)
+
+    asyncio.run(check())
+
+
+def test_the_death_of_an_idle_engine_is_noticed(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine: Any = worker._engine
+        engine.dead = True
+        with pytest.raises(RuntimeError, match="core process has died"):
+            await worker.collect(0.01)
+
+    asyncio.run(check())
+
+
+def test_an_engine_without_new_tokens_is_silent(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        assert (await worker.collect(0.0)).activity.silent_s == 0.0
+        engine = await submitted(worker, "1-0")
+        one, two = [(await worker.collect(0.01)).activity.silent_s for _ in range(2)]
+        assert 0.0 < one < two
+        engine.tokens["1-0"] = 1
+        assert (await worker.collect(0.01)).activity.silent_s == 0.0
 
     asyncio.run(check())
 

@@ -1,0 +1,62 @@
+"""How an engine spends its time: busy, paused for an update, or silent when it should generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from asyncrl_cli.rollout.records import EngineActivity
+
+
+class ActivityClock:
+    """Adds up what happened between two reports.
+
+    Silence is the time since the last moment that explains why no token came: a new token, the first rollout
+    after idleness, the end of an update. Tokens are looked at when a report is read, so a silence is reported too
+    short by up to the time between two reports (and too long by as much when rollouts are cancelled in it).
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._mark = self._since = self._busy_from = self._alive_at = now()
+        self._busy = self._updating = False
+        self._busy_s = self._paused_s = 0.0
+        self._ended_tokens = self._sampled = 0
+
+    def set_busy(self, busy: bool) -> None:
+        """The engine has rollouts to generate, or none."""
+        now = self._now()
+        if self._busy:
+            self._busy_s += now - self._since
+        elif busy:
+            self._busy_from = self._alive_at = now
+        self._since, self._busy = now, busy
+
+    def add_ended(self, tokens: int) -> None:
+        """A rollout ended for which this engine generated ``tokens``."""
+        self._ended_tokens += tokens
+
+    def begin_update(self) -> None:
+        """The engine is paused to load weights; until ``end_update`` it is not silent."""
+        self._updating = True
+
+    def end_update(self, stall_s: float = 0.0) -> None:
+        """The engine goes on after ``stall_s`` seconds."""
+        self._updating, self._alive_at = False, self._now()
+        if self._busy:  # an idle engine is not held up
+            self._paused_s += min(stall_s, self._alive_at - self._busy_from)
+
+    def read(self, sampled: int) -> EngineActivity:
+        """Report, and begin anew.
+
+        ``sampled``: tokens generated so far; it falls when a running rollout is cancelled, which is no sign of life.
+        """
+        self.set_busy(self._busy)
+        now = self._now()
+        if sampled > self._sampled:
+            self._alive_at = now
+        self._sampled = sampled
+        silent_s = now - self._alive_at if self._busy and not self._updating else 0.0
+        activity = EngineActivity(self._ended_tokens, self._busy_s, self._paused_s, now - self._mark, silent_s)
+        self._mark, self._busy_s, self._paused_s, self._ended_tokens = now, 0.0, 0.0, 0
+        return activity

@@ -1,0 +1,88 @@
+"""An engine's time, with a clock that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.rollout.activity import ActivityClock
+
+
+class Time:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def clock(time: Time) -> ActivityClock:
+    return ActivityClock(time)
+
+
+def test_silence_lasts_from_the_last_new_token(time: Time, clock: ActivityClock) -> None:
+    time.now += 50
+    clock.set_busy(True)
+    silences = []
+    for sampled in (0, 0, 7, 7, 7, 8):
+        time.now += 5
+        silences.append(clock.read(sampled).silent_s)
+    assert silences == [5, 10, 0, 5, 10, 0]
+
+
+def test_an_idle_engine_is_not_silent_and_new_work_begins_anew(time: Time, clock: ActivityClock) -> None:
+    clock.set_busy(True)
+    time.now += 5
+    assert clock.read(0).silent_s == 5
+    clock.set_busy(False)
+    time.now += 100
+    assert clock.read(0).silent_s == 0
+    clock.set_busy(True)
+    time.now += 2
+    clock.set_busy(True)
+    assert clock.read(0).silent_s == 2
+
+
+def test_an_update_is_no_silence(time: Time, clock: ActivityClock) -> None:
+    clock.set_busy(True)
+    clock.begin_update()
+    time.now += 60
+    assert clock.read(0).silent_s == 0
+    clock.end_update(60.0)
+    time.now += 3
+    activity = clock.read(0)
+    assert (activity.silent_s, activity.paused_s) == (3, 60)
+
+
+def test_a_cancelled_rollouts_tokens_are_no_sign_of_life(time: Time, clock: ActivityClock) -> None:
+    clock.set_busy(True)
+    clock.read(500)
+    time.now += 5
+    assert clock.read(400).silent_s == 5
+    time.now += 5
+    assert clock.read(401).silent_s == 0
+
+
+def test_sums_begin_anew_with_each_report(time: Time, clock: ActivityClock) -> None:
+    clock.set_busy(True)
+    clock.add_ended(4)
+    clock.add_ended(3)
+    time.now += 2
+    clock.set_busy(False)
+    time.now += 1
+    first, second = clock.read(7), clock.read(7)
+    assert (first.generated_tokens, first.busy_s, first.wall_s) == (7, 2, 3)
+    assert (second.generated_tokens, second.busy_s, second.wall_s) == (0, 0, 0)
+
+
+def test_a_pause_counts_only_what_rollouts_lost(time: Time, clock: ActivityClock) -> None:
+    clock.begin_update()
+    time.now += 4
+    clock.set_busy(True)
+    time.now += 1
+    clock.end_update(5.0)
+    assert clock.read(0).paused_s == 1

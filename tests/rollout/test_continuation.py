@@ -1,0 +1,120 @@
+"""Cutting rollouts and going on with them, over random rollouts and cuts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.rollout.continuation import Tokens, cut, join, rest_of, stopped_at
+from asyncrl_cli.rollout.records import Sampling, Segment
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> tuple[list[int], list[float], list[tuple[int, int]]]:
+    """Token ids, log-probs, and where versions start."""
+    ids = draw(IDS)
+    logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=len(ids), max_size=len(ids)))
+    starts = sorted(draw(st.sets(st.integers(1, max(len(ids) - 1, 1)), max_size=4)))
+    versions = sorted(draw(st.sets(st.integers(0, 99), min_size=len(starts) + 1, max_size=len(starts) + 1)))
+    return ids, logprobs, list(zip(versions, [0, *starts], strict=True))
+
+
+def same(one: Tokens, other: Tokens) -> bool:
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name)) and getattr(one, name).dtype == dtype
+        for name, dtype in (("response_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32))
+    )
+
+
+@given(rollouts(), st.lists(st.integers(0, 30), max_size=5))
+def test_cut_anywhere_and_joined_a_rollout_is_itself_again(
+    rollout: tuple[list[int], list[float], list[tuple[int, int]]], cuts: list[int]
+) -> None:
+    ids, logprobs, starts = rollout
+    whole = join(cut("1-0", 0, ids, logprobs, starts))
+    assert whole.response_ids.tolist() == ids
+    assert whole.logprobs.tolist() == logprobs
+    assert (np.diff(whole.versions) >= 0).all()
+    for (version, first), last in zip(starts, [*(first for _, first in starts[1:]), len(ids)], strict=True):
+        assert set(whole.versions[first:last].tolist()) <= {version}
+
+    bounds = sorted({0, len(ids), *(place for place in cuts if place < len(ids))})
+    pieces = [cut("1-0", a, ids[a:b], logprobs[a:b], starts) for a, b in pairwise(bounds)]
+    segments = [segment for piece in pieces for segment in piece]
+    assert same(join(segments), whole)
+    assert all(len(segment.response_ids) > 0 for segment in segments)
+    assert [len(piece) > 0 for piece in pieces] == [True] * (len(bounds) - 1)
+    for count in range(len(ids) + 1):
+        assert same(whole.first(count), join(cut("1-0", 0, ids[:count], logprobs[:count], starts)))
+
+
+@given(rollouts().filter(lambda rollout: len(rollout[0]) > 1), st.data())
+def test_only_a_whole_beginning_can_be_joined(
+    rollout: tuple[list[int], list[float], list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    ids, logprobs, starts = rollout
+    place = data.draw(st.integers(1, len(ids) - 1))
+    head = cut("1-0", 0, ids[:place], logprobs[:place], starts)
+    tail = cut("1-0", place, ids[place:], logprobs[place:], starts)
+    for wrong in (tail, [*head, *head], [*tail, *head], [*head, *tail, *tail]):
+        with pytest.raises(ValueError, match="segment from token"):
+            join(wrong)
+
+
+def test_versions_do_not_fall() -> None:
+    old, new = (Segment("1-0", 0, v, np.array([5], np.int32), np.zeros(1, np.float32)) for v in (3, 4))
+    later = Segment("1-0", 1, 3, np.array([6], np.int32), np.zeros(1, np.float32))
+    assert join([old, later]).versions.tolist() == [3, 3]
+    with pytest.raises(ValueError, match="falls from weight version 4 to 3"):
+        join([new, later])
+
+
+@given(
+    max_tokens=st.integers(1, 100),
+    generated=st.integers(0, 120),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+)
+def test_the_rest_fills_up_to_max_tokens_with_a_seed_of_its_own(
+    max_tokens: int, generated: int, seed: int | None
+) -> None:
+    whole = Sampling(0.7, max_tokens, seed, ("x",))
+    rest = rest_of(whole, generated)
+    assert rest.max_tokens == max(max_tokens - generated, 0)
+    assert (rest.temperature, rest.stop) == (0.7, ("x",))
+    assert rest == rest_of(whole, generated)
+    if generated == 0:
+        assert rest == whole
+    elif seed is None:
+        assert rest.seed is None
+    else:
+        assert rest.seed is not None and 0 <= rest.seed < 2**63
+        assert rest.seed not in (seed, rest_of(whole, generated + 1).seed)
+
+
+def characters(ids: list[int]) -> str:
+    return "".join("abc"[token] for token in ids)
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=20),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+)
+def test_a_rollout_stops_at_the_token_that_completes_the_first_stop_string(ids: list[int], stop: list[str]) -> None:
+    ends = [text.find(one) + len(one) for text in [characters(ids)] for one in stop if one in text]
+    assert stopped_at(characters, ids, stop) == min(ends, default=None)
+
+
+def test_a_stop_string_of_several_bytes_is_complete_with_its_last() -> None:
+    text = "ab é!".encode()
+
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    assert stopped_at(decode, list(text), ("é",)) == 5
+    assert stopped_at(decode, list(text[:4]), ("é",)) is None

@@ -1,0 +1,320 @@
+"""Unfinished rollouts on real vLLM: what is read of them while they run, and going on after an engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from asyncrl_cli.rollout.continuation import join
+from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.worker import RolloutWorker
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
+from tests.e2e.conftest import Runs
+from tests.e2e.test_weights import TOLERANCE, Bench
+
+pytestmark = pytest.mark.stack
+
+LIMIT_S = 120.0
+"""Seconds after which a condition that should have come counts as never coming."""
+TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSpec:
+    return load_spec(
+        Runs(tmp_path_factory.mktemp("segments")).write_spec(model={"warm_start": None, "max_length": 256})
+    ).spec
+
+
+@pytest.fixture(scope="module")
+def start(spec: ExperimentSpec, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Bench]:
+    """Starts an engine; all of them have the same models for the same versions."""
+    from asyncrl_cli.rollout.engine import engine_environment
+
+    os.environ.update(engine_environment(spec))
+    return lambda: Bench(spec, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def bench(runner: asyncio.Runner, start: Callable[[], Bench]) -> Iterator[Bench]:
+    async def started() -> Bench:
+        return start()
+
+    bench = runner.run(started())
+    yield bench
+    bench.engine.shutdown()
+
+
+@pytest.fixture
+def worker(spec: ExperimentSpec, tmp_path: Path) -> Iterator[Callable[..., RolloutWorker]]:
+    """Makes workers round an engine; the output is pytest's again after the test."""
+    saved = os.dup(1), os.dup(2)
+
+    def worker_of(bench: Bench, segment_seconds: float = 0.05) -> RolloutWorker:
+        journal = spec.journal.model_copy(update={"segment_seconds": segment_seconds})
+        worker = RolloutWorker("engine", spec.model_copy(update={"journal": journal}), str(tmp_path))
+        worker._engine = bench.engine
+        return worker
+
+    try:
+        yield worker_of
+    finally:
+        for target, descriptor in enumerate(saved, start=1):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+
+
+def request(name: str, *prefix: Segment, stop: tuple[str, ...] = (), tokens: int = TOKENS) -> RolloutRequest:
+    seed = sum(name.encode())
+    return RolloutRequest(name, (3 + seed % 32, 40, 50), Sampling(1.0, tokens, seed, stop), prefix)
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    """The first true answer of ``condition``."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (answer := condition()):
+            await asyncio.sleep(0)
+    return answer
+
+
+def add(taken: dict[str, list[Segment]], segments: Iterable[Segment]) -> None:
+    for segment in segments:
+        taken.setdefault(segment.rollout_id, []).append(segment)
+
+
+def begins_with(rollout: Rollout, segments: list[Segment]) -> bool:
+    """Whether the segments are the rollout's first tokens, bit for bit."""
+    tokens, end = join(segments), segments[-1].end
+    return (
+        np.array_equal(tokens.response_ids, rollout.response_ids[:end])
+        and np.array_equal(tokens.logprobs, rollout.logprobs[:end])
+        and np.array_equal(tokens.versions, rollout.versions[:end])
+    )
+
+
+@pytest.mark.parametrize(("policy", "version", "stop"), [("keep", 2, ()), ("recompute", 4, ()), ("keep", 6, ("@@@@",))])
+def test_segments_are_the_beginning_of_the_final_rollout(
+    bench: Bench,
+    runner: asyncio.Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    version: int,
+    stop: tuple[str, ...],
+) -> None:
+    taken: dict[str, list[Segment]] = {}
+    at_pause: dict[str, int] = {}
+
+    def since() -> dict[str, int]:
+        return {name: taken[name][-1].end if name in taken else 0 for name in names}
+
+    def on_pause() -> None:
+        add(taken, bench.engine.segments(since()))
+        at_pause.update(since())
+
+    names = [f"{version}-{place}" for place in range(32)]
+
+    async def generate() -> list[Rollout]:
+        await bench.publish(version - 1, policy)
+        requests = [request(name, stop=stop) for name in [*names, "unnamed"]]
+        running = [asyncio.create_task(bench.engine.generate(entry)) for entry in requests]
+        add(taken, await until(lambda: bench.engine.segments(since())))
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.engine, "update_weights", partial(bench.engine.update_weights, on_pause=on_pause))
+            await bench.publish(version, policy)
+        while not all(task.done() for task in running):
+            add(taken, bench.engine.segments(since()))
+            await asyncio.sleep(0)
+        return list(await asyncio.gather(*running))
+
+    rollouts = {rollout.rollout_id: rollout for rollout in runner.run(generate())}
+    assert set(taken) <= set(names)
+    assert all(begins_with(rollouts[name], segments) for name, segments in taken.items())
+    crossed = {name: rollout for name, rollout in rollouts.items() if len(set(rollout.versions.tolist())) == 2}
+    assert len(set(crossed) & set(taken)) > 8
+    assert any(len({segment.version for segment in taken[name]}) == 2 for name in crossed if name in taken)
+    for name in set(crossed) & set(names):
+        assert at_pause[name] == (crossed[name].versions == version - 1).sum(), "all old tokens were in at the pause"
+
+
+def test_a_rollout_goes_on_where_another_engine_left_it(bench: Bench, runner: asyncio.Runner) -> None:
+    """Cut anywhere, a greedy rollout comes out the same; a sampled one keeps its beginning."""
+
+    async def generate() -> None:
+        await bench.publish(10, "keep")
+        greedy = RolloutRequest("10-0", (3, 4, 5), Sampling(0.0, TOKENS))
+        whole, sampled = await asyncio.gather(bench.engine.generate(greedy), bench.engine.generate(request("10-1")))
+        await bench.publish(11, "recompute")
+        for end in (1, 20, len(sampled.response_ids) - 1, len(sampled.response_ids)):
+            prefix = Segment("10-1", 0, 10, sampled.response_ids[:end], sampled.logprobs[:end])
+            again = await bench.engine.generate(request("10-1", prefix, tokens=len(sampled.response_ids)))
+            assert begins_with(again, [prefix])
+            assert set(again.versions[end:].tolist()) <= {11}
+            assert len(again.response_ids) <= len(sampled.response_ids)
+            assert again.text == bench.engine._decode(again.response_ids)
+            gaps = np.abs(bench.recomputed(again, 11) - again.logprobs)[end:]
+            assert gaps.max(initial=0.0) < TOLERANCE
+            if len(again.response_ids) == end:
+                assert again.finish_reason == "length"
+        await bench.publish(10, "recompute")
+        for end in (1, 17, len(whole.response_ids) - 1):
+            prefix = Segment("10-0", 0, 10, whole.response_ids[:end], whole.logprobs[:end])
+            again = await bench.engine.generate(RolloutRequest("10-0", (3, 4, 5), greedy.sampling, (prefix,)))
+            assert again.response_ids.tolist() == whole.response_ids.tolist()
+            assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
+            assert np.abs(again.logprobs - whole.logprobs).max() < TOLERANCE
+
+    runner.run(generate())
+
+
+def test_a_stop_string_across_the_cut_ends_the_rollout(bench: Bench, runner: asyncio.Runner) -> None:
+    async def generate() -> None:
+        await bench.publish(12, "keep")
+        whole = await bench.engine.generate(RolloutRequest("12-0", (3, 4, 5), Sampling(0.0, TOKENS)))
+        decode, ids = bench.engine._decode, whole.response_ids
+        end, stop = next(
+            (end, stop)
+            for end in range(4, len(ids) - 4)
+            if len(stop := decode(ids[end - 2 : end + 2])) > 3 and whole.text.index(stop) == len(decode(ids[: end - 2]))
+        )
+        sampling = Sampling(0.0, TOKENS, stop=(stop,))
+        stopped = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling))
+        prefix = Segment("12-1", 0, 12, whole.response_ids[:end], whole.logprobs[:end])
+        again = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling, (prefix,)))
+        assert again.response_ids.tolist() == stopped.response_ids.tolist() == whole.response_ids[: end + 2].tolist()
+        assert again.finish_reason == stopped.finish_reason == "stop"
+
+    runner.run(generate())
+
+
+def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, runner: asyncio.Runner) -> None:
+    async def generate() -> Rollout:
+        await bench.publish(13, "keep")
+        prefix = Segment("13-0", 0, 14, np.array([7, 8], np.int32), np.zeros(2, np.float32))
+        task = asyncio.create_task(bench.engine.generate(request("13-0", prefix)))
+        await bench.engine.generate(request("13-1"))
+        assert not task.done()
+        await bench.publish(14, "keep")
+        return await task
+
+    assert set(runner.run(generate()).versions.tolist()) == {14}
+
+
+@asynccontextmanager
+async def stopped_core() -> AsyncIterator[psutil.Process]:
+    """The newest engine's core process, stopped by SIGSTOP; runs again afterwards, if it still lives."""
+    cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    core = max(cores, key=lambda child: child.create_time())
+    core.send_signal(signal.SIGSTOP)
+    try:
+        yield core
+    finally:
+        if core.is_running():
+            core.send_signal(signal.SIGCONT)
+
+
+def test_an_engine_that_hangs_is_silent_and_goes_on(
+    bench: Bench, runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
+) -> None:
+    async def check() -> None:
+        await bench.publish(20, "keep")
+        actor = worker(bench)
+        taken: dict[str, list[Segment]] = {}
+        names = [f"20-{place}" for place in range(32)]
+        await actor.submit([request(name) for name in names])
+        await until(lambda: bench.engine.segments(dict.fromkeys(names, 0)))
+        rollouts: list[Rollout] = []
+        async with stopped_core(), asyncio.timeout(LIMIT_S):
+            silences = [0.0]
+            while silences[-1] < 0.5:
+                delivery = await actor.collect(0.05)
+                add(taken, delivery.segments)
+                rollouts += delivery.rollouts
+                silences.append(delivery.activity.silent_s)
+            assert len(rollouts) < len(names)
+        rising = silences[len(silences) - silences[::-1].index(0.0) - 1 :]
+        assert rising == sorted(rising) and len(rising) > 5
+        silent = True
+        async with asyncio.timeout(LIMIT_S):
+            while len(rollouts) < len(names):
+                delivery = await actor.collect(1.0)
+                assert not delivery.failures
+                add(taken, delivery.segments)
+                rollouts += delivery.rollouts
+                silent &= delivery.activity.silent_s > 0
+        assert not silent
+        assert all(
+            begins_with(rollout, taken[rollout.rollout_id]) for rollout in rollouts if rollout.rollout_id in taken
+        )
+        assert sum(name in taken for name in names) > 8
+
+    runner.run(check())
+
+
+def test_rollouts_survive_the_death_of_their_engine(
+    bench: Bench, start: Callable[[], Bench], runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
+) -> None:
+    async def check() -> None:
+        doomed = start()
+        await asyncio.gather(doomed.publish(30, "keep"), bench.publish(30, "recompute"))
+        names = [f"30-{place}" for place in range(32)]
+        first = worker(doomed, segment_seconds=3600.0)
+        await first.submit([request(name) for name in names])
+        await until(lambda: doomed.engine.segments(dict.fromkeys(names, 0)))
+        await doomed.publish(31, "keep")
+        async with stopped_core() as core:
+            held = doomed.engine.segments(dict.fromkeys(names, 0))
+            core.kill()
+        saved: dict[str, list[Segment]] = {}
+        left = set(names)
+
+        async def collect_all() -> None:
+            while delivery := await first.collect(1.0):
+                assert not delivery.failures
+                add(saved, delivery.segments)
+                left.difference_update(rollout.rollout_id for rollout in delivery.rollouts)
+
+        with pytest.raises(RuntimeError, match="core process has died"):
+            await asyncio.wait_for(collect_all(), LIMIT_S)
+        assert len(left) > 8
+        for segment in held:
+            assert segment.rollout_id not in left or saved[segment.rollout_id][-1].end >= segment.end
+        doomed.engine.shutdown()
+
+        await bench.publish(31, "recompute")
+        second = worker(bench)
+        await second.submit([request(name, *saved.get(name, ())) for name in left])
+        rollouts: list[Rollout] = []
+        generated = 0
+        async with asyncio.timeout(LIMIT_S):
+            while len(rollouts) < len(left):
+                delivery = await second.collect(1.0)
+                rollouts += delivery.rollouts
+                generated += delivery.activity.generated_tokens
+        for rollout in rollouts:
+            prefix = saved.get(rollout.rollout_id, [])
+            end = prefix[-1].end if prefix else 0
+            assert not prefix or begins_with(rollout, prefix)
+            assert set(rollout.versions[end:].tolist()) <= {31}
+            gaps = np.abs(bench.recomputed(rollout, 31) - rollout.logprobs)[end:]
+            assert gaps.max(initial=0.0) < TOLERANCE
+        known = sum(saved[name][-1].end for name in left if name in saved)
+        assert generated == sum(len(rollout.response_ids) for rollout in rollouts) - known
+
+    runner.run(check())
