@@ -39,8 +39,11 @@ def join_process_group(rank: int, ranks: int, address: str, port: int, gpu: bool
     deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", auto_mpi_discovery=False, verbose=False)
 
 
-def deepspeed_settings(trainer: TrainerSpec) -> dict[str, Any]:
-    """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches."""
+def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
+    """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches.
+
+    ``load_universal``: whether the checkpoint that the engine will load is a universal one.
+    """
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -49,17 +52,21 @@ def deepspeed_settings(trainer: TrainerSpec) -> dict[str, Any]:
         "bf16": {"enabled": trainer.dtype == "bfloat16"},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        "checkpoint": {"load_universal": load_universal},
     }
 
 
-def start_engine(spec: ExperimentSpec, model_dir: str) -> Any:
-    """The DeepSpeed engine round the policy. With ZeRO-3 no rank ever holds the whole model."""
+def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
+    """The DeepSpeed engine round the policy. With ZeRO-3 no rank ever holds the whole model.
+
+    ``load_universal``: whether the checkpoint that it will load is a universal one.
+    """
     import deepspeed
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
     trainer = spec.trainer
-    settings = deepspeed_settings(trainer)
+    settings = deepspeed_settings(trainer, load_universal)
     # Read by from_pretrained while the object lives: weights are sharded as they are loaded.
     sharding = HfDeepSpeedConfig(settings) if trainer.zero_stage == 3 else None
     model = AutoModelForCausalLM.from_pretrained(
@@ -80,6 +87,7 @@ def start_engine(spec: ExperimentSpec, model_dir: str) -> Any:
         weight_decay=trainer.optimizer.weight_decay,
     )
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
+    _restore_rotary_frequencies(model)
     return engine
 
 
@@ -104,6 +112,20 @@ def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[
 
     with deepspeed.zero.GatheredParameters(parameters):
         yield
+
+
+def _restore_rotary_frequencies(model: Any) -> None:
+    """Give position embeddings their float32 frequencies back.
+
+    With bfloat16 weights DeepSpeed rounds these, too, when it shards a model and when it takes one over. An engine
+    keeps them, so at position 1000 the two could turn by angles a radian apart.
+    """
+    for module in model.modules():
+        rounded = dict(module.named_buffers(recurse=False))
+        if "inv_freq" in rounded:
+            exact = dict(type(module)(config=module.config).named_buffers(recurse=False))
+            for name, buffer in rounded.items():
+                buffer.data = exact[name].to(buffer.device)
 
 
 def _is_local(model_dir: str) -> bool:

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
@@ -55,9 +56,13 @@ class TrainerWorker:
         return self._progress
 
     def start(self, model_dir: str, address: str, port: int, checkpoint: str | None) -> None:
-        """Join the other ranks and load the model, or a checkpoint's state over it."""
+        """Join the other ranks and load the model, or a checkpoint's state over it.
+
+        Raises ``RunError`` when a trainer of this spec cannot load the checkpoint.
+        """
         import torch
 
+        from asyncrl_cli.train import checkpoints
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.step import load_reference
 
@@ -66,14 +71,17 @@ class TrainerWorker:
             torch.set_num_threads(trainer.threads_per_rank)
         torch.manual_seed(self._spec.seed)
         self._model_dir = model_dir
+        source = None if checkpoint is None else checkpoints.find_source(Checkpoint.at(Path(checkpoint)), trainer)
+        load_universal = source is not None and source.is_universal
+        if source is not None and load_universal and self._rank == 0:
+            checkpoints.to_universal(source)  # the other ranks wait for this one in the next line
         ds.join_process_group(self._rank, trainer.ranks, address, port, gpu=trainer.gpus_per_rank > 0)
-        self._engine = ds.start_engine(self._spec, model_dir)
+        self._engine = ds.start_engine(self._spec, model_dir, load_universal)
         self._model = self._engine.module.model
         self._reference = load_reference(self._spec, model_dir, self._engine.device)
         self._mapping: Any = None
-        if checkpoint is not None:
-            _, client_state = self._engine.load_checkpoint(checkpoint, tag="state")
-            self._updates = client_state["updates"]
+        if source is not None:
+            self._updates = checkpoints.load_state(self._engine, source, self._rank)["updates"]
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
         """All optimizer updates of one step."""
@@ -121,8 +129,10 @@ class TrainerWorker:
             AutoTokenizer.from_pretrained(self._model_dir).save_pretrained(folder)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write this rank's shard of weights, optimizer and counters."""
-        self._engine.save_checkpoint(folder, tag="state", client_state={"updates": self._updates})
+        """Write this rank's shard of weights, optimizer and counters, and its random-number states."""
+        from asyncrl_cli.train.checkpoints import save_state
+
+        save_state(self._engine, Path(folder), self._rank, {"updates": self._updates})
 
     def _probe(self) -> tuple[tuple[int, ...], Any]:
         import torch

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 pytestmark = pytest.mark.stack
 
@@ -18,24 +16,7 @@ BASE = ["trainer.ranks=1", "trainer.zero_stage=1", "trainer.optimizer.learning_r
 
 def trained(folder: Path, *overrides: str) -> dict[str, Any]:
     """Weights and metrics after two steps, by rank 0 of as many processes as the spec has ranks."""
-    overrides = (*BASE, *overrides)
-    ranks = next(int(item.partition("=")[2]) for item in reversed(overrides) if item.startswith("trainer.ranks="))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    program = Path(__file__).with_name("train_one.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, program, folder / f"rank-{rank}.pt", str(rank), port, *overrides],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output[-3000:]
+    run_ranks("train_one.py", folder, (*BASE, *overrides))
     result: dict[str, Any] = torch.load(folder / "rank-0.pt")
     return result
 

@@ -38,9 +38,8 @@ def batch(step: int, groups: int) -> TrainingBatch:
                     finish_reason="stop",
                 )
             )
-        made.append(
-            TrainingGroup(group_id, "uid", tuple(rollouts), tuple(rng.integers(0, 2, 8).astype(float).tolist()))
-        )
+        rewards = tuple(rng.integers(0, 2, 8).astype(float).tolist())
+        made.append(TrainingGroup(group_id, "uid", version=step, rollouts=tuple(rollouts), rewards=rewards))
     return TrainingBatch(step, step, tuple(made))
 
 

@@ -1,0 +1,124 @@
+"""The trainer's part of a checkpoint: DeepSpeed's shards, and getting them back into another number of ranks.
+
+As many ranks as saved load their own shards. Any other number of ranks, with ZeRO 1, 2 or 3, loads DeepSpeed's
+universal checkpoint: whole parameters and whole Adam moments, of which each rank takes its part. It is made by
+rank 0 in a hidden folder beside the checkpoint and removed when all ranks have read it. With ZeRO 0 nothing is
+sharded, and every rank loads the same file. docs/decisions/0011-checkpoints.md says more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.runs.checkpoints import STATE, Checkpoint, TrainerLayout
+from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.spec.sections import TrainerSpec
+from asyncrl_cli.train.random_states import restore_random_states, save_random_states
+
+UNIVERSAL = "universal"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the engine loads: the checkpoint itself, or the universal one in ``folder`` that was made from it."""
+
+    checkpoint: Checkpoint
+    folder: Path
+    is_universal: bool
+
+
+def check_layout(checkpoint: Checkpoint, saved: TrainerLayout, trainer: TrainerSpec) -> None:
+    """Raise ``RunError`` when no trainer of this spec can load what was saved; the number of ranks may differ."""
+    # ZeRO 1 and 2 shard the same things; the others save what the rest cannot read.
+    same_shards = saved.zero_stage == trainer.zero_stage or {saved.zero_stage, trainer.zero_stage} == {1, 2}
+    for key, was, is_now, fits in (
+        ("zero_stage", saved.zero_stage, trainer.zero_stage, same_shards),
+        ("dtype", saved.dtype, trainer.dtype, saved.dtype == trainer.dtype),
+    ):
+        if not fits:
+            raise RunError(
+                f"the checkpoint was saved with trainer.{key} {was} and cannot be loaded with {is_now}",
+                place=str(checkpoint.folder),
+                mend=f"Set trainer.{key} to {was}, or start a new run from `asyncrl checkpoint export`",
+            )
+
+
+def find_source(checkpoint: Checkpoint, trainer: TrainerSpec) -> Source:
+    """What a trainer of this spec has to load. Raises ``RunError`` when there is no way."""
+    saved = checkpoint.trainer()
+    check_layout(checkpoint, saved, trainer)
+    if saved.zero_stage == 0 or (saved.ranks, saved.zero_stage) == (trainer.ranks, trainer.zero_stage):
+        return Source(checkpoint, checkpoint.folder, is_universal=False)
+    return Source(checkpoint, checkpoint.folder.with_name(f".{UNIVERSAL}-{checkpoint.folder.name}"), is_universal=True)
+
+
+def to_universal(source: Source) -> None:
+    """Make the universal checkpoint that ``source`` names. Takes as much disk as the checkpoint, twice for a while.
+
+    Raises ``RunError`` with the last line of DeepSpeed's converter when that fails.
+    """
+    shutil.rmtree(source.folder, ignore_errors=True)
+    source.folder.mkdir()
+    parent = source.folder.parent
+    # Paths relative to the parent: the converter uses them as regular expressions, and a user's may hold a plus.
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *("--input_folder", str(source.checkpoint.folder.relative_to(parent) / STATE)),
+            *("--output_folder", str(source.folder.relative_to(parent) / UNIVERSAL)),
+        ],
+        cwd=parent,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        shutil.rmtree(source.folder, ignore_errors=True)
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RunError(
+            f"the checkpoint could not be converted for another number of ranks: {reason}",
+            place=str(source.checkpoint.folder),
+            mend=f"Set trainer.ranks to {source.checkpoint.trainer().ranks}, with which it was saved",
+        )
+
+
+def save_state(engine: Any, folder: Path, rank: int, client_state: dict[str, Any]) -> None:
+    """Write this rank's shards and random-number states; collective. ``client_state`` is small and alike on all."""
+    engine.save_checkpoint(str(folder), tag=STATE, client_state=client_state)
+    save_random_states(_random_states(folder, rank))
+
+
+def load_state(engine: Any, source: Source, rank: int) -> dict[str, Any]:
+    """Load this rank's part into a fresh engine; collective. Returns the ``client_state`` that was saved.
+
+    Deletes the universal checkpoint, which nobody needs any more. A rank that the saved trainer did not have keeps
+    the random-number states it started with.
+    """
+    import torch
+
+    tag = UNIVERSAL if source.is_universal else STATE
+    _, client_state = engine.load_checkpoint(str(source.folder), tag=tag)
+    if source.is_universal:
+        # DeepSpeed's loader gives all parts of the optimizer one and the same step counter, which each of them
+        # would then advance: with two parts Adam would count every update twice.
+        for state in engine.basic_optimizer.state.values():
+            state["step"] = state["step"].clone()
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(source.folder, ignore_errors=True)
+    random_states = _random_states(source.checkpoint.folder, rank)
+    if random_states.is_file():
+        restore_random_states(random_states)
+    return dict(client_state)
+
+
+def _random_states(folder: Path, rank: int) -> Path:
+    return folder / STATE / f"random-{rank}.pt"

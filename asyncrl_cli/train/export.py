@@ -1,0 +1,86 @@
+"""The model in a checkpoint as a Hugging Face directory, made without Ray and without a trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
+from asyncrl_cli.runs.directory import RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "model."
+"""Where the model lies in a ``Policy``."""
+
+
+def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Whole float32 weights by their names in the model, from any ZeRO stage and any number of ranks.
+
+    They are the optimizer's own; only ZeRO 0 in bfloat16 gives the rounded weights, which the engines had. Raises
+    ``RunError`` when the shards cannot be read.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        state = _unsharded(checkpoint) if checkpoint.trainer().zero_stage == 0 else _from_shards(checkpoint)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RunError(
+            f"the weights cannot be read: {type(error).__name__}: {error}",
+            place=str(checkpoint.folder),
+            mend="`asyncrl checkpoint verify` says whether the checkpoint is damaged",
+        ) from error
+    return {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
+
+
+def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path) -> None:
+    """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
+
+    ``skeleton``: a folder, or a hub's id, with the model's config and tokenizer. ``folder`` appears whole or not at
+    all. Raises ``RunError`` when it is there and not empty.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from asyncrl_cli.train.initial_model import without_progress_bars
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError("the folder is not empty", place=str(folder), mend="Name another one with --to")
+    dtype = getattr(torch, checkpoint.trainer().dtype)
+    weights = {name: tensor.to(dtype) for name, tensor in consolidate(checkpoint).items()}
+    config = AutoConfig.from_pretrained(skeleton)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with without_progress_bars():
+            model.save_pretrained(aside)
+        AutoTokenizer.from_pretrained(skeleton).save_pretrained(aside)
+        aside.chmod(0o755)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    import torch
+
+    (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
+    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    return state
+
+
+def _from_shards(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.folder), tag=STATE)
+    return state

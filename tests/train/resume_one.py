@@ -1,0 +1,77 @@
+"""One rank of a trainer that starts, or goes on from a checkpoint: the program of test_trainer_checkpoints.py.
+
+python resume_one.py OUT.pt RANK PORT FROM TO FIRST LAST [KEY=VALUE ...]
+
+FROM: a checkpoint's folder, or `-`. TO: where to save one before the last step, or `-`. Trains the steps from FIRST to
+LAST. Keeps the weights where FROM or TO is, and after the last step.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from train_one import SPEC, batch
+
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.train import deepspeed_engine as ds
+from asyncrl_cli.train import worker as workers
+
+SUB_GROUP = 20_000
+"""Elements of one part of ZeRO-3's optimizer: small, so that the small model has several, as large ones have."""
+
+
+def main() -> None:
+    out, rank, port, source, target, first, last, *overrides = sys.argv[1:]
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    os.environ.update(ds.trainer_environment(spec))
+    import torch
+
+    from asyncrl_cli.train.initial_model import build_initial_model
+
+    settings = ds.deepspeed_settings
+
+    def with_small_parts(*arguments: Any) -> dict[str, Any]:
+        made = settings(*arguments)
+        made["zero_optimization"]["sub_group_size"] = SUB_GROUP
+        return made
+
+    ds.deepspeed_settings = with_small_parts
+    folder = Path(f"{out}.model")
+    assert spec.model.init is not None
+    build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+    workers.redirect_output = lambda *_: None  # the test shows what goes wrong
+    worker = workers.TrainerWorker(int(rank), spec, str(Path(out).parent))
+    worker.start(str(folder), "127.0.0.1", int(port), None if source == "-" else source)
+    # Not where every process starts, so that equal draws later mean something.
+    if source == "-":
+        for state in (random, np.random):
+            state.seed(1000 + int(rank))
+        torch.manual_seed(2000 + int(rank))
+
+    def weights() -> dict[str, Any]:
+        named = list(worker._model.named_parameters())
+        with ds.gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
+            return {name: parameter.detach().clone() for name, parameter in named}
+
+    steps = range(int(first), int(last) + 1)
+    for step in steps[:-1]:
+        worker.train_step(batch(step, spec.pipeline.groups_per_step))
+    if target != "-":
+        worker.save_checkpoint(target)
+    result = {
+        "updates": worker._updates,
+        "draws": (random.random(), np.random.random(), torch.rand(1).item()),
+        "weights": weights(),
+        "probe": worker._probe(),
+    }
+    worker.train_step(batch(steps[-1], spec.pipeline.groups_per_step))
+    torch.save({**result, "weights_after": weights()}, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Which checkpoints a trainer can load, and how; what it cannot load is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.runs.checkpoints import Checkpoint
+from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.spec.sections import TrainerSpec
+from asyncrl_cli.train.checkpoints import find_source, to_universal
+from asyncrl_cli.train.export import export_model
+
+
+def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:
+    """A checkpoint that says how its trainer was cut up, and holds nothing else."""
+    (folder / "step-000007/state").mkdir(parents=True)
+    layout = {"ranks": ranks, "zero_stage": zero_stage, "dtype": "float32"}
+    (folder / "step-000007/run.json").write_text(json.dumps({"trainer": layout}))
+    return Checkpoint.at(folder / "step-000007")
+
+
+def test_an_export_takes_nobodys_place(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(RunError, match="the folder is not empty"):
+        export_model(Checkpoint(tmp_path / "step-000001", 1), "", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "universal"),
+    [
+        ((2, 3), (2, 3), False),
+        ((2, 3), (1, 3), True),
+        ((1, 1), (1, 2), True),
+        ((2, 2), (3, 1), True),
+        ((2, 0), (5, 0), False),
+    ],
+)
+def test_what_a_trainer_has_to_load(
+    tmp_path: Path, saved: tuple[int, int], wanted: tuple[int, int], universal: bool
+) -> None:
+    source = find_source(empty_checkpoint(tmp_path, *saved), TrainerSpec(ranks=wanted[0], zero_stage=wanted[1]))
+    assert source.is_universal == universal
+    assert source.folder.name == (".universal-step-000007" if universal else "step-000007")
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [(3, 2), (1, 3), (0, 3), (2, 0)])
+def test_shards_that_cannot_be_read_are_refused(tmp_path: Path, saved: int, wanted: int) -> None:
+    checkpoint = empty_checkpoint(tmp_path, 1, saved)
+    with pytest.raises(RunError, match=f"saved with trainer.zero_stage {saved} and cannot be loaded with {wanted}"):
+        find_source(checkpoint, TrainerSpec(zero_stage=wanted))
+    with pytest.raises(RunError, match=r"saved with trainer.dtype float32 .* Set trainer.dtype to float32"):
+        find_source(checkpoint, TrainerSpec(zero_stage=saved, dtype="bfloat16"))
+
+
+def test_a_conversion_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    source = find_source(empty_checkpoint(tmp_path, 2, 3), TrainerSpec(ranks=1))
+    with pytest.raises(RunError, match=r"FileNotFoundError: can't find \*_optim_states.pt.* Set trainer.ranks to 2"):
+        to_universal(source)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000007"]

@@ -1,0 +1,172 @@
+"""Real DeepSpeed: a checkpoint goes on with as many ranks as it was saved by, and with any other number of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, seal, verify
+from asyncrl_cli.train.export import consolidate, export_model
+
+pytestmark = pytest.mark.stack
+
+BASE = ("trainer.optimizer.learning_rate=0.001", "pipeline.groups_per_step=8")
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
+"""Largest difference of a weight after an update on other ranks: they add up gradients in another order."""
+
+
+def saved_by(trainer: dict[str, Any], folder: Path) -> Checkpoint:
+    """Complete a checkpoint as the driver does."""
+    layout = TrainerLayout(trainer["ranks"], trainer["zero_stage"], trainer.get("dtype", "float32"))
+    (folder / "run.json").write_text(json.dumps({"step": 2, "trainer": asdict(layout)}))
+    seal(folder)
+    return Checkpoint.at(folder)
+
+
+def go(
+    folder: Path, trainer: dict[str, Any], source: Checkpoint | None, saves: bool, first: int, last: int
+) -> tuple[list[dict[str, Any]], Checkpoint | None]:
+    """Every rank's results of one trainer, and the checkpoint it saved before its last step.
+
+    Every trainer has checkpoints of its own, in a folder whose name would be a bad regular expression.
+    """
+    target = folder / "c++ (1)" / "step-000002"
+    if saves:
+        target.mkdir(parents=True)
+    else:
+        folder.mkdir()
+    overrides = (*BASE, *(f"trainer.{key}={value}" for key, value in trainer.items()))
+    places = (source.folder if source else "-", target if saves else "-")
+    run_ranks("resume_one.py", folder, overrides, *places, first, last)
+    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(trainer["ranks"])]
+    return results, saved_by(trainer, target) if saves else None
+
+
+def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
+
+
+@pytest.fixture(
+    scope="module", params=[(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (3, "bfloat16")], ids=str
+)
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two ranks that trained two steps, saved, and trained one more."""
+    stage, dtype = request.param
+    trainer = {"ranks": 2, "zero_stage": stage, "dtype": dtype}
+    folder = tmp_path_factory.mktemp("two")
+    results, checkpoint = go(folder / "first", trainer, None, True, 0, 2)
+    return folder, trainer, results, checkpoint
+
+
+def test_other_ranks_go_on_as_the_same_ones_would(two_ranks: Any) -> None:
+    folder, trainer, reference, checkpoint = two_ranks
+    tolerance = TOLERANCE[trainer["dtype"]]
+    alone, saved_alone = go(folder / "alone", trainer | {"ranks": 1}, checkpoint, True, 2, 2)
+    two_again, _ = go(folder / "two-again", trainer, saved_alone, False, 2, 2)
+    for results in (alone, two_again):
+        assert results[0]["updates"] == reference[0]["updates"] == 2
+        assert results[0]["draws"] == reference[0]["draws"], "random numbers go on"
+        assert differs(results[0]["weights"], reference[0]["weights"]) == 0
+        assert differs(results[0]["weights_after"], reference[0]["weights_after"]) <= tolerance
+    assert differs(reference[0]["weights_after"], reference[0]["weights"]) > 1e-4, "the last update did something"
+    assert [path.name for path in checkpoint.folder.parent.iterdir()] == [checkpoint.folder.name], "nothing is left"
+    assert verify(checkpoint) == [], "loading changes nothing"
+
+
+def test_the_same_ranks_go_on_to_the_bit(two_ranks: Any) -> None:
+    folder, trainer, reference, checkpoint = two_ranks
+    results, _ = go(folder / "same", trainer, checkpoint, False, 2, 2)
+    for before, now in zip(reference, results, strict=True):
+        assert differs(now["weights_after"], before["weights_after"]) == 0
+        assert now["draws"] == before["draws"], "every rank's random numbers go on"
+    assert reference[0]["draws"] != reference[1]["draws"]
+
+
+def test_stages_one_and_two_are_exchangeable(two_ranks: Any) -> None:
+    folder, trainer, reference, checkpoint = two_ranks
+    if trainer["zero_stage"] not in (1, 2):
+        pytest.skip("ZeRO 0 and 3 stay what they are")
+    results, _ = go(folder / "stage", trainer | {"zero_stage": 3 - trainer["zero_stage"]}, checkpoint, False, 2, 2)
+    assert differs(results[0]["weights"], reference[0]["weights"]) == 0
+    assert differs(results[0]["weights_after"], reference[0]["weights_after"]) <= 1e-6
+
+
+def test_the_weights_can_be_had_without_a_trainer(two_ranks: Any) -> None:
+    _, trainer, reference, checkpoint = two_ranks
+    weights = reference[0]["weights"]
+    whole = consolidate(checkpoint)
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    dtype = getattr(torch, trainer["dtype"])
+    assert all(torch.equal(whole[name].to(dtype), weights[name]) for name in weights)
+
+
+def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from asyncrl_cli.train.policy import Policy
+
+    folder, trainer, reference, checkpoint = two_ranks
+    skeleton = folder / "first/rank-0.pt.model"
+    export_model(checkpoint, str(skeleton), tmp_path / "new/model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new/model")
+    assert str(model.dtype) == f"torch.{trainer['dtype']}"
+    assert all(torch.equal(tensor, reference[0]["weights"][name]) for name, tensor in model.named_parameters())
+    ids, logprobs = reference[0]["probe"]
+    mask = torch.ones(1, len(ids), dtype=torch.bool)
+    mask[:, 0] = False
+    with torch.no_grad():
+        found = Policy(model, 1.0)(torch.tensor([ids]), mask)[0, 1:].float()
+    torch.testing.assert_close(found, torch.from_numpy(logprobs), rtol=0, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new/model")
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(skeleton).get_vocab()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "nothing is left"
+
+
+GENERATE = """
+import sys
+from vllm import LLM, SamplingParams
+
+engine = LLM(
+    model=sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**24, block_size=32,
+    max_model_len=64, enable_chunked_prefill=False, max_num_batched_tokens=64, distributed_executor_backend="uni",
+)
+prompt = {"prompt_token_ids": [5, 40, 41, 42]}
+(answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+print(list(answer.outputs[0].token_ids))
+"""
+
+
+def test_an_export_loads_in_vllm(two_ranks: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.rollout.engine import engine_environment
+    from asyncrl_cli.spec.load import load_spec
+
+    folder, trainer, _, checkpoint = two_ranks
+    if (trainer["zero_stage"], trainer["dtype"]) != (3, "float32"):
+        pytest.skip("one of them will do")
+    export_model(checkpoint, str(folder / "first/rank-0.pt.model"), tmp_path / "model")
+    spec = load_spec(Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml").spec
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(tmp_path / "model")],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)} | engine_environment(spec),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt = torch.tensor([[5, 40, 41, 42]])
+    expected = model.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, 4:].tolist()
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == expected
