@@ -65,8 +65,8 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {place}" for name, place in places.items() if place]
-    lines += ["next:", "  asyncrl runs", f"  asyncrl resume {run.run_id} --steps {2 * run.state.steps}"]
-    if outcome.tracking:
+    lines += ["next:", "  asyncrl inspect run", f"  asyncrl resume {run.run_id} --steps {2 * run.state.steps}"]
+    if outcome.tracking and "://" in outcome.tracking.uri and not outcome.tracking.uri.startswith("http"):
         lines.append(f"  mlflow ui --backend-store-uri {outcome.tracking.uri}")
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.groups import Ended, rollout_seed
 from asyncrl_cli.pipeline.scoring import Scoring
-from asyncrl_cli.rollout.records import Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.rollout.records import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import CORRECT
@@ -61,7 +61,7 @@ class Evaluator:
     async def _generate(
         self, kind: EvaluationKind, step: int, prompts: Sequence[tuple[Prompt, tuple[int, ...]]]
     ) -> list[Rollout]:
-        ids = {f"eval:{step}:{kind}:{index}": index for index in range(len(prompts))}
+        ids = {f"{EVALUATION}{step}:{kind}:{index}": index for index in range(len(prompts))}
         ended: dict[int, Rollout] = {}
         complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

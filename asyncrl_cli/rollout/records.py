@@ -84,6 +84,10 @@ class Rollout:
         return self.finish_reason == "stop"
 
 
+EVALUATION = "eval:"
+"""What the ids of evaluation rollouts begin with; they are generated anew when an engine dies."""
+
+
 def training_rollout_id(group_id: int, place: int) -> str:
     """The id of the rollout at ``place`` (0, 1, ...) of a training group."""
     return f"{group_id}-{place}"

@@ -17,14 +17,20 @@ import time
 from typing import Any
 
 from asyncrl_cli.rollout.activity import ActivityClock
-from asyncrl_cli.rollout.records import Attestation, Delivery, Rollout, RolloutFailure, RolloutRequest, Segment
+from asyncrl_cli.rollout.records import (
+    EVALUATION,
+    Attestation,
+    Delivery,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Segment,
+)
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 COALESCE_S = 0.05
 """Seconds that ``collect`` waits after the first finished rollout for others to join its delivery."""
-EVALUATION = "eval:"
-"""How the ids of evaluation rollouts begin. They are generated anew when an engine dies."""
 
 
 class RolloutWorker:
