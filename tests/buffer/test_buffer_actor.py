@@ -1,0 +1,404 @@
+"""The buffer's calls: many share a commit, and none is answered before its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from buffer_stand_ins import (
+    SETTINGS,
+    candidates,
+    content,
+    group_outcomes,
+    group_rollouts,
+    part,
+    pieces,
+    publish_record,
+    rollout,
+    tokens,
+    whole,
+)
+
+from asyncrl_cli.buffer import actor
+from asyncrl_cli.buffer.actor import Buffer
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.journal import Statement
+from asyncrl_cli.buffer.records import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
+from asyncrl_cli.buffer.schema import FILE, JournalError
+from asyncrl_cli.rollout.records import Rollout
+
+LIMIT_S = 120.0
+"""Seconds after which a test that should have ended counts as hung."""
+NEVER_S = 1e6
+
+
+@pytest.fixture(autouse=True)
+def _no_redirection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "redirect_output", lambda log_dir, name: None)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No commit is put off."""
+    monkeypatch.setattr(actor, "LAZY_S", 0.0)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, LIMIT_S))
+
+
+async def opened(folder: Path, settings: BufferSettings = SETTINGS, kind: str = "train") -> Buffer:
+    buffer = Buffer(str(folder / FILE), settings, str(folder))
+    await buffer.open(kind)
+    return buffer
+
+
+def opening_of(folder: Path, settings: BufferSettings = SETTINGS) -> Opening:
+    """What another process would find in the file now."""
+    return DurableLedger(folder / FILE, settings).opening()
+
+
+async def started(*calls: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Calls that have begun and wait for what they wait for."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    await asyncio.sleep(0)
+    return tasks
+
+
+class Gate:
+    """The journal's commits, each of which waits until it is let through, and may fail then."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.commits: list[Sequence[Statement]] = []
+        self._commit = buffer._book.journal.commit
+        self._begun, self._through = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: Exception | None = None
+        buffer._book.journal.commit = self._gated  # type: ignore[method-assign]
+
+    def _gated(self, statements: Sequence[Statement]) -> None:
+        self.commits.append(statements)
+        self._begun.release()
+        assert self._through.acquire(timeout=LIMIT_S)
+        if self._error is not None:
+            raise self._error
+        self._commit(statements)
+
+    async def begun(self) -> None:
+        """Wait until the next commit waits at the gate."""
+        await asyncio.get_running_loop().run_in_executor(None, self._begun.acquire)
+
+    def let_through(self, error: Exception | None = None) -> None:
+        """The commit at the gate goes on, or fails."""
+        self._error = error
+        self._through.release()
+
+
+# -- commits in groups
+
+
+@pytest.mark.usefixtures("at_once")
+def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path, replace(SETTINGS, groups_per_step=50))
+        await buffer.admit(candidates(1, 100))
+        gate = Gate(buffer)
+        (first,) = await started(buffer.record(group_rollouts(0), [], []))
+        await gate.begun()
+        others = await started(*(buffer.record(group_rollouts(group_id), [], []) for group_id in range(1, 50)))
+        (failure,) = await started(buffer.failed("engine", "engine-0", "went away"))
+        assert not first.done()
+        gate.let_through()
+        await first
+        found = opening_of(tmp_path, buffer._settings)
+        assert [group.admission.group_id for group in found.groups if group.unscored] == [0]
+        await gate.begun()
+        assert not any(task.done() for task in [*others, failure])
+        gate.let_through()
+        await asyncio.gather(*others, failure)
+        assert len(gate.commits) == 2
+        found = opening_of(tmp_path, buffer._settings)
+        assert [group.admission.group_id for group in found.groups if group.unscored] == list(range(50))
+
+    run(test())
+
+
+def test_a_commit_that_nothing_waits_for_is_put_off_until_something_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "LAZY_S", NEVER_S)
+
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await buffer.admit(candidates(1, 4))
+        gate = Gate(buffer)
+        lazy = await started(
+            buffer.record(group_rollouts(0), [], []),
+            buffer.record([], pieces(rollout("1-0")), []),
+            buffer.trained(StepRecord(0, "digest", {})),
+            buffer.failed("engine", "engine-0", "went away"),
+        )
+        assert not gate.commits
+        (urgent,) = await started(buffer.fallback())
+        await gate.begun()
+        assert not any(task.done() for task in [*lazy, urgent])
+        gate.let_through()
+        await asyncio.gather(*lazy, urgent)
+        assert len(gate.commits) == 1
+
+    run(test())
+
+
+def test_much_that_is_noted_is_not_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "LAZY_S", NEVER_S)
+    monkeypatch.setattr(actor, "MANY", 6)
+
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await buffer.admit(candidates(1, 4))
+        await asyncio.gather(*(buffer.record(group_rollouts(group_id), [], []) for group_id in range(4)))
+        assert len(opening_of(tmp_path).groups[3].unscored) == SETTINGS.group_size
+
+    run(test())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_with_nothing_noted_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await with_one_step(buffer)
+        gate = Gate(buffer)
+        assert (await buffer.batch(0)).step == 0
+        assert (await buffer.admit([])).admissions == ()
+        assert isinstance(await buffer.take(1, 0.0), Waiting)
+        await buffer.prune(5)
+        assert not gate.commits
+        with pytest.raises(LookupError, match="step 1 has no batch"):
+            await buffer.batch(1)
+
+    run(test())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_caller_that_goes_away_leaves_the_commit_to_the_others(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await buffer.admit(candidates(1, 4))
+        gate = Gate(buffer)
+        gone, stays = await started(buffer.record(group_rollouts(0), [], []), buffer.record(group_rollouts(1), [], []))
+        await gate.begun()
+        gone.cancel()
+        gate.let_through()
+        await stays
+        assert gone.cancelled()
+        assert [len(group.unscored) for group in opening_of(tmp_path).groups] == [2, 2, 0, 0]
+
+    run(test())
+
+
+# -- a commit that fails
+
+
+LATER: dict[str, Callable[[Buffer], Coroutine[Any, Any, Any]]] = {
+    "admit": lambda buffer: buffer.admit([]),
+    "record": lambda buffer: buffer.record([], [], []),
+    "take": lambda buffer: buffer.take(1, NEVER_S),
+    "batch": lambda buffer: buffer.batch(0),
+    "requeue": lambda buffer: buffer.requeue([]),
+    "trained": lambda buffer: buffer.trained(StepRecord(0, "digest", {})),
+    "publish": lambda buffer: buffer.publish(publish_record(0, 0)),
+    "fallback": lambda buffer: buffer.fallback(),
+    "checkpointed": lambda buffer: buffer.checkpointed(1, "folder", 0.0, []),
+    "failed": lambda buffer: buffer.failed("engine", "engine-0", "went away"),
+    "prune": lambda buffer: buffer.prune(1),
+}
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_failed_commit_is_everybodys_error(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await with_one_step(buffer)
+        snapshot = buffer._book.ledger.snapshot()
+        gate = Gate(buffer)
+        running = buffer._book.ledger.running
+        (waiting,) = await started(buffer.take(1, NEVER_S))
+        first = await started(*(buffer.record([rollout(f"{group_id}-0")], [], []) for group_id in running))
+        await gate.begun()
+        second = await started(*(buffer.record([rollout(f"{group_id}-1")], [], []) for group_id in running))
+        error = JournalError("the journal failed: database or disk is full", place="journal.db", mend="Free space")
+        gate.let_through(error)
+        answers = await asyncio.gather(waiting, *first, *second, return_exceptions=True)
+        assert all(answer is error for answer in answers)
+        for name, call in LATER.items():
+            (answer,) = await asyncio.gather(call(buffer), return_exceptions=True)
+            assert answer is error, name
+        assert len(gate.commits) == 1
+        assert DurableLedger(tmp_path / FILE, SETTINGS).ledger.snapshot() == snapshot
+        assert not any(group.unscored for group in opening_of(tmp_path).groups)
+
+    run(test())
+
+
+def test_a_disk_that_is_full_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await with_one_step(buffer)
+        batch = content(await buffer.batch(0))
+        connection = buffer._book.journal._connection
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        big = rollout(f"{buffer._book.ledger.running[0]}-0", [1] * 100_000)
+        for call in (buffer.record([big], [], []), buffer.admit(candidates(9, 1)), buffer.batch(0)):
+            with pytest.raises(JournalError, match="disk is full"):
+                await call
+        again = await opened(tmp_path, kind="restart")
+        assert content(await again.batch(0)) == batch
+        await again.record([big], [], [])
+        assert whole(opening_of(tmp_path).groups[0].unscored[0]) == whole(big)
+
+    run(test())
+
+
+# -- batches
+
+
+async def with_one_step(buffer: Buffer) -> None:
+    """The first two groups are taken, and version 1 is published."""
+    await buffer.admit(candidates(1, 4))
+    for group_id in (0, 1):
+        await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
+    assert isinstance(await buffer.take(0, 0.0), Taken)
+    await buffer.publish(publish_record(1, 1))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_batch_is_waited_for_and_its_taking_is_durable(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await buffer.admit(candidates(1, 4))
+        (taking,) = await started(buffer.take(0, NEVER_S))
+        settled = await buffer.record(group_rollouts(2), [], group_outcomes(2))
+        assert settled.finished == (2,)
+        assert not taking.done()
+        await buffer.record(group_rollouts(0), [], group_outcomes(0))
+        taken = await taking
+        assert [group.group_id for group in taken.batch.groups] == [0, 2]
+        assert [whole(r) for r in taken.batch.groups[1].rollouts] == [whole(r) for r in group_rollouts(2)]
+        assert (taken.counts.taken, taken.counts.running) == (2, 2)
+        assert opening_of(tmp_path).step == 1
+        again = await buffer.take(0, 0.0)
+        assert isinstance(again, Taken)
+        assert content(again.batch) == content(await buffer.batch(0)) == content(taken.batch)
+
+    run(test())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_without_a_batch_there_is_a_reason(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await buffer.admit(candidates(1, 4))
+        waiting = await buffer.take(0, 0.0)
+        assert isinstance(waiting, Waiting)
+        assert (waiting.reason, waiting.overdue) == ("only 0 of 2 groups have finished", ())
+        await with_one_step(buffer)
+        (taking,) = await started(buffer.take(1, NEVER_S))
+        await buffer.record([], [], [Outcome("2-0", None, "the engine said no")])
+        assert not taking.done()
+        assert (await buffer.admit(candidates(5, 3))).serial == 7
+        for group_id in (3, 4):
+            await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
+        assert isinstance(await taking, Taken)
+
+    run(test())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_overdue_groups_are_told_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path, replace(SETTINGS, on_stale="requeue"))
+        await with_one_step(buffer)
+        await buffer.admit(candidates(5, 2))
+        for group_id in (4, 5):
+            await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
+        waiting = await buffer.take(1, NEVER_S)
+        assert isinstance(waiting, Waiting)
+        assert waiting.overdue == (2, 3)
+        (taking,) = await started(buffer.take(1, NEVER_S))
+        assert await buffer.requeue([2, 3]) == [(2, 6, 1), (3, 7, 1)]
+        assert isinstance(await taking, Waiting | Taken)
+        taken = await buffer.take(1, NEVER_S)
+        assert isinstance(taken, Taken)
+        assert [group.group_id for group in taken.batch.groups] == [4, 5]
+
+    run(test())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_old_checkpoints_need_no_more_is_pruned(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        await with_one_step(buffer)
+        await buffer.checkpointed(1, "one", 0.0, [])
+        await buffer.prune(1)
+        with pytest.raises(LookupError, match="pruned"):
+            await buffer.batch(0)
+
+    run(test())
+
+
+# -- the real thing
+
+
+@pytest.mark.stack
+def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
+    import ray
+    from ray.exceptions import RayActorError
+
+    from asyncrl_cli.pipeline.cluster import ray_cluster
+    from asyncrl_cli.spec.sections import ExperimentSpec
+
+    smallest = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 10}}
+    settings = replace(SETTINGS, groups_per_step=100)
+    acknowledged: dict[str, Rollout] = {}
+    half = rollout("0-0", [0] * 8)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+
+    with ray_cluster(ExperimentSpec.model_validate(smallest), logs):
+        for life, kind in enumerate(("train", "restart", "restart", "resume")):
+            buffer = ray.remote(Buffer).options(num_cpus=0).remote(str(tmp_path / FILE), settings, str(logs))
+            opening = ray.get(buffer.open.remote(kind), timeout=LIMIT_S)
+            found = {r.rollout_id: r for group in opening.groups for r in group.unscored.values()}
+            assert {name: whole(r) for name, r in found.items() if name in acknowledged} == {
+                name: whole(r) for name, r in acknowledged.items()
+            }
+            if life == 0:
+                ray.get(buffer.admit.remote(candidates(1, 200)), timeout=LIMIT_S)
+                ray.get(buffer.record.remote([], pieces(half), []), timeout=LIMIT_S)
+            else:
+                (prefix,) = opening.groups[0].prefixes.values()
+                assert [tokens(part(half, s.start, s.end)) for s in prefix] == [tokens(half)]
+                assert len(opening.groups) == 200
+            pid = ray.get(buffer.pid.remote(), timeout=LIMIT_S)
+            # Many calls on their way, and the kill as soon as some are answered.
+            sent = {
+                buffer.record.remote([one], [], []): one
+                for one in (rollout(f"{group_id}-1", [0] * 2000) for group_id in range(life * 50, life * 50 + 50))
+            }
+            ray.wait(list(sent), num_returns=5, timeout=LIMIT_S)
+            os.kill(pid, signal.SIGKILL)
+            for call, one in sent.items():
+                try:
+                    ray.get(call, timeout=LIMIT_S)
+                except RayActorError:
+                    continue
+                acknowledged[one.rollout_id] = one
+        assert acknowledged
