@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import inspect, resume, runs, staleness, track, train, validate_spec
+from asyncrl_cli.cli import checkpoint, inspect, replay, resume, runs, staleness, track, train, validate_spec
 from asyncrl_cli.runs.errors import UserError
 
 app = typer.Typer(
@@ -28,10 +28,12 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("resume")(resume.resume)
+app.command("replay")(replay.replay)
 app.command("runs")(runs.runs)
 app.command("track")(track.track)
 app.add_typer(inspect.app, name="inspect")
 app.command("staleness")(staleness.staleness)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("validate-spec")(validate_spec.validate_spec)
 
 

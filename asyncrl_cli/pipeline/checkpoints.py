@@ -27,6 +27,7 @@ from asyncrl_cli.runs.checkpoints import (
     seal,
     sweep,
     sync,
+    verify,
 )
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -46,11 +47,13 @@ class Checkpoints:
         """Write the checkpoint of ``step``; it is on disk when this returns. The trainer must be between two steps.
 
         ``state`` is what the driver needs to go on, JSON-able; the trainer's layout is added as ``trainer``. A step
-        is saved once: a second call returns what is there.
+        is saved once: a second call returns what is there, unless that is damaged.
         """
         final = Checkpoint(self._folder / checkpoint_name(step), step)
         if final.folder.is_dir():
-            return final
+            if not await asyncio.to_thread(verify, final):
+                return final
+            await asyncio.to_thread(remove, final)
         aside = await asyncio.to_thread(self._make_aside, final.folder.name)
         await self._trainers.call("save_checkpoint", str(aside))
         await asyncio.to_thread(self._complete, aside, final.folder, {**state, "trainer": asdict(self._layout)})

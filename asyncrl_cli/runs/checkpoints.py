@@ -108,6 +108,18 @@ def complete_checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
+def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
+    """The run's checkpoint of a step. Raises ``RunError`` with those there are when there is none of it."""
+    found = {checkpoint.step: checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints")}
+    if step not in found:
+        raise RunError(
+            f"there is no checkpoint of step {step}",
+            place=run.run_id,
+            mend=f"There are those of steps {', '.join(map(str, found))}" if found else "The run has none yet",
+        )
+    return found[step]
+
+
 def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | None:
     """The run's newest checkpoint, or that of ``step``, after every byte of it was checked; None when there is none.
 
@@ -115,20 +127,9 @@ def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | Non
     ``step``. A damaged one is never passed over in silence: going on from an older one repeats steps.
     """
     found = complete_checkpoints(run.path / "checkpoints")
-    if step is None:
-        if not found:
-            return None
-        chosen = found[-1]
-    else:
-        fitting = [checkpoint for checkpoint in found if checkpoint.step == step]
-        if not fitting:
-            there = ", ".join(str(checkpoint.step) for checkpoint in found)
-            raise RunError(
-                f"there is no checkpoint of step {step}",
-                place=run.run_id,
-                mend=f"There are those of the steps {there}" if found else "The run has none yet",
-            )
-        chosen = fitting[0]
+    if step is None and not found:
+        return None
+    chosen = found[-1] if step is None else checkpoint_of(run, step)
     if not (damages := verify(chosen)):
         return chosen
     older = next((other for other in reversed(found) if other.step < chosen.step and not verify(other)), None)

@@ -1,0 +1,205 @@
+"""`asyncrl checkpoint`: what a run has saved, whether it is sound, and the model in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl_cli.cli.inspect import AsJson, RunName, RunsDir, show
+
+if TYPE_CHECKING:
+    from asyncrl_cli.runs.checkpoints import Checkpoint
+    from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.spec.sections import CheckpointSpec
+
+app = typer.Typer(
+    help="List, check, export and prune a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Step = Annotated[int | None, typer.Option("--step", min=0, help="The checkpoint of this step.")]
+
+
+@app.command("list")
+def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
+    """List a run's checkpoints with their held-out accuracy, and why each is kept.
+
+    Files are compared by name and size; `verify` reads every byte.
+    """
+    from asyncrl_cli.observe.checkpoint_pages import list_page
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.checkpoints import complete_checkpoints
+
+    found = find_run(runs_dir, run)
+    accuracies = _accuracies(found)
+    checkpoints = complete_checkpoints(found.path / "checkpoints")
+    show(list_page(found, checkpoints, _reasons(checkpoints, accuracies, _retention(found)), accuracies), as_json)
+
+
+@app.command("show")
+def show_checkpoint(
+    run: RunName = "latest", step: Step = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")
+) -> None:
+    """Show the newest checkpoint, or that of --step, with its files."""
+    from asyncrl_cli.observe.checkpoint_pages import show_page
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.checkpoints import complete_checkpoints
+
+    found = find_run(runs_dir, run)
+    accuracies = _accuracies(found)
+    checkpoints = complete_checkpoints(found.path / "checkpoints")
+    reasons = _reasons(checkpoints, accuracies, _retention(found))
+    show(show_page(found, _chosen(found, step)[-1], reasons, accuracies), as_json)
+
+
+@app.command("verify")
+def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
+    """Compare every byte of all checkpoints, or of that of --step, with the checksums they were written with.
+
+    Ends with 0 when all is well, and with 1 and the names of the damaged files when it is not.
+    """
+    from asyncrl_cli.observe.checkpoint_pages import damage_text, size_text
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.checkpoints import verify
+
+    damaged = False
+    for checkpoint in _chosen(find_run(runs_dir, run), step):
+        problem = damage_text(verify(checkpoint))
+        damaged = damaged or bool(problem)
+        typer.echo(f"step {checkpoint.step}: {problem or f'sound ({size_text(checkpoint.size)})'}", err=bool(problem))
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export(
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to write; it must be empty or new.")],
+    run: RunName = "latest",
+    step: Step = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write the model of the newest checkpoint, or of that of --step, as a Hugging Face directory.
+
+    transformers and vLLM load it. The checkpoint is verified first.
+    """
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.checkpoints import newest_sound
+    from asyncrl_cli.spec.load import load_spec
+
+    found = find_run(runs_dir, run)
+    _chosen(found, step)  # says it when there is none
+    checkpoint = newest_sound(found, step)
+    assert checkpoint is not None
+    skeleton = found.path / "skeleton"
+    model = load_spec(found.path / "spec.yaml").spec.model
+
+    from asyncrl_cli.train.export import export_model
+
+    export_model(checkpoint, str(skeleton) if model.init is not None else str(model.path), to)
+    typer.echo(f"the model of step {checkpoint.step} is in {to}")
+
+
+@app.command("prune")
+def prune(
+    run: RunName = "latest",
+    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep so many of the newest.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", min=0, help="Keep those of steps divisible by this; 0 for none.")
+    ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option("--keep-best", min=0, help="Keep so many with the best greedy accuracy.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Remove the checkpoints that nothing keeps. What is not said here is as in the run's spec.
+
+    Refused while the run is driven: it prunes by itself.
+    """
+    from asyncrl_cli.observe.checkpoint_pages import size_text
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.checkpoints import complete_checkpoints, remove
+    from asyncrl_cli.runs.directory import RunError
+
+    found = find_run(runs_dir, run)
+    given = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+    retention = _retention(found).model_copy(update={key: value for key, value in given.items() if value is not None})
+    if not dry_run:
+        found.lock()
+    accuracies = _accuracies(found)
+    if retention.keep_best and not accuracies:
+        raise RunError(
+            "the best checkpoints are to be kept, and no accuracy is known",
+            place=found.run_id,
+            mend="The run's journal has none. To keep none for it: --keep-best 0",
+        )
+    checkpoints = complete_checkpoints(found.path / "checkpoints")
+    reasons = _reasons(checkpoints, accuracies, retention)
+    going = [checkpoint for checkpoint in checkpoints if not reasons[checkpoint.step]]
+    freed = sum(checkpoint.size for checkpoint in going)
+    if not dry_run:
+        for checkpoint in going:
+            remove(checkpoint)
+        _note_removed(found, [checkpoint.step for checkpoint in going])
+    steps = ", ".join(str(checkpoint.step) for checkpoint in going)
+    what = f"the checkpoints of steps {steps} ({size_text(freed)})" if going else "nothing"
+    typer.echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(going)} kept")
+
+
+def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
+    """All checkpoints, or that of a step. Raises ``RunError`` when there is none."""
+    from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
+    from asyncrl_cli.runs.directory import RunError
+
+    if step is not None:
+        return [checkpoint_of(run, step)]
+    checkpoints = complete_checkpoints(run.path / "checkpoints")
+    if not checkpoints:
+        raise RunError(
+            "the run has no checkpoint", place=run.run_id, mend="Set checkpoints.every, or let the run get to its end"
+        )
+    return checkpoints
+
+
+def _retention(run: RunDirectory) -> CheckpointSpec:
+    from asyncrl_cli.spec.load import load_spec
+
+    return load_spec(run.path / "spec.yaml").spec.checkpoints
+
+
+def _reasons(
+    checkpoints: list[Checkpoint], accuracies: dict[int, float], retention: CheckpointSpec
+) -> dict[int, tuple[str, ...]]:
+    from asyncrl_cli.runs.checkpoints import keep_reasons
+
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    return keep_reasons(steps, accuracies, retention.keep_last, retention.keep_every, retention.keep_best)
+
+
+def _accuracies(run: RunDirectory) -> dict[int, float]:
+    """Greedy held-out accuracy by step; empty without a journal. Raises ``JournalError`` when it is damaged."""
+    from contextlib import closing
+
+    from asyncrl_cli.buffer.schema import FILE, explained, open_for_reading
+
+    path = run.path / FILE
+    if not path.is_file():
+        return {}
+    with explained(path), closing(open_for_reading(path)) as connection:
+        return dict(connection.execute("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
+
+
+def _note_removed(run: RunDirectory, steps: list[int]) -> None:
+    """Let the journal know which checkpoints are no more."""
+    import time
+    from contextlib import closing
+
+    from asyncrl_cli.buffer.schema import FILE, explained, open_for_writing
+
+    path = run.path / FILE
+    if steps and path.is_file():
+        with explained(path), closing(open_for_writing(path)) as connection:
+            connection.executemany(
+                "UPDATE checkpoints SET removed_at = ? WHERE step = ?", [(time.time(), step) for step in steps]
+            )

@@ -1,0 +1,237 @@
+"""Checkpoints on disk: whole or not there, damage has a name, and what goes is what nothing keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.runs.checkpoints import (
+    Checkpoint,
+    Damage,
+    TrainerLayout,
+    checkpoint_name,
+    checkpoint_of,
+    complete_checkpoints,
+    keep_reasons,
+    kept,
+    newest_sound,
+    remove,
+    remove_later,
+    seal,
+    sweep,
+    verify,
+)
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+
+SHARD = "state/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "test")
+
+
+def make(run: RunDirectory, step: int) -> Checkpoint:
+    """A sound checkpoint with a shard that differs from step to step."""
+    folder = run.path / "checkpoints" / checkpoint_name(step)
+    (folder / "state").mkdir(parents=True)
+    (folder / SHARD).write_bytes(b"shard of %d" % step)
+    (folder / "run.json").write_text(json.dumps({"step": step, "trainer": TRAINER}))
+    seal(folder)
+    return Checkpoint(folder, step)
+
+
+TRAINER = {"ranks": 2, "zero_stage": 3, "dtype": "float32"}
+
+
+def test_complete_ones_are_listed_by_step(run: RunDirectory) -> None:
+    made = [make(run, step) for step in (2_000_000, 40, 5)]
+    folder = run.path / "checkpoints"
+    for name in (".saving-step-000009", ".removing-step-000001", "step-x", "notes", "step-12"):
+        (folder / name).mkdir()
+    (folder / "step-000077").write_text("a file")
+    assert complete_checkpoints(folder) == made[::-1]
+    assert complete_checkpoints(run.path / "missing") == []
+    assert Checkpoint.at(made[1].folder) == made[1]
+    with pytest.raises(ValueError, match="not called like a checkpoint"):
+        Checkpoint.at(folder / "notes")
+
+
+def test_what_it_says_of_itself(run: RunDirectory) -> None:
+    checkpoint = make(run, 40)
+    assert checkpoint.state() == {"step": 40, "trainer": TRAINER}
+    assert checkpoint.trainer() == TrainerLayout(2, 3, "float32")
+    assert checkpoint.size == len("shard of 40") + len(json.dumps(checkpoint.state()))
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{}", '{"trainer": {"ranks": 1}}', '{"trainer": 3}'])
+def test_a_run_file_that_says_nothing_is_damage(run: RunDirectory, text: str | None) -> None:
+    checkpoint = make(run, 40)
+    (checkpoint.folder / "run.json").unlink()
+    if text is not None:
+        (checkpoint.folder / "run.json").write_text(text)
+    with pytest.raises(RunError, match=r"the checkpoint is damaged: run\.json"):
+        checkpoint.trainer()
+
+
+def test_a_sound_one_is_sound_and_notes_beside_its_files_do_no_harm(run: RunDirectory) -> None:
+    checkpoint = make(run, 40)
+    (checkpoint.folder / "notes.txt").write_text("mine")
+    assert verify(checkpoint) == []
+
+
+@given(at=st.integers(0, len("shard of 40") - 1), bit=st.integers(0, 7))
+def test_a_single_bit_is_found(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+    checkpoint = make(RunDirectory.create(tmp_path_factory.mktemp("runs"), "test"), 40)
+    path = checkpoint.folder / SHARD
+    contents = bytearray(path.read_bytes())
+    contents[at] ^= 1 << bit
+    path.write_bytes(contents)
+    assert verify(checkpoint) == [Damage(SHARD, "has other contents than were written")]
+    assert verify(checkpoint, contents=False) == []
+
+
+def test_every_damaged_file_is_named(run: RunDirectory) -> None:
+    checkpoint = make(run, 40)
+    (checkpoint.folder / SHARD).write_bytes(b"half")
+    (checkpoint.folder / "run.json").unlink()
+    assert list(map(str, verify(checkpoint, contents=False))) == [
+        "run.json is missing",
+        f"{SHARD} has 4 bytes instead of 11",
+    ]
+    (checkpoint.folder / "files.json").write_text('{"run.json": 3}')
+    assert list(map(str, verify(checkpoint))) == ["files.json cannot be read"]
+    (checkpoint.folder / "files.json").unlink()
+    assert list(map(str, verify(checkpoint))) == ["files.json cannot be read"]
+
+
+def test_the_newest_is_what_a_run_goes_on_from(run: RunDirectory) -> None:
+    assert newest_sound(run) is None
+    made = [make(run, step) for step in (20, 40)]
+    assert newest_sound(run) == made[1]
+    assert newest_sound(run, 20) == made[0] == checkpoint_of(run, 20)
+    with pytest.raises(RunError, match=r"there is no checkpoint of step 30\. There are those of steps 20, 40"):
+        newest_sound(run, 30)
+
+
+def test_a_damaged_one_is_never_passed_over(run: RunDirectory) -> None:
+    made = [make(run, step) for step in (10, 20, 40)]
+    for checkpoint in made[1:]:
+        (checkpoint.folder / SHARD).unlink()
+    problem = f"the checkpoint is damaged: {SHARD} is missing. That of step 10 is sound: name it with --step 10"
+    for step in (None, 40, 20):
+        with pytest.raises(RunError, match=problem) as error:
+            newest_sound(run, step)
+        assert error.value.place == str(made[1 if step == 20 else 2].folder)
+    (made[0].folder / "run.json").unlink()
+    with pytest.raises(RunError, match="No older checkpoint is sound"):
+        newest_sound(run)
+
+
+def test_half_a_removal_is_no_checkpoint(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run.path / "checkpoints"
+    checkpoint = make(run, 40)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # we die here
+        remove(checkpoint)
+    assert complete_checkpoints(folder) == []
+    assert [path.name for path in folder.iterdir()] == [".removing-step-000040"]
+    again = make(run, 40)
+    remove(again)
+    assert list(folder.iterdir()) == []
+    for name in (".saving-step-000040", ".universal-step-000020", ".step-000001"):
+        (folder / name / "state").mkdir(parents=True)
+    make(run, 5)
+    sweep(folder)
+    assert [path.name for path in folder.iterdir()] == ["step-000005"]
+
+
+def test_later_ones_go_when_a_run_leaves_their_course(run: RunDirectory) -> None:
+    for step in (10, 20, 30):
+        make(run, step)
+    assert remove_later(run.path / "checkpoints", 10) == [20, 30]
+    assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [10]
+
+
+def test_what_is_sealed_is_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr("os.fsync", fsync)
+    folder = make(run, 40).folder
+    assert set(synced) == {folder, *folder.rglob("*")}
+
+
+# -- retention
+
+STEPS = st.sets(st.integers(0, 60), max_size=12)
+ACCURACIES = st.dictionaries(st.integers(0, 60), st.sampled_from([0.0, 0.25, 0.5, 0.75]), max_size=20)
+
+
+@given(
+    steps=STEPS,
+    accuracies=ACCURACIES,
+    awaited=STEPS,
+    keep_last=st.integers(1, 5),
+    keep_every=st.integers(0, 7),
+    keep_best=st.integers(0, 4),
+)
+def test_what_is_kept(
+    steps: set[int], accuracies: dict[int, float], awaited: set[int], keep_last: int, keep_every: int, keep_best: int
+) -> None:
+    stays = kept(steps, accuracies, keep_last, keep_every, keep_best, awaited)
+    assert stays <= steps
+    newest = set(sorted(steps)[-keep_last:])
+    every = {step for step in steps if keep_every and step % keep_every == 0}
+    assert stays >= newest | every
+    pending = {step for step in steps & awaited if keep_best and step not in accuracies}
+    assert stays >= pending
+    for_accuracy = stays - newest - every - pending
+    assert len(for_accuracy) <= keep_best
+    assert for_accuracy <= accuracies.keys()
+    # Nothing that goes is better than what stays for its accuracy alone, and as many of the best stay as shall.
+    gone = [accuracies[step] for step in steps - stays if step in accuracies]
+    assert all(accuracies[step] >= max(gone, default=0.0) for step in for_accuracy)
+    assert len([step for step in stays if step in accuracies]) >= min(keep_best, len(steps & accuracies.keys()))
+
+
+@given(
+    steps=STEPS,
+    accuracies=ACCURACIES,
+    keep_last=st.integers(1, 5),
+    keep_every=st.integers(0, 7),
+    keep_best=st.integers(0, 4),
+)
+def test_pruning_twice_is_pruning_once(
+    steps: set[int], accuracies: dict[int, float], keep_last: int, keep_every: int, keep_best: int
+) -> None:
+    stays = kept(steps, accuracies, keep_last, keep_every, keep_best)
+    assert kept(stays, accuracies, keep_last, keep_every, keep_best) == stays
+
+
+@given(steps=st.lists(st.integers(0, 60), min_size=1, max_size=20, unique=True).map(sorted), accuracies=ACCURACIES)
+def test_pruning_as_a_run_goes_loses_nothing_that_pruning_at_its_end_would_keep(
+    steps: list[int], accuracies: dict[int, float]
+) -> None:
+    there: set[int] = set()
+    for step in steps:
+        known = {at: value for at, value in accuracies.items() if at <= step}
+        there = kept({*there, step}, known, 1, 10, 2)
+    assert there == kept(steps, accuracies, 1, 10, 2)
+
+
+def test_the_reasons_are_given() -> None:
+    reasons = keep_reasons([5, 10, 15, 20], {5: 0.5, 10: 0.5, 20: 0.1}, 1, 20, 1, awaited=[15])
+    assert reasons == {
+        5: (),
+        10: ("best 1",),
+        15: ("evaluation under way",),
+        20: ("last 1", "every 20"),
+    }
