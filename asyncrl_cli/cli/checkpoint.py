@@ -89,13 +89,14 @@ def export(
 
     found = find_run(runs_dir, run)
     _chosen(found, step)  # says it when there is none
+
+    from asyncrl_cli.train.export import check_target, export_model
+
+    check_target(to)
     checkpoint = newest_sound(found, step)
     assert checkpoint is not None
     skeleton = found.path / "skeleton"
     model = load_spec(found.path / "spec.yaml").spec.model
-
-    from asyncrl_cli.train.export import export_model
-
     export_model(checkpoint, str(skeleton) if model.init is not None else str(model.path), to)
     typer.echo(f"the model of step {checkpoint.step} is in {to}")
 
@@ -125,8 +126,6 @@ def prune(
     found = find_run(runs_dir, run)
     given = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
     retention = _retention(found).model_copy(update={key: value for key, value in given.items() if value is not None})
-    if not dry_run:
-        found.lock()
     accuracies = _accuracies(found)
     if retention.keep_best and not accuracies:
         raise RunError(
@@ -134,6 +133,8 @@ def prune(
             place=found.run_id,
             mend="The run's journal has none. To keep none for it: --keep-best 0",
         )
+    if not dry_run:
+        found.lock()
     checkpoints = complete_checkpoints(found.path / "checkpoints")
     reasons = _reasons(checkpoints, accuracies, retention)
     going = [checkpoint for checkpoint in checkpoints if not reasons[checkpoint.step]]
@@ -142,6 +143,7 @@ def prune(
         for checkpoint in going:
             remove(checkpoint)
         _note_removed(found, [checkpoint.step for checkpoint in going])
+        found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in going)
     what = f"the checkpoints of steps {steps} ({size_text(freed)})" if going else "nothing"
     typer.echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(going)} kept")

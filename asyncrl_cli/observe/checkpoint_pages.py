@@ -57,7 +57,7 @@ def show_page(
     lines = [
         f"run         {run.run_id}",
         f"step        {checkpoint.step}",
-        f"folder      {checkpoint.folder}",
+        f"folder      {row['folder']}",
         f"saved       {moment(row['saved_at'])}, {duration(time.time() - row['saved_at'])} ago",
         f"trainer     {trainer.ranks} rank(s), ZeRO-{trainer.zero_stage}, {trainer.dtype}",
         f"greedy      {'not evaluated' if row['accuracy'] is None else format(row['accuracy'], '.3f')}",
@@ -89,7 +89,7 @@ def _document(
 ) -> dict[str, Any]:
     return {
         "step": checkpoint.step,
-        "folder": str(checkpoint.folder),
+        "folder": str(checkpoint.folder.absolute()),
         "bytes": checkpoint.size,
         "saved_at": checkpoint.saved_at,
         "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],

@@ -49,8 +49,7 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path) -> None:
 
     from asyncrl_cli.train.initial_model import without_progress_bars
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError("the folder is not empty", place=str(folder), mend="Name another one with --to")
+    check_target(folder)
     dtype = getattr(torch, checkpoint.trainer().dtype)
     weights = {name: tensor.to(dtype) for name, tensor in consolidate(checkpoint).items()}
     config = AutoConfig.from_pretrained(skeleton)
@@ -68,6 +67,12 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path) -> None:
         os.rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_target(folder: Path) -> None:
+    """Raise ``RunError`` when there is something where a model shall be written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError("the folder is not empty", place=str(folder), mend="Name another one with --to")
 
 
 def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:
