@@ -155,6 +155,11 @@ class Buffer:
         while await self._on_disk(self._book.journal.prune, before):
             await self._commit()
 
+    async def close(self) -> None:
+        """Write everything into the one file, and close it. The last call."""
+        await self._commit()
+        await self._on_disk(self._book.journal.close)
+
     async def _commit(self, patience_s: float = 0.0) -> None:
         """Return when everything noted so far is on disk; the commit may wait so long for others to share it."""
         if self._broken is not None:

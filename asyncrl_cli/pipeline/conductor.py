@@ -40,6 +40,8 @@ from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
 
 PATIENCE_S = 2.0
 """Seconds after which the buffer says what a batch waits for."""
+CLOSE_S = 10.0
+"""Seconds that the buffer may take to close the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,10 @@ class Conductor:
         if self._in_flight is not None:
             taken, training = self._in_flight
             await self._note_step(taken, await training, None)
+
+    async def close(self) -> None:
+        """The run is over, however it ended: have the journal closed. Whatever goes wrong loses nothing."""
+        await asyncio.wait_for(self._parts.buffer.call("close"), CLOSE_S)
 
     async def checkpoint(self) -> None:
         """Save where the run is now. Call it between steps, or after ``settle``.

@@ -152,7 +152,8 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
         if tracker is not None:
             view.status("finishing MLflow's log")
             tracking = close_tracker(tracker, run, spec, status)
-        await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
+        closing = [conductor.close()] if conductor is not None else []
+        await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
     return replace(outcome, tracking=tracking)
 
 
