@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.reporter import Reporter
+from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.observe.view import PlainView
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -32,12 +34,10 @@ def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path, capsys: pyt
     run.update(steps=10)
     reporter = Reporter(run, PlainView(10), None)
     reporter.evaluated(EvaluationResult("greedy", 0, 0.25, 0.25, 9.0, 4, 0, 0))
-    reporter.trained({"step": 1, "uids": ["a"]})
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
     reader = RunDirectory(run.path)
     assert reader.read("metrics.jsonl") == [{"step": 1, "version": 1, "time": 1234.5, **METRICS}]
-    assert reader.read("batches.jsonl") == [{"step": 1, "uids": ["a"]}]
     state = reader.state
     assert (state.phase, state.step, state.steps, state.version) == ("running", 1, 10, 1)
     assert state.accuracy == reporter.accuracy == {"greedy": 0.75}
@@ -52,3 +52,24 @@ def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
     reporter.evaluated(EvaluationResult("greedy", 8, 0.75, 0.75, 9.0, 4, 8, 8))
     assert RunDirectory(run.path).state.accuracy == {"greedy": 0.75, "sampled": 0.25}
     assert reporter.accuracy_before == RunDirectory(run.path).state.accuracy_before == {"greedy": 0.125}
+
+
+def test_warnings_reach_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Reporter(RunDirectory(tmp_path), PlainView(10), None).warn("engine-0: the process died")
+    assert capsys.readouterr().out.endswith("! engine-0: the process died\n")
+
+
+def test_the_tracker_is_told_of_steps_and_evaluations_after_they_are_on_disk(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "test")
+
+    sent: list[tuple[int, dict[str, float]]] = []
+
+    class Tracker:
+        def more(self) -> None:
+            on_disk = RunDirectory(run.path)
+            sent.append((len(on_disk.read("metrics.jsonl")), dict(on_disk.state.accuracy)))
+
+    reporter = Reporter(run, PlainView(10), cast(TrackerClient, Tracker()))
+    reporter.stepped(1, 1, METRICS, 1234.5)
+    reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
+    assert sent == [(1, {}), (1, {"greedy": 0.75})]

@@ -92,6 +92,7 @@ def test_the_plain_view_prints_a_line_per_event(capsys: pytest.CaptureFixture[st
         view.status(f"warm start: {done} of 1000 updates")
     view.status("starting engines")
     view.doing(LONG, COUNTS)
+    view.warn("engine-0: the process died")
     view.evaluated(evaluated("greedy", 0, 0.125))
     view.stepped(1, 1, METRICS)
     lines = capsys.readouterr().out.splitlines()
@@ -100,6 +101,7 @@ def test_the_plain_view_prints_a_line_per_event(capsys: pytest.CaptureFixture[st
     assert [line[match.end() :] for line, match in zip(lines, times, strict=True) if match] == [
         "warm start",
         "starting engines",
+        "! engine-0: the process died",
         "held-out greedy accuracy 0.125 at step 0 (512 prompts, 87.5 tokens)",
         step_line(1, 100, METRICS, {"greedy": 0.125}),
     ]
@@ -149,6 +151,13 @@ def test_before_the_first_step_the_panel_says_what_goes_on() -> None:
     assert [line.split("  ")[0] for line in lines] == ["now"]
     assert lines[0].endswith("  [/starting] engines"), "text, and no markup"
     assert lines[0].index("[") == LABEL_WIDTH + 2, "where it stays when the longer labels come"
+
+
+def test_warnings_stay_above_the_panel() -> None:
+    console = Console(file=io.StringIO(), width=60, record=True, force_terminal=True)
+    view = LiveView(Live(console=console, auto_refresh=False), 10, 1)
+    view.warn("engine-0: [the process] died")
+    assert console.export_text() == "! engine-0: [the process] died\n", "text, and no markup"
 
 
 # -- which of them

@@ -1,57 +1,151 @@
-"""An engine without vLLM, for the routing round it: actor methods with ``.remote()``, and nothing else."""
+"""Actors without Ray: engines and the buffer, whose methods have ``.remote()`` and which can die.
+
+The buffer behind its stand-in is the real one, with its journal on disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+from ray.exceptions import ActorDiedError, RayTaskError
 
+from asyncrl_cli.buffer.actor import Buffer
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
-from asyncrl_cli.rollout.records import Delivery, EngineActivity, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.pipeline.faults import Faults
+from asyncrl_cli.pipeline.fleet import buffer_settings
+from asyncrl_cli.rollout.records import (
+    Delivery,
+    EngineActivity,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Sampling,
+    Segment,
+)
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 
-class _Method:
-    """Takes effect when it is called, as Ray keeps the order of calls; the answer is awaited."""
+class Actor:
+    """Calls begin in their order. After ``die`` every call fails, also one that is under way."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self) -> None:
+        self.dead = False
+        self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """Begin a call; the answer can be awaited, as Ray's can."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call = self._calls[answer] = asyncio.ensure_future(work)
+        call.add_done_callback(partial(self._ended, answer))
+        answer.add_done_callback(lambda _: call.cancel())  # nobody waits for it any more, or it is over
+        if self.dead:
+            self.die()
+        return answer
+
+    def die(self) -> None:
+        """End at once."""
+        self.dead = True
+        calls, self._calls = self._calls, {}
+        for answer, call in calls.items():
+            _fail(answer, ActorDiedError())
+            call.cancel()
+
+    def _ended(self, answer: asyncio.Future[Any], call: asyncio.Future[Any]) -> None:
+        self._calls.pop(answer, None)
+        if call.cancelled():
+            _fail(answer, ActorDiedError())
+        elif (error := call.exception()) is not None:
+            _fail(answer, RayTaskError("method", "traceback", error).as_instanceof_cause())
+        elif not answer.done():
+            answer.set_result(call.result())
+
+
+def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # nobody may be waiting, which is no reason to complain
+
+
+class _Method:
+    def __init__(self, actor: Actor, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._actor = actor
         self._function = function
 
-    def remote(self, *arguments: Any) -> Any:
-        answer = self._function(*arguments)
-        return answer if asyncio.iscoroutine(answer) else _at_once(answer)
+    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+        return self._actor.begin(self._function(*arguments))
+
+    def options(self, **_: Any) -> _Method:
+        return self
 
 
-async def _at_once(value: Any) -> Any:
-    return value
+class remote:
+    """Makes an actor's method a remote one."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._function = function
+
+    def __get__(self, actor: Actor, owner: type) -> _Method:
+        return _Method(actor, partial(self._function, actor))
 
 
-class StandInEngine:
+# -- engines
+
+
+class StandInEngine(Actor):
     """Records what it is told; ``deliver`` says what ``collect`` brings."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.submitted: list[RolloutRequest] = []
         self.cancelled: list[str] = []
+        self.silent = False
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._idle = asyncio.Event()
-        self.submit = _Method(self.submitted.extend)
-        self.cancel = _Method(self.cancelled.extend)
-        self.collect = _Method(self._collect)
 
-    async def _collect(self, timeout_s: float) -> Delivery:
+    @remote
+    async def submit(self, requests: list[RolloutRequest]) -> None:
+        if self.silent:
+            await asyncio.get_running_loop().create_future()
+        self.submitted += requests
+
+    @remote
+    async def cancel(self, rollout_ids: list[str]) -> None:
+        self.cancelled += rollout_ids
+
+    @remote
+    async def collect(self, timeout_s: float) -> Delivery:
         if self._deliveries.empty():
             self._idle.set()
         return await self._deliveries.get()
 
-    async def deliver(self, *ended: Rollout | RolloutFailure, activity: EngineActivity | None = None) -> None:
-        """Have these delivered, and wait until the caller of ``collect`` has dealt with them."""
+    def put(
+        self,
+        *ended: Rollout | RolloutFailure,
+        segments: Iterable[Segment] = (),
+        activity: EngineActivity | None = None,
+    ) -> None:
+        """Have these delivered."""
         rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
-        self._deliveries.put_nowait(Delivery(rollouts, failures, activity or EngineActivity()))
+        self._deliveries.put_nowait(Delivery(rollouts, failures, list(segments), activity or EngineActivity()))
+
+    async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:
+        """Have these delivered, and wait until the caller of ``collect`` has dealt with them."""
+        self.put(*ended, **more)
+        await self.dealt_with()
+
+    async def dealt_with(self) -> None:
+        """Return when everything is delivered, and ``collect`` is called again."""
         await self._idle.wait()
 
     @property
@@ -60,9 +154,120 @@ class StandInEngine:
         return [request.rollout_id for request in self.submitted]
 
 
-def dispatcher_over(engines: list[StandInEngine], retries: int = 0) -> Dispatcher:
-    """A dispatcher whose engines are called ``engine-0`` and so on."""
-    return Dispatcher([(f"engine-{i}", engine) for i, engine in enumerate(engines)], retries, timeout_s=600.0)
+class StandInProcess:
+    """An engine's actors, one after another."""
+
+    def __init__(self, name: str, make_actor: Callable[[], Actor] = StandInEngine) -> None:
+        self.name = name
+        self._make_actor = make_actor
+        self.actor: Any = make_actor()
+
+    async def replace(self, folder: Path) -> None:
+        self.kill()
+        self.actor = self._make_actor()
+
+    def kill(self) -> None:
+        self.actor.die()
+
+
+def dispatcher_over(
+    engines: int,
+    retries: int = 0,
+    hang_s: float = 600.0,
+    on_progress: Callable[[], None] = lambda: None,
+    make_actor: Callable[[], Actor] = StandInEngine,
+) -> Dispatcher:
+    """A dispatcher whose engines are called ``engine-0`` and so on, and serve."""
+    processes: list[Any] = [StandInProcess(f"engine-{index}", make_actor) for index in range(engines)]
+    dispatcher = Dispatcher(processes, retries, hang_s, on_progress)
+    for engine in dispatcher.engines:
+        engine.serving = True
+    return dispatcher
+
+
+def actors(dispatcher: Dispatcher) -> list[Any]:
+    """The present actors of the engines."""
+    return [engine.process.actor for engine in dispatcher.engines]
+
+
+@asynccontextmanager
+async def collecting(dispatcher: Dispatcher) -> AsyncIterator[None]:
+    """Collects from every engine, for the length of the block."""
+    async with asyncio.TaskGroup() as tasks:
+        collectors = [tasks.create_task(dispatcher.collect(engine)) for engine in dispatcher.engines]
+        yield
+        for collector in collectors:
+            collector.cancel()
+
+
+# -- the buffer
+
+
+class StandInBuffer(Actor):
+    """The real buffer; ``dies_at`` names a call during which it dies, ``answered`` whether it does the work first."""
+
+    def __init__(self, path: Path, spec: ExperimentSpec) -> None:
+        super().__init__()
+        with patch("asyncrl_cli.buffer.actor.redirect_output"):
+            self._buffer = Buffer(str(path), buffer_settings(spec), "")
+        self.dies_at = ""
+        self.does_it_first = False
+
+    def __getattr__(self, method: str) -> _Method:
+        return _Method(self, partial(self._call, method))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if method == self.dies_at and not self.does_it_first:
+            return self.die()
+        answer = await getattr(self._buffer, method)(*arguments)
+        return self.die() if method == self.dies_at else answer
+
+    def die(self) -> None:
+        """End at once; what is not committed is lost."""
+        super().die()
+        self._buffer._disk.shutdown(wait=True)  # a commit that has begun is whole, like one that a kill comes after
+        if hasattr(self._buffer, "_book"):
+            self._buffer._book.journal.close()
+
+
+class Notes(list[tuple[str, str, str]]):
+    """What became durable of faults; ``warnings`` is what was shown of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] = []
+
+    def faults(self, max_restarts: int = 10) -> Faults:
+        return Faults(max_restarts, self._record, self.warnings.append)
+
+    async def _record(self, kind: str, part: str, message: str) -> None:
+        self.append((kind, part, message))
+
+
+class BufferActors:
+    """Makes a buffer's actors, one after another on the same journal."""
+
+    def __init__(self, path: Path, spec: ExperimentSpec) -> None:
+        self._path = path
+        self._spec = spec
+        self.made: list[StandInBuffer] = []
+
+    def __call__(self) -> StandInBuffer:
+        self.made.append(StandInBuffer(self._path, self._spec))
+        return self.made[-1]
+
+    @property
+    def last(self) -> StandInBuffer:
+        return self.made[-1]
+
+    def client(self, notes: Notes | None = None, max_restarts: int = 10) -> BufferClient:
+        """A client, of which deaths of the buffer are counted in ``notes``."""
+        client = BufferClient(self, limit_s=600.0)
+        client.faults = (notes if notes is not None else Notes()).faults(max_restarts)
+        return client
+
+
+# -- records
 
 
 def request(rollout_id: str) -> RolloutRequest:
@@ -81,6 +286,12 @@ def rollout(
         text=f"text of {rollout_id}",
         finish_reason="stop" if finished else "length",
     )
+
+
+def segment(rollout_id: str, start: int, count: int, version: int = 0) -> Segment:
+    """Tokens ``start``, ``start + 1``, ... of ``rollout(rollout_id, ...)``."""
+    ids = np.arange(5 + start, 5 + start + count, dtype=np.int32)
+    return Segment(rollout_id, start, version, ids, np.full(count, -0.5, dtype=np.float32))
 
 
 def spec(**sections: Any) -> ExperimentSpec:

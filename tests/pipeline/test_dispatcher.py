@@ -1,20 +1,19 @@
-"""Routing: every request ends exactly once, on the engine it went to, or was cancelled."""
+"""Routing: every request ends exactly once, or is cancelled, however often its engine fails or is lost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import StandInEngine, dispatcher_over, request, rollout
+from stand_ins import StandInEngine, actors, collecting, dispatcher_over, request, rollout, segment
 
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
-from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest
+from asyncrl_cli.pipeline.dispatcher import Dispatcher, EngineLost, EngineState
+from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment
 from asyncrl_cli.runs.directory import RunError
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
@@ -37,31 +36,48 @@ class Owner:
         return [rollout_id for batch in self.batches for rollout_id in batch]
 
 
-@asynccontextmanager
-async def collecting(dispatcher: Dispatcher) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(dispatcher.collect_forever(engine)) for engine in dispatcher.engines]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if not isinstance(outcome, asyncio.CancelledError):
-                raise outcome
-
-
-def build(engines: int = 1, retries: int = 0) -> tuple[Dispatcher, list[StandInEngine]]:
-    actors = [StandInEngine() for _ in range(engines)]
-    return dispatcher_over(actors, retries), actors
-
-
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
 
 
+async def asked(dispatcher: Dispatcher, owner: Owner, *names: str) -> None:
+    """Send requests, each to the least loaded engine."""
+    for name in names:
+        dispatcher.enqueue(dispatcher.least_loaded(), [request(name)], owner.on_end)
+    await dispatcher.flush()
+
+
+def ranges(of: RolloutRequest) -> list[tuple[int, int]]:
+    """Which tokens the parts of a request's prefix are."""
+    return [(part.start, part.end) for part in of.prefix]
+
+
+async def lost(dispatcher: Dispatcher, number: int) -> str:
+    """Collect from an engine until it is lost, and take its requests back; returns the cause."""
+    engine = dispatcher.engines[number]
+    with pytest.raises(EngineLost) as error:
+        await dispatcher.collect(engine)
+    dispatcher.take_back(engine)
+    await dispatcher.flush()
+    return str(error.value)
+
+
+async def restart(engine: EngineState) -> StandInEngine:
+    """A new actor for an engine, which serves."""
+    process: Any = engine.process
+    await process.replace(None)
+    engine.serving = True
+    actor: StandInEngine = process.actor
+    return actor
+
+
+# -- while all goes well
+
+
 def test_requests_go_to_the_least_loaded_engine_and_only_on_flush() -> None:
     async def check() -> None:
-        dispatcher, (first, second) = build(engines=2)
+        dispatcher = dispatcher_over(2)
+        first, second = actors(dispatcher)
         owner = Owner()
         for size in (3, 1, 1, 2):
             engine = dispatcher.least_loaded()
@@ -83,10 +99,10 @@ def test_requests_go_to_the_least_loaded_engine_and_only_on_flush() -> None:
 
 def test_a_failure_is_tried_again_on_the_spot_and_then_told() -> None:
     async def check() -> None:
-        dispatcher, (engine,) = build(retries=2)
+        dispatcher = dispatcher_over(1, retries=2)
+        (engine,) = actors(dispatcher)
         owner = Owner()
-        dispatcher.enqueue(dispatcher.engines[0], [request("a"), request("b")], owner.on_end)
-        await dispatcher.flush()
+        await asked(dispatcher, owner, "a", "b")
         async with collecting(dispatcher):
             await engine.deliver(RolloutFailure("a", "first"), rollout("b"))
             assert engine.ids == ["a", "b", "a"]
@@ -103,28 +119,43 @@ def test_a_failure_is_tried_again_on_the_spot_and_then_told() -> None:
     run(check())
 
 
-def test_what_ends_together_is_told_together_to_each_owner() -> None:
+def test_a_failed_rollout_goes_on_from_its_tokens() -> None:
     async def check() -> None:
-        dispatcher, (engine,) = build()
+        dispatcher = dispatcher_over(1, retries=1)
+        (engine,) = actors(dispatcher)
+        await asked(dispatcher, Owner(), "a")
+        async with collecting(dispatcher):
+            await engine.deliver(RolloutFailure("a", "first"), segments=[segment("a", 0, 4)])
+        assert ranges(engine.submitted[-1]) == [(0, 4)]
+
+    run(check())
+
+
+def test_what_ends_together_is_told_together_to_each_owner_and_room_once() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(1)
+        (engine,) = actors(dispatcher)
         one, other = Owner(), Owner()
-        dispatcher.enqueue(dispatcher.engines[0], [request("a"), request("b")], one.on_end)
-        dispatcher.enqueue(dispatcher.engines[0], [request("c")], other.on_end)
-        await dispatcher.flush()
+        room: list[int] = []
+        dispatcher.on_room = lambda: room.append(dispatcher.running)
+        await asked(dispatcher, one, "a", "b")
+        await asked(dispatcher, other, "c")
         async with collecting(dispatcher):
             await engine.deliver(rollout("c"), rollout("a"), RolloutFailure("b", "gone"))
+            await engine.deliver(rollout("unknown"))
         assert one.batches == [["a", "b"]]
         assert other.batches == [["c"]]
+        assert room == [0]
 
     run(check())
 
 
 def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
     async def check() -> None:
-        dispatcher, (first, second) = build(engines=2, retries=5)
+        dispatcher = dispatcher_over(2, retries=5)
+        first, second = actors(dispatcher)
         owner = Owner()
-        for name in ("a", "b", "c"):
-            dispatcher.enqueue(dispatcher.least_loaded(), [request(name)], owner.on_end)
-        await dispatcher.flush()
+        await asked(dispatcher, owner, "a", "b", "c")
         dispatcher.enqueue(dispatcher.engines[1], [request("d")], owner.on_end)
         await dispatcher.cancel(["a", "b", "d", "unknown"])
         assert (first.cancelled, second.cancelled) == (["a"], ["b", "d"])
@@ -142,7 +173,8 @@ def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
 
 def test_what_the_owner_enqueues_when_told_is_sent_at_once() -> None:
     async def check() -> None:
-        dispatcher, (engine,) = build()
+        dispatcher = dispatcher_over(1)
+        (engine,) = actors(dispatcher)
 
         def on_end(ended: Ended) -> None:
             if len(engine.ids) < 4:
@@ -158,33 +190,232 @@ def test_what_the_owner_enqueues_when_told_is_sent_at_once() -> None:
     run(check())
 
 
+def test_new_tokens_of_known_rollouts_are_passed_on() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(1)
+        (engine,) = actors(dispatcher)
+        noted: list[Segment] = []
+        dispatcher.on_segments = noted.extend
+        await asked(dispatcher, Owner(), "a")
+        parts = [segment("a", 0, 2), segment("a", 2, 1, version=1)]
+        async with collecting(dispatcher):
+            await engine.deliver(segments=[*parts, segment("cancelled", 0, 7)])
+        assert noted == parts
+
+    run(check())
+
+
 def test_activity_adds_up() -> None:
     async def check() -> None:
-        dispatcher, (engine,) = build()
+        dispatcher = dispatcher_over(1)
+        (engine,) = actors(dispatcher)
         async with collecting(dispatcher):
-            await engine.deliver(activity=EngineActivity(10, 1.0, 0.25, 2.0))
+            await engine.deliver(activity=EngineActivity(10, 1.0, 0.25, 2.0, silent_s=3.0))
             await engine.deliver(activity=EngineActivity(5, 0.5, 0.25, 1.0))
         assert dispatcher.engines[0].activity == EngineActivity(15, 1.5, 0.5, 3.0)
 
     run(check())
 
 
+def test_tokens_are_progress_and_nothing_else_is() -> None:
+    async def check() -> None:
+        progress: list[None] = []
+        dispatcher = dispatcher_over(1, on_progress=lambda: progress.append(None))
+        (engine,) = actors(dispatcher)
+        async with collecting(dispatcher):
+            await engine.deliver(activity=EngineActivity(busy_s=1.0, wall_s=1.0))
+            await engine.deliver(RolloutFailure("a", "no"))
+            assert progress == []
+            for number, delivered in enumerate(
+                [{"segments": [segment("a", 0, 1)]}, {"activity": EngineActivity(1)}], start=1
+            ):
+                await engine.deliver(**delivered)
+                assert len(progress) == number
+            await engine.deliver(rollout("a"))
+            assert len(progress) == 3
+
+    run(check())
+
+
 def test_an_error_of_the_owner_ends_the_collection() -> None:
     async def check() -> None:
-        dispatcher, (engine,) = build()
+        dispatcher = dispatcher_over(1)
+        (engine,) = actors(dispatcher)
 
         def on_end(ended: Ended) -> None:
             raise RunError("too many failures")
 
         dispatcher.enqueue(dispatcher.engines[0], [request("a")], on_end)
-        collector = asyncio.create_task(dispatcher.collect_forever(dispatcher.engines[0]))
-        delivery = asyncio.create_task(engine.deliver(rollout("a")))
-        await asyncio.wait([collector])
-        delivery.cancel()
+        engine.put(rollout("a"))
         with pytest.raises(RunError, match="too many failures"):
-            collector.result()
+            await dispatcher.collect(dispatcher.engines[0])
 
     run(check())
+
+
+# -- engines that are lost
+
+
+def test_the_requests_of_a_lost_engine_go_on_elsewhere_from_their_tokens() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(2)
+        first, second = actors(dispatcher)
+        owner = Owner()
+        await asked(dispatcher, owner, "a", "b", "c", "d")
+        assert first.ids == ["a", "c"]
+        first.put(rollout("c"), segments=[segment("a", 0, 3), segment("a", 3, 2, version=1)])
+        first.put(segments=[segment("a", 5, 1, version=1)])
+        losing = asyncio.create_task(lost(dispatcher, 0))
+        await first.dealt_with()
+        first.die()
+        assert await losing == "the process died"
+        assert second.ids == ["b", "d", "a"]
+        assert ranges(second.submitted[-1]) == [(0, 3), (3, 5), (5, 6)]
+        assert second.submitted[-1].sampling == request("a").sampling, "the engine works out what is left"
+        assert not dispatcher.engines[0].serving
+        assert owner.ended == ["c"]
+
+    run(check())
+
+
+def test_prefixes_add_up_over_several_deaths() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(1)
+        engine = dispatcher.engines[0]
+        owner = Owner()
+        await asked(dispatcher, owner, "a", "b")
+        (actor,) = actors(dispatcher)
+        for start, count in ((0, 2), (2, 0), (2, 3)):
+            if count:
+                actor.put(segments=[segment("a", start, count)])
+            actor.put(activity=EngineActivity(silent_s=601.0))
+            await lost(dispatcher, 0)
+            actor = await restart(engine)
+            await dispatcher.flush()
+            assert sorted(actor.ids) == ["a", "b"]
+        prefixes = {one.rollout_id: ranges(one) for one in actor.submitted}
+        assert prefixes == {"a": [(0, 2), (2, 5)], "b": []}
+        async with collecting(dispatcher):
+            await actor.deliver(rollout("a"), rollout("b"))
+        assert owner.ended == ["a", "b"]
+
+    run(check())
+
+
+def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(2)
+        owner = Owner()
+        await asked(dispatcher, owner, "a", "b")
+        for number, actor in enumerate(actors(dispatcher)):
+            actor.die()
+            await lost(dispatcher, number)
+        await asked(dispatcher, owner, "c")
+        assert dispatcher.running == 3
+        assert dispatcher.serving() == []
+        restarted = await restart(dispatcher.engines[1])
+        await dispatcher.flush()
+        assert restarted.ids, "it takes up what lies in its outbox"
+        other = await restart(dispatcher.engines[0])
+        await dispatcher.flush()
+        assert sorted(restarted.ids + other.ids) == ["a", "b", "c"]
+
+    run(check())
+
+
+def test_cancelled_requests_are_not_continued() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(2)
+        first, second = actors(dispatcher)
+        await asked(dispatcher, Owner(), "a", "b", "c")
+        await dispatcher.cancel(["a"])
+        first.die()
+        await lost(dispatcher, 0)
+        assert second.ids == ["b", "c"]
+        second.die()
+        await lost(dispatcher, 1)
+        await dispatcher.cancel(["b"])
+        restarted = await restart(dispatcher.engines[0])
+        other = await restart(dispatcher.engines[1])
+        await dispatcher.flush()
+        assert restarted.ids + other.ids == ["c"]
+        assert restarted.cancelled + other.cancelled == [], "it was never sent to them"
+
+    run(check())
+
+
+def test_an_engine_that_falls_silent_is_lost_after_what_it_had_is_handed_on() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(1, hang_s=30.0)
+        (engine,) = actors(dispatcher)
+        owner = Owner()
+        await asked(dispatcher, owner, "a", "b")
+        engine.put(activity=EngineActivity(silent_s=29.0))
+        engine.put(rollout("a"), segments=[segment("b", 0, 1)], activity=EngineActivity(silent_s=31.0))
+        assert await lost(dispatcher, 0) == "it has made no token for 31 s"
+        assert owner.ended == ["a"]
+        (waiting,) = dispatcher.engines[0].outbox
+        assert ranges(waiting) == [(0, 1)]
+
+    run(check())
+
+
+def test_an_engine_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.pipeline.dispatcher.POLL_S", 0.0)
+
+    async def check() -> None:
+        dispatcher = dispatcher_over(1, hang_s=0.01)
+        assert await lost(dispatcher, 0) == "no answer within 0 s"
+
+    run(check())
+
+
+def test_an_engine_that_does_not_take_requests_is_condemned() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(2, hang_s=0.01)
+        silent, other = actors(dispatcher)
+        silent.silent = True
+        await asked(dispatcher, Owner(), "a", "b")
+        assert silent.dead, "its process is ended, so that its collection ends"
+        assert await lost(dispatcher, 0) == "no answer within 0 s"
+        assert sorted(other.ids) == ["a", "b"]
+
+    run(check())
+
+
+def test_a_condemned_engine_is_lost_for_the_reason_it_was_condemned_for() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(2)
+        first, second = actors(dispatcher)
+        await asked(dispatcher, Owner(), "a", "b")
+        dispatcher.condemn("engine-0", "it does not serve weight version 3")
+        dispatcher.condemn("engine-0", "a second reason")
+        assert first.dead
+        assert not second.dead
+        assert dispatcher.serving() == [dispatcher.engines[1]]
+        assert await lost(dispatcher, 0) == "it does not serve weight version 3"
+        restarted = await restart(dispatcher.engines[0])
+        restarted.die()
+        assert await lost(dispatcher, 0) == "the process died", "the old verdict does not stick"
+
+    run(check())
+
+
+def test_a_dead_engine_is_found_by_who_collects_from_it() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(1)
+        (engine,) = actors(dispatcher)
+        engine.die()
+        owner = Owner()
+        await asked(dispatcher, owner, "a")  # nothing is raised here
+        await dispatcher.cancel(["b"])
+        assert await lost(dispatcher, 0) == "the process died"
+        assert dispatcher.running == 1
+
+    run(check())
+
+
+# -- all of it
 
 
 @given(
@@ -196,38 +427,52 @@ def test_an_error_of_the_owner_ends_the_collection() -> None:
 @settings(deadline=None, max_examples=60)
 def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retries: int, sizes: list[int]) -> None:
     async def check() -> None:
-        dispatcher, actors = build(engines, retries)
+        dispatcher = dispatcher_over(engines, retries)
         owner = Owner()
+        generated: Counter[str] = Counter()
+        failed: Counter[str] = Counter()
+        cancelled: set[str] = set()
         for group, size in enumerate(sizes):
             loads = [len(engine.pending) for engine in dispatcher.engines]
             engine = dispatcher.least_loaded()
             assert len(engine.pending) == min(loads)
             dispatcher.enqueue(engine, [request(f"{group}-{i}") for i in range(size)], owner.on_end)
         await dispatcher.flush()
-        failed: Counter[str] = Counter()
-        cancelled: set[str] = set()
-        async with collecting(dispatcher):
-            while dispatcher.running:
-                number = data.draw(st.integers(0, engines - 1))
-                pending = sorted(dispatcher.engines[number].pending)
-                if not pending:
-                    continue
-                chosen = data.draw(st.lists(st.sampled_from(pending), unique=True, min_size=1))
-                event = data.draw(st.sampled_from(["finish", "fail", "cancel"]))
+        while dispatcher.running:
+            number = data.draw(st.integers(0, engines - 1))
+            pending = sorted(dispatcher.engines[number].pending)
+            if not pending:
+                continue
+            actor = actors(dispatcher)[number]
+            chosen = data.draw(st.lists(st.sampled_from(pending), unique=True, min_size=1))
+            event = data.draw(st.sampled_from(["finish", "fail", "cancel", "grow", "die"]))
+            if event == "die":
+                actor.die()
+                await lost(dispatcher, number)
+                await restart(dispatcher.engines[number])
+                await dispatcher.flush()
+                asked_again = {one.rollout_id: one for actor in actors(dispatcher) for one in actor.submitted}
+                for name in pending:  # it goes on from all that was told of it
+                    parts = ranges(asked_again[name])
+                    assert [0, *(end for _, end in parts)] == [*(start for start, _ in parts), generated[name]]
+                continue
+            async with collecting(dispatcher):
                 if event == "cancel":
                     await dispatcher.cancel(chosen)
                     cancelled |= set(chosen)
-                    await actors[number].deliver(*map(rollout, chosen))
+                    await actor.deliver(*map(rollout, chosen))
+                elif event == "grow":
+                    grown = [segment(name, generated[name], 2) for name in chosen]
+                    generated.update(dict.fromkeys(chosen, 2))
+                    await actor.deliver(segments=grown)
                 elif event == "fail":
                     failed.update(chosen)
-                    await actors[number].deliver(*(RolloutFailure(name, "no") for name in chosen))
+                    await actor.deliver(*(RolloutFailure(name, "no") for name in chosen))
                 else:
-                    await actors[number].deliver(*map(rollout, chosen))
+                    await actor.deliver(*map(rollout, chosen))
         everything = {f"{group}-{i}" for group, size in enumerate(sizes) for i in range(size)}
         assert len(owner.ended) == len(set(owner.ended))
         assert set(owner.ended) == everything - cancelled
         assert {failure.rollout_id for failure in owner.failures} == {n for n in failed if failed[n] == retries + 1}
-        sent = Counter(name for actor in actors for name in actor.ids)
-        assert all(sent[name] == 1 + min(failed[name], retries) for name in everything)
 
     run(check())

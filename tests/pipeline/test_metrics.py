@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stand_ins import StandInEngine, dispatcher_over, rollout
+from stand_ins import dispatcher_over, rollout
 
-from asyncrl_cli.buffer.ledger import Batch, Counts
-from asyncrl_cli.pipeline.metrics import StepClock, Window, describe_batch, step_metrics
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.pipeline.metrics import StepClock, Window, batch_digest, step_metrics
 from asyncrl_cli.pipeline.publisher import PublishReport
 from asyncrl_cli.rollout.records import EngineActivity
 from asyncrl_cli.train.records import StepReport, TrainingBatch, TrainingGroup
@@ -30,47 +30,63 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
-    dispatcher = dispatcher_over([StandInEngine(), StandInEngine()])
+    dispatcher = dispatcher_over(2)
     one, other = dispatcher.engines
     one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
     steps = StepClock(dispatcher)  # what was before does not count
     clock.now += 10.0
     one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
     other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
-    assert steps.lap(StepReport(seconds=2.5)) == Window(
+    assert steps.lap(StepReport(seconds=2.5), 3.0) == Window(
         seconds=10.0,
         generated_tokens=150,
         trainer_busy=0.25,
         engines_busy=pytest.approx((6.0 - 1.0 + 4.0 - 1.0) / 20.0),
         engines_paused=pytest.approx(2.0 / 20.0),
+        journal_busy=pytest.approx(0.3),
     )
     clock.now += 4.0
     other.activity = EngineActivity(60, 8.0, 1.0, 14.0)
-    assert steps.lap(StepReport(seconds=5.0)) == Window(
-        seconds=4.0, generated_tokens=10, trainer_busy=1.0, engines_busy=1.0, engines_paused=0.0
+    assert steps.lap(StepReport(seconds=5.0), 4.0) == Window(
+        seconds=4.0, generated_tokens=10, trainer_busy=1.0, engines_busy=1.0, engines_paused=0.0, journal_busy=0.25
     )
 
 
+def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
+    steps = StepClock(dispatcher_over(1))
+    busy = []
+    for journal_s in (5.0, 1.0, 2.0):
+        clock.now += 10.0
+        busy.append(steps.lap(StepReport(), journal_s).journal_busy)
+    assert busy == pytest.approx([0.5, 0.0, 0.1])
+
+
 def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
-    steps = StepClock(dispatcher_over([StandInEngine()]))
+    steps = StepClock(dispatcher_over(1))
     clock.now += 1.0
-    assert steps.lap(StepReport(seconds=0.5)) == Window(1.0, 0, 0.5, 0.0, 0.0)
+    assert steps.lap(StepReport(seconds=0.5), 0.0) == Window(1.0, 0, 0.5, 0.0, 0.0, 0.0)
 
 
 GROUPS = (
-    TrainingGroup(4, "a", (rollout("4-0", (1, 1)), rollout("4-1", (1, 2, 3, 3), finished=False)), (1.0, 0.5)),
-    TrainingGroup(6, "b", (rollout("6-0", (3,)), rollout("6-1", (2, 2, 2))), (0.0, 1.5)),
+    TrainingGroup(4, "a", 1, (rollout("4-0", (1, 1)), rollout("4-1", (1, 2, 3, 3), finished=False)), (1.0, 0.5)),
+    TrainingGroup(6, "b", 2, (rollout("6-0", (3,)), rollout("6-1", (2, 2, 2))), (0.0, 1.5)),
 )
-TRAINING_BATCH = TrainingBatch(7, 3, GROUPS)
-WINDOW = Window(seconds=2.0, generated_tokens=500, trainer_busy=0.5, engines_busy=0.25, engines_paused=0.125)
+BATCH = TrainingBatch(7, 3, GROUPS)
+WINDOW = Window(
+    seconds=2.0,
+    generated_tokens=500,
+    trainer_busy=0.5,
+    engines_busy=0.25,
+    engines_paused=0.125,
+    journal_busy=0.0625,
+)
 
 
 def test_the_numbers_of_a_step() -> None:
     metrics = step_metrics(
-        batch=Batch(step=7, version=3, group_ids=(4, 6), group_versions=(1, 2)),
-        training_batch=TRAINING_BATCH,
+        batch=BATCH,
         report=StepReport({"loss/policy": 0.125}, seconds=1.5, trained_tokens=9),
-        published=PublishReport(version=4, seconds=0.5, stall_s=0.25, gap=1e-5, change=0.01),
+        published=PublishReport(version=4, checksum="c", seconds=0.5, stall_s=0.25, gap=1e-5, change=0.01),
         window=WINDOW,
         counts=Counts(running=1, finished=2, taken=16, rejected=3, requeued=4, late=5),
     )
@@ -93,6 +109,7 @@ def test_the_numbers_of_a_step() -> None:
         "share/trainer_busy": 0.5,
         "share/engines_busy": 0.25,
         "share/engines_paused": 0.125,
+        "share/journal_busy": 0.0625,
         "buffer/groups_running": 1,
         "buffer/groups_finished": 2,
         "buffer/groups_taken": 16,
@@ -110,15 +127,11 @@ def test_the_numbers_of_a_step() -> None:
 
 
 def test_without_a_publish_nothing_is_said_about_it() -> None:
-    metrics = step_metrics(
-        Batch(7, 3, (4, 6), (1, 2)), TRAINING_BATCH, StepReport(), None, WINDOW, Counts(0, 0, 0, 0, 0, 0)
-    )
+    metrics = step_metrics(BATCH, StepReport(), None, WINDOW, Counts(0, 0, 0, 0, 0, 0))
     assert not [name for name in metrics if name.startswith("publish/")]
 
 
-def test_a_batch_is_described_by_its_tokens() -> None:
-    described = describe_batch(TRAINING_BATCH)
-    assert (described["step"], described["version"], described["uids"]) == (8, 3, ["a", "b"])
+def test_batches_have_the_same_digest_exactly_when_their_tokens_are_the_same() -> None:
     first, second = GROUPS[0].rollouts
     variants = [
         (replace(first, response_ids=first.response_ids + np.int32(1)), second),
@@ -130,10 +143,11 @@ def test_a_batch_is_described_by_its_tokens() -> None:
             replace(second, prompt_ids=(*first.response_ids[1:].tolist(), *second.prompt_ids)),
         ),
     ]
-    digests = {described["tokens"]}
+    digests = {batch_digest(BATCH)}
     for rollouts in variants:
-        digests.add(describe_batch(TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=rollouts), GROUPS[1])))["tokens"])
+        digests.add(batch_digest(TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=rollouts), GROUPS[1]))))
     assert len(digests) == 1 + len(variants)
     wide = replace(first, response_ids=first.response_ids.astype(np.int64))
     again = TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=(wide, second)), GROUPS[1]))
-    assert describe_batch(again) == described
+    assert batch_digest(again) == batch_digest(BATCH)
+    assert batch_digest(BATCH) == "4281b4609f473cdf72d34fa67c6801d4", "digests stay comparable over releases"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from stand_ins import prompts
 
@@ -54,13 +55,41 @@ def test_long_prompts_are_skipped_and_counted() -> None:
 def test_prompts_given_back_come_first() -> None:
     given_back = (Prompt("a", "1"), Prompt("b", "123456789"), Prompt("c", "2"))
     stream = source(["3"], max_tokens=3, first=given_back)
-    assert stream.waiting() == list(given_back)
     assert stream.next()[0].uid == "a"
-    assert [prompt.uid for prompt in stream.waiting()] == ["b", "c"]
     assert stream.loader.state() == {"epoch": 0, "position": 0}
     assert [stream.next()[0].uid for _ in range(3)] == ["c", "p0", "p0"]
-    assert stream.waiting() == []
     assert stream.skipped == 1
+
+
+def test_candidates_are_counted_and_know_where_the_loader_stands_after_them() -> None:
+    stream = source(["1", "123456789", "2"], max_tokens=3, first=(Prompt("a", "4"),))
+    candidates = [stream.candidate() for _ in range(4)]
+    assert [candidate.serial for candidate in candidates] == [1, 2, 3, 4], "those that are too long do not count"
+    assert [candidate.prompt.uid for candidate in candidates] == ["a", "p0", "p2", "p0"]
+    assert [TOKENIZER.decode(candidate.prompt_ids) for candidate in candidates] == ["4", "1", "2", "1"]
+    assert [(candidate.loader["epoch"], candidate.loader["position"]) for candidate in candidates] == [
+        (0, 0),
+        (0, 1),
+        (0, 3),
+        (1, 1),
+    ]
+
+
+@pytest.mark.parametrize("admitted", range(8))
+def test_a_resumed_stream_goes_on_after_the_newest_admitted_prompt(admitted: int) -> None:
+    texts = ["1", "123456789", "2", "3"]
+    before = source(texts, max_tokens=3)
+    candidates = [before.candidate() for _ in range(10)]
+    resumed = source(texts, max_tokens=3)
+    resumed.resume(admitted, candidates[admitted - 1].loader if admitted else None)
+    assert [resumed.candidate() for _ in range(10 - admitted)] == candidates[admitted:]
+
+
+def test_responses_are_decoded_as_engines_do() -> None:
+    encoder = PromptEncoder(TOKENIZER, 3)
+    ids = [*TOKENIZER("1+1")["input_ids"], TOKENIZER.eos_token_id]
+    assert encoder.decode(np.array(ids, np.int32)) == "1+1"
+    assert encoder.decode([]) == ""
 
 
 def test_only_long_prompts_end_the_search() -> None:

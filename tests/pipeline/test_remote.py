@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
-from asyncrl_cli.pipeline.remote import wait_for
+from asyncrl_cli.pipeline.remote import ActorDied, NoAnswer, wait_for
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.problems import Problem, SpecError
@@ -61,22 +61,27 @@ def test_a_bug_in_an_actor_names_actor_cause_and_log() -> None:
 
 
 def test_a_dead_actor_is_named() -> None:
-    assert str(failure(ActorDiedError())).startswith("engine-0: the process died. The log says more")
+    error = failure(ActorDiedError())
+    assert isinstance(error, ActorDied)
+    assert str(error).startswith("engine-0: the process died. The log says more")
 
 
 def test_no_answer_in_time() -> None:
     async def never() -> None:
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(RunError, match="engine-0: no answer within 0 s"):
+    with pytest.raises(NoAnswer, match="engine-0: no answer within 0 s"):
         asyncio.run(wait_for(never(), "engine-0", 0.01))
 
 
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
 def test_a_timeout_inside_an_actor_is_not_our_own(timeout_s: float | None) -> None:
     error = failure(raised_in_an_actor(TimeoutError("the store did not answer")), timeout_s)
+    assert not isinstance(error, NoAnswer)
     assert str(error).startswith("engine-0: TimeoutError: the store did not answer.")
 
 
 def test_rays_own_timeout() -> None:
-    assert str(failure(GetTimeoutError("slow"))).startswith("engine-0: GetTimeoutError: slow.")
+    error = failure(GetTimeoutError("slow"))
+    assert not isinstance(error, ActorDied | NoAnswer)
+    assert str(error).startswith("engine-0: GetTimeoutError: slow.")
