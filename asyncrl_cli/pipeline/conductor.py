@@ -260,7 +260,8 @@ class Conductor:
 
     async def _trained_again(self, batch: TrainingBatch, report: StepReport) -> None:
         self._parts.reporter.status(f"trained step {batch.step + 1} of {self._step} again")
-        if batch.step >= self._reported:
+        in_hand = self._in_flight is not None and self._in_flight[0].batch.step == batch.step  # the loop reports it
+        if batch.step >= self._reported and not in_hand:
             counts = self._opening.counts
             self._spawn(self._note_step(Taken(batch, counts, 0.0), report, None))
 
