@@ -1,0 +1,308 @@
+"""Finished rollouts per second that the buffer makes durable, beside a Ray queue that only moves them.
+
+    python benchmarks/journal.py [--rollouts N] [--tokens N] [--per-call N] [--folder DIR]
+    python benchmarks/journal.py --inspect [--rollouts N] [--folder DIR]
+
+The first form calls ``Buffer.record`` through Ray: a call counts when it is answered, so when its rollouts are on disk.
+The yardstick is ``ray.util.queue.Queue``: the driver puts the same rollouts, an actor gets them, nothing is durable.
+
+The second form builds a journal of a million rollouts, keeps a writer's connection to it open, and times what
+``asyncrl inspect`` takes to answer, start of the process included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.journal import LOGPROBS, TOKENS
+from asyncrl_cli.buffer.records import BufferSettings, Candidate, PublishRecord, StepRecord
+from asyncrl_cli.buffer.schema import FILE, open_for_reading, open_for_writing
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.rollout.records import Rollout, training_rollout_id
+from asyncrl_cli.runs.directory import RunDirectory
+
+GROUP_SIZE = 8
+IN_FLIGHT = (1, 4, 16)
+"""Calls that are on their way at once."""
+LOOKS = ("--help", "inspect buffer", "inspect buffer --json", "inspect buffer --group 9", "inspect run")
+"""What `asyncrl` is asked about the long history; the first is the start of the process alone."""
+LIMIT_S = 600.0
+
+Send = Callable[[list[Rollout]], Awaitable[Any]]
+
+
+def settings(groups_per_step: int, steps: int) -> BufferSettings:
+    return BufferSettings(
+        groups_per_step=groups_per_step,
+        publish_every=1,
+        max_staleness=1,
+        on_stale="wait",
+        total_steps=steps,
+        group_size=GROUP_SIZE,
+        reject_uniform=False,
+    )
+
+
+def candidates(count: int) -> list[Candidate]:
+    return [
+        Candidate(i, Prompt(f"p{i}", "2 + 2 = ?"), (1, 2, 3), {"epoch": 0, "position": i}) for i in range(1, count + 1)
+    ]
+
+
+# -- writing
+
+
+def calls_of(groups: range, tokens: int, per_call: int) -> list[list[Rollout]]:
+    """The rollouts of some groups, ``per_call`` to a call. They share their arrays, which saves memory here alone."""
+    bits = np.random.default_rng(0)
+    one = Rollout(
+        rollout_id="",
+        prompt_ids=(1, 2, 3),
+        response_ids=bits.integers(0, 150_000, tokens).astype(np.int32),
+        logprobs=bits.normal(-1.0, 1.0, tokens).astype(np.float32),
+        versions=np.zeros(tokens, np.int32),
+        text="",
+        finish_reason="stop",
+    )
+    names = [training_rollout_id(group_id, place) for group_id in groups for place in range(GROUP_SIZE)]
+    rollouts = [replace(one, rollout_id=name) for name in names]
+    return [rollouts[start : start + per_call] for start in range(0, len(rollouts), per_call)]
+
+
+async def flood(send: Send, calls: list[list[Rollout]], in_flight: int) -> list[float]:
+    """Make all calls, so many at a time; returns the seconds that each took."""
+    places = asyncio.Semaphore(in_flight)
+
+    async def timed(call: list[Rollout]) -> float:
+        async with places:
+            started = time.perf_counter()
+            await send(call)
+            return time.perf_counter() - started
+
+    return await asyncio.gather(*map(timed, calls))
+
+
+def row(name: str, in_flight: int, calls: list[list[Rollout]], seconds: float, latencies: list[float]) -> str:
+    rollouts = sum(map(len, calls))
+    size = sum(rollout.response_ids.nbytes + rollout.logprobs.nbytes for call in calls for rollout in call)
+    half, most = np.percentile(latencies, (50, 99)) * 1e3
+    figures = (f"{rollouts / seconds:,.0f}", f"{size / seconds / 1e6:.1f}", f"{half:.0f}", f"{most:.0f}")
+    return "| " + " | ".join((name, str(in_flight), *figures)) + " |"
+
+
+def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> Iterator[str]:
+    """The buffer, with one number of calls in flight after another."""
+    import ray
+
+    from asyncrl_cli.buffer.actor import Buffer
+
+    per_round = rollouts // GROUP_SIZE
+    groups = per_round * len(IN_FLIGHT)
+    path = folder / FILE
+    buffer = ray.remote(Buffer).options(num_cpus=0).remote(str(path), settings(groups, 1), str(folder))
+    ray.get(buffer.open.remote("train"), timeout=LIMIT_S)
+    ray.get(buffer.admit.remote(candidates(groups)), timeout=LIMIT_S)
+
+    async def send(call: list[Rollout]) -> None:
+        await buffer.record.remote(call, [], [])
+
+    for turn, in_flight in enumerate(IN_FLIGHT):
+        calls = calls_of(range(turn * per_round, (turn + 1) * per_round), tokens, per_call)
+        started = time.perf_counter()
+        latencies = asyncio.run(flood(send, calls, in_flight))
+        yield row("journal", in_flight, calls, time.perf_counter() - started, latencies)
+    ray.kill(buffer)
+    with closing(open_for_reading(path)) as connection:
+        (found,) = connection.execute("SELECT count(*) FROM rollouts WHERE finish_reason IS NOT NULL").fetchone()
+    assert found == groups * GROUP_SIZE, f"{found} rollouts in the journal"
+
+
+class Consumer:
+    """Gets what the driver puts."""
+
+    def consume(self, queue: Any, items: int) -> int:
+        """Get so many items; returns the tokens in them."""
+        return sum(len(rollout.response_ids) for _ in range(items) for rollout in queue.get())
+
+
+def queue_rows(rollouts: int, tokens: int, per_call: int) -> Iterator[str]:
+    """The yardstick."""
+    import ray
+    from ray.util.queue import Queue
+
+    queue: Any = Queue(actor_options={"num_cpus": 0})
+    consumer = ray.remote(Consumer).options(num_cpus=0).remote()
+    for in_flight in IN_FLIGHT:
+        calls = calls_of(range(rollouts // GROUP_SIZE), tokens, per_call)
+        consumed = consumer.consume.remote(queue, len(calls))
+        started = time.perf_counter()
+        latencies = asyncio.run(flood(queue.put_async, calls, in_flight))
+        assert ray.get(consumed, timeout=LIMIT_S) == rollouts // GROUP_SIZE * GROUP_SIZE * tokens
+        yield row("Ray queue", in_flight, calls, time.perf_counter() - started, latencies)
+    queue.shutdown()
+
+
+def disk_row(folder: Path) -> str:
+    """What this disk's fsync takes, which bounds a commit from below."""
+    seconds = []
+    with (folder / "fsync").open("wb", buffering=0) as file:
+        for _ in range(50):
+            file.write(bytes(16384))
+            started = time.perf_counter()
+            os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - started)
+    half, most = np.percentile(seconds, (50, 99)) * 1e3
+    return f"fsync of 16 KiB on this disk: {half:.1f} ms, p99 {most:.1f} ms"
+
+
+def write(folder: Path, rollouts: int, tokens: int, per_call: int) -> None:
+    """Print the table of the first form."""
+    import ray
+
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        print(f"{rollouts:,} rollouts of {tokens:,} tokens, {per_call} to a call; {disk_row(folder)}\n")
+        print("| what | calls in flight | rollouts/s | MB/s | p50 ms | p99 ms |\n|-|-|-|-|-|-|")
+        for line in journal_rows(folder, rollouts, tokens, per_call):
+            print(line, flush=True)
+        for line in queue_rows(rollouts, tokens, per_call):
+            print(line, flush=True)
+    finally:
+        ray.shutdown()
+
+
+# -- reading
+
+
+class Group(NamedTuple):
+    group_id: int
+    state: str
+    reason: str
+    step: int | None
+    version: int
+
+
+def history(groups: int, per_step: int) -> list[Group]:
+    """What became of each group: one in fifty is rejected, the newest run, and the rest is taken in whole batches."""
+    made, taken, steps = [], 0, (groups - groups // 50) // per_step - 2
+    for group_id in range(groups):
+        version = taken // per_step
+        if group_id % 50 == 7:
+            made.append(Group(group_id, "rejected", "uniform", None, version))
+        elif taken < steps * per_step:
+            made.append(Group(group_id, "taken", "", version, max(version - group_id % 2, 0)))
+            taken += 1
+        else:
+            made.append(Group(group_id, "finished" if groups - group_id > per_step else "running", "", None, steps))
+    return made
+
+
+def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
+    """A journal with so many groups; returns the writer's connection."""
+    made, now = history(groups, per_step), time.time()
+    steps = sum(group.state == "taken" for group in made) // per_step
+    book = DurableLedger(path, settings(per_step, 2 * steps))
+    book.journal.started("train", 0, 0, "")
+    for step in range(steps):
+        metrics = {"tokens/trained": 8.0 * GROUP_SIZE * per_step, "time/step_s": 1.0, "reward/mean": 0.5}
+        book.journal.trained(StepRecord(step, f"{step:064x}", metrics))
+        book.journal.published(PublishRecord(step + 1, step + 1, f"{step:064x}", 0.1, 0.1, 0.0, 0.0))
+    noted = book.journal.noted()
+    book.journal.close()
+
+    bits = np.random.default_rng(0)
+    tokens = bits.integers(0, 150_000, 8).astype(TOKENS).tobytes()
+    logprobs = bits.normal(-1.0, 1.0, 8).astype(LOGPROBS).tobytes()
+    crc = zlib.crc32(logprobs, zlib.crc32(tokens))
+    places = range(GROUP_SIZE)
+    connection = open_for_writing(path)
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute("BEGIN")
+    connection.executemany(
+        "INSERT INTO batches (step, version, late, taken_at) VALUES (?1, ?1, 0, ?2)",
+        ((step, now) for step in range(steps)),
+    )
+    connection.executemany(
+        """
+        INSERT INTO groups (id, state, reason, step, version, admitted_at, ended_at,
+                            uid, prompt, fields, prompt_ids, serial, epoch, position)
+        VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, 'p' || ?1, '"2 + 2 = ?"', '{}', x'01000000', ?1 + 1, 0, ?1 + 1)
+        """,
+        ((*group, now, None if group.state == "running" else now) for group in made),
+    )
+    connection.executemany(
+        "INSERT INTO rollouts VALUES (?, ?, 8, ?, ?, NULL, ?, ?, ?)",
+        (
+            (group.group_id, place, *ended, group.version, group.version, now)
+            for group in made
+            for place in places
+            for ended in [(None, None) if group.state == "running" else ("stop", float(place % 2))]
+        ),
+    )
+    connection.executemany(
+        "INSERT INTO segments VALUES (?, ?, 0, ?, ?, ?, ?)",
+        ((group.group_id, place, group.version, tokens, logprobs, crc) for group in made for place in places),
+    )
+    for sql, parameters in noted:
+        connection.execute(sql, parameters)
+    connection.execute("COMMIT")
+    return connection
+
+
+def inspect(folder: Path, rollouts: int, repeats: int = 5) -> None:
+    """Print how long the looks at a long history take."""
+    run = RunDirectory.create(folder, "million")
+    run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00", "spec_file": "spec.yaml"})
+    run.update(phase="running")
+    started = time.perf_counter()
+    with closing(build(run.path / FILE, rollouts // GROUP_SIZE, 64)):
+        size = sum(file.stat().st_size for file in run.path.glob(f"{FILE}*")) / 1e6
+        print(f"{rollouts:,} rollouts, {size:,.0f} MB, built in {time.perf_counter() - started:.0f} s\n")
+        print(f"| asyncrl | median of {repeats}, s | slowest, s |\n|-|-|-|")
+        for words in LOOKS:
+            command = [sys.executable, "-m", "asyncrl_cli.cli.app", *words.split()]
+            if words != "--help":
+                command += ["--runs-dir", str(folder)]
+            seconds = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                seconds.append(time.perf_counter() - began)
+            print(f"| {words} | {np.median(seconds):.2f} | {max(seconds):.2f} |", flush=True)
+    run.unlock()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rollouts", type=int, help="rollouts of each row, or of the journal that is inspected")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of each rollout")
+    parser.add_argument("--per-call", type=int, default=64, help="rollouts of each call")
+    parser.add_argument("--folder", type=Path, help="where the journal lies: its disk is what is measured")
+    parser.add_argument("--inspect", action="store_true", help="time the looks at a long history instead")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as folder:
+        if arguments.inspect:
+            inspect(Path(folder), arguments.rollouts or 1_000_000)
+        else:
+            write(Path(folder), arguments.rollouts or 20_480, arguments.tokens, arguments.per_call)
+
+
+if __name__ == "__main__":
+    main()
