@@ -69,7 +69,7 @@ def test_the_tracker_is_told_of_steps_and_evaluations_after_they_are_on_disk(tmp
             on_disk = RunDirectory(run.path)
             sent.append((len(on_disk.read("metrics.jsonl")), dict(on_disk.state.accuracy)))
 
-    reporter = Reporter(run, PlainView(10), cast(TrackerClient, Tracker()))
+    reporter = Reporter(run, PlainView(10), cast("TrackerClient", Tracker()))
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
     assert sent == [(1, {}), (1, {"greedy": 0.75})]

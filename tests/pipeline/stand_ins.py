@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -203,13 +204,26 @@ async def collecting(dispatcher: Dispatcher) -> AsyncIterator[None]:
 # -- the buffer
 
 
+class _Here(Executor):
+    """Does at once what it is given, so that no thread decides what comes first."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*arguments, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 class StandInBuffer(Actor):
-    """The real buffer; ``dies_at`` names a call during which it dies, ``answered`` whether it does the work first."""
+    """The real buffer. ``dies_at`` names a call in which it dies, before or after its work."""
 
     def __init__(self, path: Path, spec: ExperimentSpec) -> None:
         super().__init__()
         with patch("asyncrl_cli.buffer.actor.redirect_output"):
             self._buffer = Buffer(str(path), buffer_settings(spec), "")
+        self._buffer._disk = _Here()  # type: ignore[assignment]
         self.dies_at = ""
         self.does_it_first = False
 
@@ -225,7 +239,6 @@ class StandInBuffer(Actor):
     def die(self) -> None:
         """End at once; what is not committed is lost."""
         super().die()
-        self._buffer._disk.shutdown(wait=True)  # a commit that has begun is whole, like one that a kill comes after
         if hasattr(self._buffer, "_book"):
             self._buffer._book.journal.close()
 

@@ -1,61 +1,189 @@
-"""Groups from admission to finish, with a real ledger and stand-in engines."""
+"""Groups from admission to their end, with the real buffer and stand-in engines.
+
+A prompt is trained on once and none is left out, whatever dies; what is recorded is not generated again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import StandInEngine, dispatcher_over, prompts, rollout, spec
+from stand_ins import BufferActors, StandInEngine, actors, collecting, dispatcher_over, prompts, rollout, segment, spec
 
-from asyncrl_cli.buffer.ledger import Batch, Blocked, Ledger
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.buffer.records import PublishRecord, Taken, Waiting
+from asyncrl_cli.buffer.schema import open_for_reading
+from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.groups import Ended, GroupSource, rollout_seed
-from asyncrl_cli.rollout.records import Rollout, RolloutFailure, RolloutRequest
+from asyncrl_cli.pipeline.groups import GroupSource, rollout_seed
+from asyncrl_cli.pipeline.prompting import PromptSource
+from asyncrl_cli.rollout.records import RolloutFailure, RolloutRequest, place_of
+from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.tasks.scoring import Response, RewardFailure
+
+TURNS = 100
+"""Turns of the loop after which everything has happened that can."""
+STEPS = 4
+"""Steps of a run that is played to its end."""
 
 
-class Harness:
-    """A group source over stand-in engines; prompt ``i`` has the token ids (i, i)."""
+class Encoder:
+    """Prompt ``p7`` has the tokens (7, 7)."""
 
-    def __init__(self, ledger: Ledger, engines: int = 1, **sections: Any) -> None:
-        sections.setdefault("rollout", {"group_size": 2})
-        self.ledger = ledger
-        self.actors = [StandInEngine() for _ in range(engines)]
-        self.dispatcher = dispatcher_over(self.actors)
-        self._stream = iter([(prompt, (i, i)) for i, prompt in enumerate(prompts(1000))])
-        self.groups = GroupSource(spec(**sections), ledger, self.dispatcher, lambda: next(self._stream))
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return (int(prompt.uid[1:]),) * 2
 
-    def fill(self) -> None:
-        self.groups.fill(self.on_end)
-        asyncio.run(self.dispatcher.flush())
+    def decode(self, ids: Iterable[int]) -> str:
+        return f"decoded {' '.join(map(str, ids))}"
 
-    def on_end(self, ended: Ended) -> None:
-        raise AssertionError("nothing is collected here")
 
-    def end(self, *results: Rollout | RolloutFailure) -> list[tuple[int, int, Prompt, Rollout]]:
-        """These have ended, as the dispatcher says it."""
-        asked = {request.rollout_id: request for request in self.requests}
-        pairs = []
-        for result in results:
-            for engine in self.dispatcher.engines:
-                engine.pending.pop(result.rollout_id, None)
-            pairs.append((asked[result.rollout_id], result))
-        return self.groups.unscored(pairs)
+class Scorer:
+    """Scores by ``rule``, at first the last character of the response; ``held`` lets nobody have a score."""
 
-    def finish(self, group_id: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> None:
-        for index, reward in enumerate(rewards):
-            assert self.end(rollout(f"{group_id}-{index}"))
-            self.groups.scored(group_id, index, reward)
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.rule: Callable[[str], float | RewardFailure] = lambda text: float(text[-1])
+        self.held: asyncio.Event = asyncio.Event()
+        self.held.set()
+
+    async def score(self, responses: list[Response]) -> list[float | RewardFailure]:
+        self.asked += [(prompt.uid, text) for prompt, text, _ in responses]
+        await self.held.wait()
+        return [self.rule(text) for _, text, _ in responses]
+
+
+class Scene:
+    """A group source with everything round it."""
+
+    def __init__(
+        self, folder: Path, engines: int, dies_at: str = "", does_it_first: bool = False, **sections: Any
+    ) -> None:
+        """``dies_at``: the call in which the first buffer dies, before or after its work."""
+        sections = {"rollout": {"group_size": 2}, "pipeline": {"groups_per_step": 2, "max_staleness": 1}} | sections
+        self.spec = spec(**sections)
+        self.journal = folder / "journal.db"
+        self.buffers = BufferActors(self.journal, self.spec)
+        self.buffer = self.buffers.client()
+        self.dispatcher = dispatcher_over(engines)
+        self.scorer = Scorer()
+        self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), Encoder())  # type: ignore[arg-type]
+
+        self.spawned: list[asyncio.Task[None]] = []
+        self.buffers.last.dies_at, self.buffers.last.does_it_first = dies_at, does_it_first
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Open the journal and go on from there."""
+        self.groups = GroupSource(
+            self.spec,
+            self.buffer,
+            self.dispatcher,
+            self.scorer,  # type: ignore[arg-type]
+            self.stream,
+            lambda work: self.spawned.append(tasks.create_task(work)),
+        )
+        self.buffer.on_reopen = self.groups.reopened
+        self.dispatcher.on_segments = self.groups.note_segments
+        self.dispatcher.on_room = self.groups.fill
+        self.groups.resume(await self.buffer.open("train", "", None))
+        self.spawned.append(tasks.create_task(self.groups.keep_full()))
+        await self.settled()
+
+    async def settled(self) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    @property
+    def engines(self) -> list[StandInEngine]:
+        return actors(self.dispatcher)
 
     @property
     def requests(self) -> list[RolloutRequest]:
-        return [request for actor in self.actors for request in actor.submitted]
+        return [request for engine in self.engines for request in engine.submitted]
 
     @property
-    def uids(self) -> list[str]:
-        return [prompt.uid for prompt in self.groups.outstanding_prompts()]
+    def ids(self) -> list[str]:
+        return [request.rollout_id for request in self.requests]
+
+    async def end(self, *results: Any) -> None:
+        """Engines deliver these: the names of rollouts, or rollouts and failures."""
+        for result in results:
+            ended = rollout(result) if isinstance(result, str) else result
+            for engine, state in zip(self.engines, self.dispatcher.engines, strict=True):
+                if ended.rollout_id in state.pending:
+                    await engine.deliver(ended)
+        await self.settled()
+
+    async def finish(self, *group_ids: int) -> None:
+        await self.end(*(f"{group_id}-{place}" for group_id in group_ids for place in range(2)))
+
+    async def take(self) -> Taken | Waiting:
+        """The batch of the next step, or why there is none."""
+        answer: Taken | Waiting = await self.buffer.call("take", self.table("batches", "count(*)")[0][0], 0.0)
+        return answer
+
+    async def train(self) -> list[int]:
+        """Take the next batch and publish; returns its groups, none when there is no batch."""
+        taken = await self.take()
+        if isinstance(taken, Waiting):
+            return []
+        version = taken.batch.step + 1
+        await self.buffer.call("publish", PublishRecord(version, version, "sum", 0.0, 0.0, 0.0, 0.0))
+        self.groups.fill()
+        await self.settled()
+        return [group.group_id for group in taken.batch.groups]
+
+    def table(self, name: str, columns: str) -> list[tuple[Any, ...]]:
+        """What the journal has."""
+        with closing(open_for_reading(self.journal)) as connection:
+            return connection.execute(f"SELECT {columns} FROM {name} ORDER BY 1").fetchall()
+
+    def states(self) -> dict[int, str]:
+        return dict(self.table("groups", "id, state"))
+
+    async def counts(self) -> Counts:
+        return (await self.buffer.call("record", [], [], [])).counts  # type: ignore[no-any-return]
+
+
+@asynccontextmanager
+async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterator[Scene]:
+    """A group source at work; at the end it dies as it stands."""
+    scene = Scene(folder, engines, **sections)
+    with patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0):
+        async with asyncio.TaskGroup() as tasks, collecting(scene.dispatcher):
+            await scene.start(tasks)
+            yield scene
+            for task in scene.spawned:
+                task.cancel()
+    scene.buffers.last.die()
+
+
+Test = Callable[[Scene], Coroutine[Any, Any, None]]
+
+
+def play(folder: Path, test: Test, engines: int = 1, **sections: Any) -> None:
+    async def run() -> None:
+        async with source(folder, engines, **sections) as scene:
+            await test(scene)
+
+    asyncio.run(run())
+
+
+def play_to_its_end(folder: Path, test: Test, **sections: Any) -> RunError:
+    """The error that ends the run."""
+    with pytest.raises(ExceptionGroup) as error:
+        play(folder, test, **sections)
+    cause: Any = error.value
+    while isinstance(cause, ExceptionGroup):
+        (cause,) = cause.exceptions
+    assert isinstance(cause, RunError)
+    return cause
 
 
 # -- seeds
@@ -77,154 +205,334 @@ def test_seeds_do_not_run_numbers_together() -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 3])
-def test_a_request_depends_on_what_it_is_not_on_where_it_runs(engines: int) -> None:
-    harness = Harness(Ledger(3, 1, 1), engines, seed=7, rollout={"group_size": 2, "sampling": {"stop": [";"]}})
-    harness.fill()
-    requests = sorted(harness.requests, key=lambda request: request.rollout_id)
-    assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(6) for i in range(2)]
-    for request in requests:
-        group_id, index = map(int, request.rollout_id.split("-"))
-        assert request.prompt_ids == (group_id, group_id)
-        assert request.sampling.seed == rollout_seed(7, group_id, index)
-        assert (request.sampling.temperature, request.sampling.max_tokens) == (1.0, 512)
-        assert request.sampling.stop == (";",)
+def test_a_request_depends_on_what_it_is_not_on_where_it_runs(tmp_path: Path, engines: int) -> None:
+    async def test(scene: Scene) -> None:
+        requests = sorted(scene.requests, key=lambda request: request.rollout_id)
+        assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(4) for i in range(2)]
+        for request in requests:
+            group_id, index = place_of(request.rollout_id)
+            assert request.prompt_ids == (group_id, group_id)
+            assert request.sampling.seed == rollout_seed(7, group_id, index)
+            assert (request.sampling.temperature, request.sampling.max_tokens) == (1.0, 512)
+            assert request.sampling.stop == (";",)
+            assert request.prefix == ()
+
+    play(tmp_path, test, engines, seed=7, rollout={"group_size": 2, "sampling": {"stop": [";"]}})
 
 
 # -- filling
 
 
-def test_groups_stay_together_and_fill_the_ledgers_room() -> None:
-    harness = Harness(Ledger(2, 1, 1), engines=2)
-    harness.fill()
-    assert harness.ledger.running == (0, 1, 2, 3)
-    assert [actor.ids for actor in harness.actors] == [["0-0", "0-1", "2-0", "2-1"], ["1-0", "1-1", "3-0", "3-1"]]
-    harness.fill()
-    assert len(harness.requests) == 8
+def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        assert [engine.ids for engine in scene.engines] == [["0-0", "0-1", "2-0", "2-1"], ["1-0", "1-1", "3-0", "3-1"]]
+        scene.groups.fill()
+        await scene.settled()
+        assert len(scene.ids) == 8
+        await scene.finish(1, 0)
+        assert len(scene.ids) == 8, "finished is not trained"
+        assert await scene.train() == [0, 1]
+        assert scene.ids[-4:] == ["3-0", "3-1", "5-0", "5-1"]
+
+    play(tmp_path, test, engines=2)
 
 
-def test_full_engines_admit_nothing() -> None:
-    harness = Harness(Ledger(8, 1, 1), engines=2, rollout={"group_size": 2, "max_running_rollouts": 4})
-    harness.fill()
-    assert harness.ledger.running == (0, 1, 2, 3)
-    assert harness.dispatcher.running == 8
-    harness.finish(1)
-    harness.fill()
-    assert harness.ledger.running == (0, 2, 3, 4)
+def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        assert sorted(scene.states()) == [0, 1, 2, 3]
+        scene.dispatcher.engines[0].serving = False
+        await scene.finish(0)
+        assert sorted(scene.states()) == [0, 1, 2, 3]
+        await scene.finish(1)
+        assert sorted(scene.states()) == [0, 1, 2, 3, 4]
+        assert scene.engines[1].ids[-2:] == ["4-0", "4-1"]
+
+    small = {"group_size": 2, "max_running_rollouts": 4}
+    play(tmp_path, test, engines=2, rollout=small, pipeline={"groups_per_step": 8})
 
 
-# -- finishing
+# -- ending
 
 
-@given(st.permutations(range(4)), st.permutations(range(4)))
-@settings(deadline=None, max_examples=30)
-def test_a_group_is_in_order_however_its_rollouts_end(ended: list[int], scored: list[int]) -> None:
-    harness = Harness(Ledger(1, 1, 0), rollout={"group_size": 4})
-    harness.fill()
-    for index in ended:
-        ((group_id, number, prompt, result),) = harness.end(rollout(f"0-{index}"))
-        assert (group_id, number, prompt.uid, result.rollout_id) == (0, index, "p0", f"0-{index}")
-    for index in scored:
-        assert harness.ledger.finished == ()
-        harness.groups.scored(0, index, index / 4)
-    assert harness.ledger.finished == (0,)
-    (group,) = harness.groups.take((0,))
-    assert (group.group_id, group.uid, group.rewards) == (0, "p0", (0.0, 0.25, 0.5, 0.75))
-    assert [one.rollout_id for one in group.rollouts] == ["0-0", "0-1", "0-2", "0-3"]
+@given(order=st.permutations(range(4)))
+@settings(deadline=None, max_examples=24)
+def test_a_group_is_in_order_however_its_rollouts_end(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int]
+) -> None:
+    async def test(scene: Scene) -> None:
+        for place in order:
+            assert isinstance(await scene.take(), Waiting)
+            await scene.end(f"0-{place}")
+        taken = await scene.take()
+        assert isinstance(taken, Taken)
+        (group,) = taken.batch.groups
+        assert (group.group_id, group.uid, group.version) == (0, "p0", 0)
+        assert group.rewards == (0.0, 1.0, 2.0, 3.0)
+        assert [one.rollout_id for one in group.rollouts] == ["0-0", "0-1", "0-2", "0-3"]
+        assert sorted(scene.scorer.asked) == [("p0", f"text of 0-{place}") for place in range(4)]
+
+    pipeline = {"groups_per_step": 1, "max_staleness": 0}
+    play(tmp_path_factory.mktemp("run"), test, rollout={"group_size": 4}, pipeline=pipeline)
 
 
-def test_outstanding_prompts_are_those_admitted_and_not_taken() -> None:
-    harness = Harness(Ledger(1, 1, 3))
-    harness.fill()
-    harness.finish(2)
-    harness.finish(1)
-    assert harness.uids == ["p0", "p1", "p2", "p3"]
-    assert [group.uid for group in harness.groups.take((1,))] == ["p1"]
-    assert harness.uids == ["p0", "p2", "p3"]
-    with pytest.raises(KeyError):
-        harness.groups.take((1,))
+def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.end("0-0", RolloutFailure("0-1", "out of memory"))
+        assert scene.states()[0] == "rejected"
+        assert scene.engines[0].cancelled == ["0-2"], "what is left of it is not generated"
+        assert (scene.groups.failures, scene.groups.first_failure) == (1, "out of memory")
+        assert scene.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is given back"
+        await scene.end(RolloutFailure("1-0", "another"))
+        assert (scene.groups.failures, scene.groups.first_failure) == (2, "out of memory")
+        assert scene.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
+        assert ("0-1", "out of memory") in scene.table("rollouts", "group_id || '-' || place, failure")
+
+    play(tmp_path, test, rollout={"group_size": 3})
 
 
-def test_a_failed_rollout_takes_its_group_with_it() -> None:
-    harness = Harness(Ledger(2, 1, 0), rollout={"group_size": 3})
-    harness.fill()
-    assert len(harness.end(rollout("0-0"))) == 1
-    to_score = harness.end(RolloutFailure("0-1", "out of memory"), rollout("1-0"))
-    assert [(group_id, index) for group_id, index, _, _ in to_score] == [(1, 0)]
-    assert harness.ledger.rejections == {"failed": 1}
-    assert harness.uids == ["p1"]
-    assert (harness.groups.failures, harness.groups.first_failure) == (1, "out of memory")
-    assert harness.end(rollout("0-2")) == [], "the rest of the group needs no reward"
-    harness.groups.scored(0, 0, 1.0)
-    assert harness.ledger.finished == ()
-    harness.fill()
-    assert harness.ledger.running == (1, 2), "its room is given back"
-    harness.end(RolloutFailure("1-1", "another"))
-    assert (harness.groups.failures, harness.groups.first_failure) == (2, "out of memory")
+def test_a_reward_that_fails_takes_the_group_with_it(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
+        await scene.end("0-0", "0-1", "1-0")
+        assert scene.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
+        assert (scene.groups.failures, scene.groups.first_failure) == (1, "reward failed")
+
+    play(tmp_path, test)
+
+
+def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.held.clear()
+        await scene.end("0-0")
+        await scene.end(RolloutFailure("0-1", "no"))
+        assert scene.states()[0] == "rejected"
+        scene.scorer.held.set()
+        await scene.settled()
+        scene.groups._on_end([(scene.requests[0], rollout("0-0"))])  # it was on its way when it was cancelled
+        await scene.settled()
+        assert scene.scorer.asked == [("p0", "text of 0-0")]
+        assert scene.groups.failures == 1
+
+    play(tmp_path, test)
 
 
 @pytest.mark.parametrize(("policy", "rejected"), [("reject", True), ("skip", False), ("train", False)])
-def test_equal_rewards_are_replaced_only_by_reject(policy: str, rejected: bool) -> None:
-    harness = Harness(Ledger(2, 1, 0), algorithm={"uniform_groups": policy})
-    harness.fill()
-    harness.finish(0, (1.0, 1.0))
-    harness.finish(1, (1.0, 0.0))
-    assert harness.ledger.finished == ((1,) if rejected else (0, 1))
-    assert harness.ledger.rejections == ({"uniform": 1} if rejected else {})
-    harness.fill()
-    assert harness.ledger.running == ((2,) if rejected else ())
-    assert harness.uids == (["p1", "p2"] if rejected else ["p0", "p1"])
+def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, rejected: bool) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.rule = lambda text: float(text[-1]) if "1-" in text else 1.0
+        await scene.finish(0)
+        assert scene.groups.rejected_in_a_row == (1 if rejected else 0)
+        await scene.finish(1)
+        assert scene.groups.rejected_in_a_row == 0
+        assert scene.states()[0] == ("rejected" if rejected else "finished")
+        assert scene.states()[1] == "finished"
+        assert len(scene.states()) == (5 if rejected else 4)
+        assert scene.groups.failures == 0
+
+    play(tmp_path, test, algorithm={"uniform_groups": policy})
+
+
+def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        for group_id in range(3):
+            await scene.end(RolloutFailure(f"{group_id}-0", f"cause {group_id}"))
+        raise AssertionError("it goes on")
+
+    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failures": 2})
+    assert error.place == "rollout"
+    assert error.message == "3 groups were lost to failed rollouts; the first: cause 0"
+    assert "rollout.max_failures" in error.mend
+
+
+def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.rule = lambda text: 1.0
+        for group_id in range(4):
+            await scene.finish(group_id)
+        raise AssertionError("it goes on")
+
+    error = play_to_its_end(
+        tmp_path,
+        test,
+        algorithm={"uniform_groups": "reject"},
+        pipeline={"groups_per_step": 2, "max_rejected_in_a_row": 3},
+    )
+    assert error.place == "algorithm.uniform_groups"
+    assert error.message.startswith("the last 3 groups were all rejected")
 
 
 # -- requeue
 
 
-def test_an_overdue_group_starts_again_under_a_new_number() -> None:
-    harness = Harness(Ledger(1, 1, 1, "requeue"), engines=2, seed=7)
-    ledger = harness.ledger
-    harness.fill()
-    harness.finish(1)
-    batch = ledger.next_batch()
-    assert isinstance(batch, Batch)
-    harness.groups.take(batch.group_ids)
-    ledger.take(batch)
-    ledger.publish()
-    harness.fill()
-    harness.finish(2)
-    assert isinstance(ledger.next_batch(), Blocked)
-    assert ledger.overdue() == (0,)
-    asyncio.run(harness.groups.requeue_overdue(harness.on_end))
-    asyncio.run(harness.dispatcher.flush())
-    assert ledger.running == (3,)
-    assert ledger.counts().requeued == 1
-    assert [actor.cancelled for actor in harness.actors] == [["0-0", "0-1"], []]
-    again = [request for request in harness.requests if request.rollout_id.startswith("3-")]
-    assert [request.prompt_ids for request in again] == [(0, 0), (0, 0)]
-    assert [request.sampling.seed for request in again] == [rollout_seed(7, 3, index) for index in range(2)]
-    assert harness.uids == ["p2", "p0"]
-    assert harness.end(rollout("0-0")) == [], "it was on its way when it was cancelled"
-    harness.groups.scored(0, 0, 1.0)
-    upcoming = ledger.next_batch()
-    assert isinstance(upcoming, Batch)
-    assert upcoming.group_ids == (2,)
+def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(2, 3)
+        assert await scene.train() == [2, 3]
+        await scene.finish(4, 5)
+        waiting = await scene.take()
+        assert isinstance(waiting, Waiting)
+        assert waiting.overdue == (0, 1)
+        await scene.groups.requeue(waiting.overdue)
+        await scene.settled()
+        assert sorted(name for engine in scene.engines for name in engine.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
+        again = [request for request in scene.requests if place_of(request.rollout_id)[0] in (6, 7)]
+        assert sorted((request.prompt_ids, request.sampling.seed) for request in again) == sorted(
+            ((old, old), rollout_seed(7, new, place)) for old, new in ((0, 6), (1, 7)) for place in range(2)
+        )
+        assert [scene.states()[group_id] for group_id in range(8)] == [
+            *("requeued", "requeued", "taken", "taken", "finished", "finished", "running", "running")
+        ]
+        assert await scene.train() == [4, 5]
+
+    pipeline = {"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"}
+    play(tmp_path, test, engines=2, seed=7, pipeline=pipeline)
 
 
-def test_several_overdue_groups_are_all_requeued() -> None:
-    harness = Harness(Ledger(3, 1, 1, "requeue"))
-    ledger = harness.ledger
-    harness.fill()
-    for group_id in (3, 4, 5):
-        harness.finish(group_id)
-    batch = ledger.next_batch()
-    assert isinstance(batch, Batch)
-    harness.groups.take(batch.group_ids)
-    ledger.take(batch)
-    ledger.publish()
-    harness.fill()
-    for group_id in (6, 7, 8):
-        harness.finish(group_id)
-    assert ledger.overdue() == (0, 1, 2)
-    asyncio.run(harness.groups.requeue_overdue(harness.on_end))
-    assert ledger.overdue() == ()
-    assert ledger.running == (9, 10, 11)
-    assert harness.uids == ["p6", "p7", "p8", "p0", "p1", "p2"]
-    assert sorted(harness.actors[0].cancelled) == [f"{g}-{i}" for g in range(3) for i in range(2)]
+# -- what is recorded, and a run that is resumed
+
+
+def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
+        await scene.settled()
+        assert scene.table("segments", "group_id, place, start, length(tokens) / 4") == [(0, 1, 0, 3), (2, 0, 0, 1)]
+
+    play(tmp_path, test)
+
+
+def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
+    async def before(scene: Scene) -> None:
+        await scene.finish(1)
+        await scene.end("0-0")
+        scene.scorer.held.clear()
+        with patch("asyncrl_cli.pipeline.groups.SCORE_PATIENCE_S", 0.0):
+            await scene.end("2-0")
+        await scene.engines[0].deliver(segments=[segment("2-1", 0, 3), segment("2-1", 3, 1, version=1)])
+        await scene.settled()
+
+    async def after(scene: Scene) -> None:
+        asked = {request.rollout_id: request for request in scene.requests}
+        assert sorted(asked) == ["0-1", "2-1", "3-0", "3-1"]
+        assert [(part.start, part.end, part.version) for part in asked["2-1"].prefix] == [(0, 3, 0), (3, 4, 1)]
+        assert all(not asked[name].prefix for name in ("0-1", "3-0", "3-1"))
+        assert asked["2-1"].sampling.seed == rollout_seed(0, 2, 1), "as it was asked for at first"
+        assert scene.scorer.asked == [("p2", "decoded 5 6")], "it had no reward yet"
+        await scene.end("0-1", "2-1")
+        assert await scene.train() == [0, 1]
+        assert scene.states() == dict(enumerate(["taken", "taken", "finished", "running", "running", "running"]))
+        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(6)]
+
+    play(tmp_path, before)
+    play(tmp_path, after)
+
+
+# -- a buffer that dies
+
+
+@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
+def test_an_admission_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path, does_it_first: bool) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(0, 1)
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "admit", does_it_first
+        assert await scene.train() == [0, 1]
+        assert len(scene.buffers.made) == 2
+        assert scene.ids == [f"{group_id}-{place}" for group_id in range(6) for place in range(2)]
+        await scene.finish(2, 3)
+        await scene.train()
+        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(8)]
+
+    play(tmp_path, test)
+
+
+@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
+def test_a_reward_whose_answer_is_lost_counts_once(tmp_path: Path, does_it_first: bool) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.end("0-0")
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "record", does_it_first
+        await scene.end("0-1")
+        assert scene.states()[0] == "finished"
+        await scene.finish(1)
+        assert await scene.train() == [0, 1]
+        assert len(scene.ids) == len(set(scene.ids)) == 12
+
+    play(tmp_path, test)
+
+
+def test_a_failure_whose_answer_is_lost_stops_the_rest_of_the_group(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "record", True
+        await scene.end(RolloutFailure("0-0", "no"))
+        assert scene.states()[0] == "rejected"
+        assert scene.engines[0].cancelled == ["0-1"]
+
+    play(tmp_path, test)
+
+
+def test_a_requeue_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(2, 3)
+        await scene.train()
+        await scene.finish(4, 5)
+        waiting = await scene.take()
+        assert isinstance(waiting, Waiting)
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "requeue", True
+        await scene.groups.requeue(waiting.overdue)
+        await scene.settled()
+        assert [state for _, state in sorted(scene.states().items())][-2:] == ["running", "running"]
+        assert scene.ids[-4:] == ["6-0", "6-1", "7-0", "7-1"]
+        assert sorted(scene.engines[0].cancelled) == ["0-0", "0-1", "1-0", "1-1"]
+
+    play(tmp_path, test, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"})
+
+
+@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
+def test_the_very_first_admission_may_be_lost(tmp_path: Path, does_it_first: bool) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(0, 1)
+        await scene.train()
+        assert len(scene.buffers.made) == 2
+        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(4)]
+
+    small = {"group_size": 2, "max_running_rollouts": 4}
+    play(tmp_path, test, rollout=small, dies_at="admit", does_it_first=does_it_first)
+
+
+@given(data=st.data(), slots=st.integers(2, 8), dies_at=st.sampled_from(["", "admit"]))
+@settings(deadline=None, max_examples=40)
+def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no_step_waits_for_ever(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, slots: int, dies_at: str
+) -> None:
+    async def disturb(scene: Scene) -> None:
+        buffer = scene.buffers.last
+        buffer.dies_at = data.draw(st.sampled_from(["", "", "admit", "record", "take", "publish"]))
+        buffer.does_it_first = data.draw(st.booleans())
+        event = data.draw(st.sampled_from(["grow", "fail", "die", "nothing"]))
+        pending = scene.dispatcher.engines[0].pending
+        chosen = data.draw(st.sampled_from(sorted(pending))) if pending else ""
+        if event == "die":
+            buffer.die()
+        elif event == "grow" and chosen:
+            start = sum(len(part.response_ids) for part in pending[chosen].segments)
+            await scene.engines[0].deliver(segments=[segment(chosen, start, 2)])
+        elif event == "fail" and chosen:
+            await scene.end(RolloutFailure(chosen, "no"))
+
+    async def test(scene: Scene) -> None:
+        trained: list[int] = []
+        for _ in range(200):
+            if data.draw(st.integers(0, 2)) == 0:
+                await disturb(scene)
+            pending = sorted(scene.dispatcher.engines[0].pending)
+            if pending:
+                await scene.end(*pending[: data.draw(st.integers(1, len(pending)))])
+            groups = await scene.train()
+            trained += groups
+            if len(trained) == STEPS * 2:
+                break
+        assert len(trained) == len(set(trained)) == STEPS * 2
+        uids = [uid for _, uid in scene.table("groups", "id, uid")]
+        assert uids == [f"p{i}" for i in range(len(uids))]
+        assert len(scene.ids) == len(set(scene.ids)), "nothing is generated twice"
+
+    rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failures": 100}
+    play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS}, dies_at=dies_at)
