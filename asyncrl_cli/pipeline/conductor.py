@@ -131,10 +131,11 @@ class Conductor:
     async def checkpoint(self) -> None:
         """Save where the run is now. Call it between steps, or after ``settle``.
 
-        Between two publishes nothing is saved: the engines' version could not be made again from it.
+        Between two publishes nothing is saved: the engines' version could not be made again from it. Nor is anything
+        while a step that nobody waits for, because catching up was interrupted, changes the weights.
         """
         step, parts = self._follower.step, self._parts
-        if step % self._spec.pipeline.publish_every:
+        if step % self._spec.pipeline.publish_every or not self._follower.between_steps:
             return
         started = time.monotonic()
         state = {"step": step, **await parts.buffer.call("fallback")}

@@ -47,6 +47,9 @@ class Follower:
         self._trained = trained
         self._lost = lost
         self._down = False
+        self.between_steps = True
+        """Whether the weights are those after ``step`` steps: not while one is trained, nor after one that was given
+        up on. The ranks finish what they were called for."""
 
     async def at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         """The result of ``work``, done with the weights after ``step`` steps; it is done again after a death."""
@@ -60,10 +63,7 @@ class Follower:
 
     async def train(self, batch: TrainingBatch) -> StepReport:
         """Train the batch that follows the weights' last step."""
-        reports = await self.at(batch.step, lambda: self._ranks.call("train_step", batch))
-        self.step = batch.step + 1
-        report: StepReport = reports[0]
-        return report
+        return await self.at(batch.step, lambda: self._train_step(batch))
 
     async def call(self, step: int, method: str, *arguments: Any) -> list[Any]:
         """Call all ranks with the weights after ``step`` steps."""
@@ -73,11 +73,16 @@ class Follower:
         if self._down:
             self.step, folder = await self._newest()
             await self._ranks.restart(folder)
-            self._down = False
+            self._down, self.between_steps = False, True
         await self._passed(self.step)
         while self.step < step:
             batch = await self._read_batch(self.step)
-            report: StepReport = (await self._ranks.call("train_step", batch))[0]
-            self.step += 1
+            report = await self._train_step(batch)
             await self._trained(batch, report)
             await self._passed(self.step)
+
+    async def _train_step(self, batch: TrainingBatch) -> StepReport:
+        self.between_steps = False
+        reports: list[StepReport] = await self._ranks.call("train_step", batch)
+        self.step, self.between_steps = batch.step + 1, True
+        return reports[0]

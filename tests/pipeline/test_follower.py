@@ -242,6 +242,33 @@ def test_an_error_that_is_no_death_comes_out() -> None:
     run(check())
 
 
+def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks())
+        await scene.follower.call(1, "save")
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        call = scene.ranks.call
+
+        async def slow(method: str, *arguments: Any) -> list[Any]:
+            begun.set()
+            await go_on.wait()
+            return await call(method, *arguments)
+
+        scene.ranks.call = slow  # type: ignore[method-assign]
+        catching_up = asyncio.create_task(scene.follower.call(3, "publish"))
+        await begun.wait()
+        assert not scene.follower.between_steps
+        catching_up.cancel()
+        await asyncio.wait([catching_up])
+        assert (scene.follower.step, scene.follower.between_steps) == (1, False), "the ranks are still at it"
+        scene.ranks.call = call  # type: ignore[method-assign]
+        scene.ranks.dies = once("look:1")
+        await scene.follower.call(1, "look")
+        assert (scene.follower.step, scene.follower.between_steps) == (1, True), "those of a checkpoint are known"
+
+    run(check())
+
+
 @given(st.data())
 @settings(deadline=None, max_examples=200)
 def test_whatever_dies_when_the_weights_are_those_of_the_batches_in_order(data: st.DataObject) -> None:
