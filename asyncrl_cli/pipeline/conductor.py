@@ -107,6 +107,7 @@ class Conductor:
                 endless = [
                     tasks.create_task(self._groups.keep_full()),
                     tasks.create_task(parts.watchdog.watch()),
+                    tasks.create_task(self._follower.guard()),
                     *(tasks.create_task(keeper.keep(engine)) for engine in parts.dispatcher.engines),
                 ]
                 await self._loop()

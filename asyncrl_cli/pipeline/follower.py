@@ -7,12 +7,16 @@ then it trains the recorded batches again, in order, and so repeats the very upd
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.train.records import StepReport, TrainingBatch
+
+GUARD_S = 2.0
+"""Seconds between two looks at idle ranks."""
 
 T = TypeVar("T")
 
@@ -47,12 +51,24 @@ class Follower:
         self._trained = trained
         self._lost = lost
         self._down = False
+        self._turn = asyncio.Lock()
         self.between_steps = True
         """Whether the weights are those after ``step`` steps: not while one is trained, nor after one that was given
         up on. The ranks finish what they were called for."""
 
     async def at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         """The result of ``work``, done with the weights after ``step`` steps; it is done again after a death."""
+        async with self._turn:
+            return await self._at(step, work)
+
+    async def guard(self) -> None:
+        """Notice a death while nothing is asked of the ranks, for ever: engines may be waiting for their weights."""
+        while True:
+            await asyncio.sleep(GUARD_S)
+            async with self._turn:
+                await self._at(self.step, self._ranks.check)
+
+    async def _at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 await self._catch_up(step)

@@ -8,7 +8,7 @@ steps since then again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,29 +74,38 @@ class TrainerRanks:
         await self.preload()
         await self.start(checkpoint)
 
+    async def check(self) -> None:
+        """Raises ``TrainerLost`` when a rank is dead."""
+        looks = [actor.progress.options(concurrency_group="watch").remote() for actor in self._actors]
+        await _all(looks, self._limit_s)
+
     async def call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
         """Call all ranks alike; returns their answers, rank by rank.
 
         Raises ``TrainerLost`` when a rank died, and otherwise the first error of any rank.
         """
-        limit = limit_s or self._limit_s
-        calls = [
-            asyncio.ensure_future(wait_for(getattr(actor, method).remote(*arguments), f"trainer-{rank}", limit))
-            for rank, actor in enumerate(self._actors)
-        ]
-        try:
-            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if waiting and _death(done) is None:  # a rank whose peer died may hear of it before we do
-                done, _ = await asyncio.wait(calls, timeout=GRACE_S)
-        finally:
-            for call in calls:
-                call.cancel()
-        if (death := _death(done)) is not None:
-            raise TrainerLost(death.place, death.message)
-        errors = [error for call in done if (error := call.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [call.result() for call in calls]
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        return await _all(calls, limit_s or self._limit_s)
+
+
+async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[Any]:
+    """The answers of all ranks to one call. Raises as ``TrainerRanks.call`` does."""
+    calls = [
+        asyncio.ensure_future(wait_for(call, f"trainer-{rank}", limit_s)) for rank, call in enumerate(remote_calls)
+    ]
+    try:
+        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting and _death(done) is None:  # a rank whose peer died may hear of it before we do
+            done, _ = await asyncio.wait(calls, timeout=GRACE_S)
+    finally:
+        for call in calls:
+            call.cancel()
+    if (death := _death(done)) is not None:
+        raise TrainerLost(death.place, death.message)
+    errors = [error for call in done if (error := call.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [call.result() for call in calls]
 
 
 def _death(done: Iterable[asyncio.Future[Any]]) -> ActorDied | None:
