@@ -42,6 +42,14 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 place=run.run_id,
                 mend="Say a later step",
             )
+        if checkpoint is not None and taken < checkpoint.step:
+            raise RunError(
+                f"the journal knows of {taken} steps, and the checkpoint of step {checkpoint.step} is newer: it is an "
+                "older copy, or cut off",
+                place=str(journal),
+                mend=f"Bring the right one back, or go on from the checkpoint alone: "
+                f"asyncrl resume {run.run_id} --without-journal",
+            )
         run.forget_after("metrics.jsonl", trained)  # what is not known as trained is reported again
     elif checkpoint is not None:
         raise RunError(
