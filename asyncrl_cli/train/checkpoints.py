@@ -4,37 +4,55 @@ As many ranks as saved load their own shards. Any other number of ranks, with Ze
 universal checkpoint: whole parameters and whole Adam moments, of which each rank takes its part. It is made by
 rank 0 in a hidden folder beside the checkpoint and removed when all ranks have read it. With ZeRO 0 nothing is
 sharded, and every rank loads the same file. docs/decisions/0011-checkpoints.md says more.
+
+    state/
+      *.pt              DeepSpeed's
+      trainer.json      the trainer's own counters
+      random-N.pt       rank N's random-number states
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.runs.checkpoints import STATE, Checkpoint, TrainerLayout
+from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train.random_states import restore_random_states, save_random_states
 
 UNIVERSAL = "universal"
+COUNTERS_FILE = "trainer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """How far the trainer is. ``updates`` counts those of the learning-rate schedule, ``optimizer_steps`` those of
+    them that had anything to learn from."""
+
+    updates: int
+    optimizer_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the engine loads: the checkpoint itself, or the universal one in ``folder`` that was made from it."""
+    """What the engine loads: the checkpoint itself, or the universal one in ``folder`` that is made from it."""
 
     checkpoint: Checkpoint
+    counters: Counters
     folder: Path
     is_universal: bool
 
 
-def check_layout(checkpoint: Checkpoint, saved: TrainerLayout, trainer: TrainerSpec) -> None:
-    """Raise ``RunError`` when no trainer of this spec can load what was saved; the number of ranks may differ."""
+def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
+    """Raise ``RunError`` when a trainer of this spec cannot load a checkpoint; the number of ranks may differ."""
+    saved = checkpoint.trainer()
     # ZeRO 1 and 2 shard the same things; the others save what the rest cannot read.
     same_shards = saved.zero_stage == trainer.zero_stage or {saved.zero_stage, trainer.zero_stage} == {1, 2}
     for key, was, is_now, fits in (
@@ -52,17 +70,27 @@ def check_layout(checkpoint: Checkpoint, saved: TrainerLayout, trainer: TrainerS
 def find_source(checkpoint: Checkpoint, trainer: TrainerSpec) -> Source:
     """What a trainer of this spec has to load. Raises ``RunError`` when there is no way."""
     saved = checkpoint.trainer()
-    check_layout(checkpoint, saved, trainer)
+    check_layout(checkpoint, trainer)
+    try:
+        counters = Counters(**json.loads((checkpoint.folder / STATE / COUNTERS_FILE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(
+            f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", place=str(checkpoint.folder)
+        ) from error
     if saved.zero_stage == 0 or (saved.ranks, saved.zero_stage) == (trainer.ranks, trainer.zero_stage):
-        return Source(checkpoint, checkpoint.folder, is_universal=False)
-    return Source(checkpoint, checkpoint.folder.with_name(f".{UNIVERSAL}-{checkpoint.folder.name}"), is_universal=True)
+        return Source(checkpoint, counters, checkpoint.folder, is_universal=False)
+    folder = checkpoint.folder.with_name(f".{UNIVERSAL}-{checkpoint.folder.name}")
+    return Source(checkpoint, counters, folder, is_universal=True)
 
 
 def to_universal(source: Source) -> None:
     """Make the universal checkpoint that ``source`` names. Takes as much disk as the checkpoint, twice for a while.
 
-    Raises ``RunError`` with the last line of DeepSpeed's converter when that fails.
+    Nothing is made of a trainer that never stepped: DeepSpeed's converter takes none. Raises ``RunError`` with the
+    last line of the converter when it fails.
     """
+    if not source.counters.optimizer_steps:
+        return
     shutil.rmtree(source.folder, ignore_errors=True)
     source.folder.mkdir()
     parent = source.folder.parent
@@ -90,23 +118,26 @@ def to_universal(source: Source) -> None:
         )
 
 
-def save_state(engine: Any, folder: Path, rank: int, client_state: dict[str, Any]) -> None:
-    """Write this rank's shards and random-number states; collective. ``client_state`` is small and alike on all."""
-    engine.save_checkpoint(str(folder), tag=STATE, client_state=client_state)
+def save_state(engine: Any, folder: Path, rank: int, updates: int) -> None:
+    """Write this rank's shards and random-number states, and the counters; collective."""
+    engine.save_checkpoint(str(folder), tag=STATE)
     save_random_states(_random_states(folder, rank))
+    if rank == 0:
+        counters = Counters(updates, int(engine.global_steps))
+        (folder / STATE / COUNTERS_FILE).write_text(json.dumps(asdict(counters)) + "\n")
 
 
-def load_state(engine: Any, source: Source, rank: int) -> dict[str, Any]:
-    """Load this rank's part into a fresh engine; collective. Returns the ``client_state`` that was saved.
+def load_state(engine: Any, source: Source, rank: int) -> None:
+    """Load this rank's part into a fresh engine; collective. Deletes the universal checkpoint, which has served.
 
-    Deletes the universal checkpoint, which nobody needs any more. A rank that the saved trainer did not have keeps
-    the random-number states it started with.
+    A rank that the saved trainer did not have keeps the random-number states it started with.
     """
     import torch
 
-    tag = UNIVERSAL if source.is_universal else STATE
-    _, client_state = engine.load_checkpoint(str(source.folder), tag=tag)
-    if source.is_universal:
+    if not source.is_universal:
+        engine.load_checkpoint(str(source.folder), tag=STATE)
+    elif source.counters.optimizer_steps:
+        engine.load_checkpoint(str(source.folder), tag=UNIVERSAL)
         # DeepSpeed's loader gives all parts of the optimizer one and the same step counter, which each of them
         # would then advance: with two parts Adam would count every update twice.
         for state in engine.basic_optimizer.state.values():
@@ -114,10 +145,10 @@ def load_state(engine: Any, source: Source, rank: int) -> dict[str, Any]:
         torch.distributed.barrier()
         if rank == 0:
             shutil.rmtree(source.folder, ignore_errors=True)
+    # Otherwise the weights are still those of the initial model, which the engine has, and there are no moments.
     random_states = _random_states(source.checkpoint.folder, rank)
     if random_states.is_file():
         restore_random_states(random_states)
-    return dict(client_state)
 
 
 def _random_states(folder: Path, rank: int) -> Path:

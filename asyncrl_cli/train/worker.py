@@ -81,7 +81,8 @@ class TrainerWorker:
         self._reference = load_reference(self._spec, model_dir, self._engine.device)
         self._mapping: Any = None
         if source is not None:
-            self._updates = checkpoints.load_state(self._engine, source, self._rank)["updates"]
+            checkpoints.load_state(self._engine, source, self._rank)
+            self._updates = source.counters.updates
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
         """All optimizer updates of one step."""
@@ -132,7 +133,7 @@ class TrainerWorker:
         """Write this rank's shard of weights, optimizer and counters, and its random-number states."""
         from asyncrl_cli.train.checkpoints import save_state
 
-        save_state(self._engine, Path(folder), self._rank, {"updates": self._updates})
+        save_state(self._engine, Path(folder), self._rank, self._updates)
 
     def _probe(self) -> tuple[tuple[int, ...], Any]:
         import torch

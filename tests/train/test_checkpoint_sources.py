@@ -19,6 +19,7 @@ def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:
     (folder / "step-000007/state").mkdir(parents=True)
     layout = {"ranks": ranks, "zero_stage": zero_stage, "dtype": "float32"}
     (folder / "step-000007/run.json").write_text(json.dumps({"trainer": layout}))
+    (folder / "step-000007/state/trainer.json").write_text('{"updates": 7, "optimizer_steps": 5}')
     return Checkpoint.at(folder / "step-000007")
 
 
@@ -61,3 +62,10 @@ def test_a_conversion_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> 
     with pytest.raises(RunError, match=r"FileNotFoundError: can't find \*_optim_states.pt.* Set trainer.ranks to 2"):
         to_universal(source)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000007"]
+
+
+def test_missing_counters_are_damage(tmp_path: Path) -> None:
+    checkpoint = empty_checkpoint(tmp_path, 1, 3)
+    (checkpoint.folder / "state/trainer.json").write_text('{"updates": 7}')
+    with pytest.raises(RunError, match=r"the checkpoint is damaged: state/trainer\.json cannot be read"):
+        find_source(checkpoint, TrainerSpec())

@@ -56,9 +56,16 @@ def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
 
 
-@pytest.fixture(
-    scope="module", params=[(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (3, "bfloat16")], ids=str
-)
+KINDS = [
+    pytest.param((0, "float32"), id="zero0", marks=pytest.mark.slow),
+    pytest.param((1, "float32"), id="zero1", marks=pytest.mark.slow),
+    pytest.param((2, "float32"), id="zero2"),
+    pytest.param((3, "float32"), id="zero3"),
+    pytest.param((3, "bfloat16"), id="bfloat16", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two ranks that trained two steps, saved, and trained one more."""
     stage, dtype = request.param
@@ -90,6 +97,15 @@ def test_the_same_ranks_go_on_to_the_bit(two_ranks: Any) -> None:
         assert differs(now["weights_after"], before["weights_after"]) == 0
         assert now["draws"] == before["draws"], "every rank's random numbers go on"
     assert reference[0]["draws"] != reference[1]["draws"]
+
+
+def test_a_trainer_that_never_stepped_goes_on_from_the_initial_model(two_ranks: Any, tmp_path: Path) -> None:
+    _, trainer, *_ = two_ranks
+    reference, checkpoint = go(tmp_path / "first", trainer, None, True, 0, 0)
+    results, _ = go(tmp_path / "alone", trainer | {"ranks": 1}, checkpoint, False, 0, 0)
+    assert results[0]["updates"] == 0
+    assert differs(results[0]["weights"], reference[0]["weights"]) == 0
+    assert differs(results[0]["weights_after"], reference[0]["weights_after"]) <= 10 * TOLERANCE[trainer["dtype"]]
 
 
 def test_stages_one_and_two_are_exchangeable(two_ranks: Any) -> None:
