@@ -312,8 +312,11 @@ class Conductor:
         self._reported = step + 1
         return self._parts.buffer.call("trained", StepRecord(step, batch_digest(taken.batch), metrics))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self._tasks.create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._tasks.create_task(work)
+        except RuntimeError:  # the run is ending
+            work.close()
 
 
 async def _nothing() -> None:

@@ -31,7 +31,8 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
 
     mend = f"The log says more: logs/{who}.log in the run's folder"
     try:
-        return await asyncio.wait_for(_result(call), timeout_s)
+        async with asyncio.timeout(timeout_s):  # in Python 3.11 asyncio.wait_for may lose a cancellation
+            return await call
     except RayTaskError as error:
         cause = getattr(error, "cause", error)
         if isinstance(cause, UserError):
@@ -43,10 +44,6 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
         raise RunError(f"{type(error).__name__}: {_first_line(error)}", place=who, mend=mend) from error
     except TimeoutError:
         raise NoAnswer(f"no answer within {timeout_s:.0f} s", place=who, mend=mend) from None
-
-
-async def _result(call: Awaitable[Any]) -> Any:
-    return await call
 
 
 def _first_line(error: BaseException) -> str:
