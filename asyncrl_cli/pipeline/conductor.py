@@ -223,8 +223,12 @@ class Conductor:
         await self._parts.buffer.call("publish", PublishRecord(step=self._step, **asdict(report)))
 
     async def _serve(self, version: int) -> PublishReport:
-        engines = [(engine.name, engine.process.actor) for engine in self._parts.dispatcher.serving()]
-        return await self._publisher.serve(version, engines, self._parts.dispatcher.condemn)
+        dispatcher = self._parts.dispatcher
+        return await self._publisher.serve(
+            version,
+            lambda: [(engine.name, engine.process.actor) for engine in dispatcher.serving()],
+            dispatcher.condemn,
+        )
 
     async def _write_weights(self, version: int) -> Publication:
         publications = await self._parts.ranks.call("publish", version)

@@ -76,8 +76,10 @@ class Publisher:
         """The trainer is gone, and the mapping with it: no engine can be brought up before the next ``serve``."""
         self._available.clear()
 
-    async def serve(self, version: int, engines: Sequence[Engine], failed: Callable[[str, str], None]) -> PublishReport:
-        """Have the trainer publish ``version``, and all these engines serve it.
+    async def serve(
+        self, version: int, serving: Callable[[], Sequence[Engine]], failed: Callable[[str, str], None]
+    ) -> PublishReport:
+        """Have the trainer publish ``version``, and all engines that are ``serving`` by then serve it.
 
         An engine that cannot is reported to ``failed(name, cause)`` and left out. When the very same weights are
         being served already, as after a trainer's restart, the engines are not disturbed.
@@ -92,10 +94,10 @@ class Publisher:
             served, self._current = self._current, publication
             self._available.set()
             change = 0.0 if served is None else _distance(publication.probe_logprobs, served.probe_logprobs)
-            if served is not None and (served.version, served.checksum) == (version, publication.checksum):
-                engines = ()
-            else:
+            engines: Sequence[Engine] = ()
+            if served is None or (served.version, served.checksum) != (version, publication.checksum):
                 self._last_probe = None if served is None else served.probe_logprobs
+                engines = serving()  # none joins from here on: that takes the lock
             reports = await asyncio.gather(*(self._update(engine, failed) for engine in engines))
             proved = [report for report in reports if report is not None]
             return PublishReport(
