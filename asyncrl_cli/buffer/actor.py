@@ -79,9 +79,8 @@ class Buffer:
 
         Durable when it returns, with the groups that the outcomes have ended.
         """
-        self._book.record(rollouts)
         self._book.grown(segments)
-        settled = self._book.judge(outcomes)
+        settled = self._book.record(rollouts, outcomes)
         self._changed.set()
         await self._commit(LAZY_S)
         return settled

@@ -7,7 +7,7 @@ told can be lost. What is told twice, because the answer got lost on its way, ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,22 +100,33 @@ class DurableLedger:
         """New tokens of unfinished rollouts."""
         self.journal.grown(segment for segment in segments if self._is_unfinished(segment.rollout_id))
 
-    def record(self, rollouts: Iterable[Rollout]) -> None:
-        """Finished rollouts. Those of groups that are gone, and those known already, are passed over."""
+    def record(self, rollouts: Iterable[Rollout], outcomes: Sequence[Outcome] = ()) -> Settled:
+        """Finished rollouts, and outcomes of these or earlier ones, of which ``judge`` says more.
+
+        Rollouts of groups that are gone, and those known already, are passed over.
+        """
+        by_rollout = {outcome.rollout_id: outcome for outcome in outcomes}
+        told = set()
         for rollout in rollouts:
             if self._is_unfinished(rollout.rollout_id):
                 self._finished.add(rollout.rollout_id)
-                self.journal.recorded(rollout)
+                self.journal.recorded(rollout, by_rollout.get(rollout.rollout_id))
+                told.add(rollout.rollout_id)
+        return self.judge(outcomes, told)
 
-    def judge(self, outcomes: Iterable[Outcome]) -> Settled:
-        """Rewards and failures. The last reward of a group finishes it, and a failure rejects it."""
+    def judge(self, outcomes: Iterable[Outcome], told: Collection[str] = ()) -> Settled:
+        """Rewards and failures; the journal knows those of the rollouts in ``told`` already.
+
+        The last reward of a group finishes it, and a failure rejects it.
+        """
         finished, rejected = [], []
         for outcome in outcomes:
             group_id, place = place_of(outcome.rollout_id)
             rewards = self._rewards.get(group_id)
             if rewards is None or place in rewards:
                 continue
-            self.journal.judged(outcome)
+            if outcome.rollout_id not in told:
+                self.journal.judged(outcome)
             self._finished.discard(outcome.rollout_id)
             if outcome.reward is None:
                 self._reject(group_id, "failed")

@@ -40,10 +40,11 @@ _DROPPED = "state IN ('rejected', 'requeued')"
 
 _SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)"
 _ROLLOUT = """
-    INSERT INTO rollouts (group_id, place, tokens, finish_reason, oldest, newest, recorded_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?)
+    INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, failure, oldest, newest, recorded_at)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
-        oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at
+        reward = excluded.reward, failure = excluded.failure, oldest = excluded.oldest,
+        newest = excluded.newest, recorded_at = excluded.recorded_at
 """
 
 
@@ -113,7 +114,8 @@ class Journal:
         for segment in segments:
             group_id, place = place_of(segment.rollout_id)
             pieces = self._in_part.setdefault(group_id, {}).setdefault(place, {})
-            piece = _piece(segment)
+            columns = _columns(segment)
+            piece = _Piece(segment.end, segment.version, columns[-1])
             end = max((known.end for known in pieces.values()), default=0)
             if segment.end == segment.start or segment.start not in (end, *pieces):
                 continue
@@ -123,11 +125,13 @@ class Journal:
                 del pieces[void]
                 self._note("DELETE FROM segments WHERE group_id = ? AND place = ? AND start = ?", group_id, place, void)
             pieces[segment.start] = piece
-            self._note(_SEGMENT, group_id, place, *_columns(segment))
-            self._note(_ROLLOUT, group_id, place, segment.end, None, pieces[0].version, segment.version, now)
+            self._note(_SEGMENT, group_id, place, *columns)
+            self._note(
+                _ROLLOUT, group_id, place, segment.end, None, None, None, pieces[0].version, segment.version, now
+            )
 
-    def recorded(self, rollout: Rollout) -> None:
-        """A finished rollout, whole."""
+    def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
+        """A finished rollout, whole; with its outcome, where that is known."""
         group_id, place = place_of(rollout.rollout_id)
         if self._in_part.get(group_id, {}).pop(place, None):  # cut elsewhere than the whole is
             self._note("DELETE FROM segments WHERE group_id = ? AND place = ?", group_id, place)
@@ -136,9 +140,11 @@ class Journal:
         oldest, newest = (
             (int(rollout.versions[0]), int(rollout.versions[-1])) if len(rollout.versions) else (None, None)
         )
+        reward, failure = (outcome.reward, outcome.failure or None) if outcome else (None, None)
         self._note(
             _ROLLOUT,
-            *(group_id, place, len(rollout.response_ids), rollout.finish_reason, oldest, newest, time.time()),
+            *(group_id, place, len(rollout.response_ids), rollout.finish_reason, reward, failure),
+            *(oldest, newest, time.time()),
         )
 
     def judged(self, outcome: Outcome) -> None:
@@ -330,7 +336,9 @@ class Journal:
                     unscored[place] = _rollout(group_id, place, ids, segments, finish_reason)
                 else:
                     prefixes[place] = tuple(segments)
-                    self._in_part.setdefault(group_id, {})[place] = {part.start: _piece(part) for part in segments}
+                    self._in_part.setdefault(group_id, {})[place] = {
+                        part.start: _Piece(part.end, part.version, _columns(part)[-1]) for part in segments
+                    }
             admission = Admission(group_id, version, _prompt(uid, content, fields), ids)
             opened.append(OpenGroup(admission, frozenset(scored), unscored, prefixes))
         return tuple(opened)
@@ -428,11 +436,6 @@ def _segment(name: str, start: int, version: int, tokens: bytes, logprobs: bytes
     if _crc(tokens, logprobs) != crc:
         raise sqlite3.DatabaseError(f"the tokens of rollout {name} are malformed")
     return Segment(name, start, version, np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS))
-
-
-def _piece(segment: Segment) -> _Piece:
-    _, version, _, _, crc = _columns(segment)
-    return _Piece(segment.end, version, crc)
 
 
 def _rollout(
