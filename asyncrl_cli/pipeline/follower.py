@@ -86,7 +86,7 @@ class Follower:
         return await self.at(step, lambda: self._ranks.call(method, *arguments))
 
     async def _catch_up(self, step: int) -> None:
-        if self._down:
+        if self._down or not self.between_steps:  # the latter when a step was given up on
             self.step, folder = await self._newest()
             await self._ranks.restart(folder)
             self._down, self.between_steps = False, True
