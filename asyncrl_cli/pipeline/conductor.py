@@ -33,7 +33,7 @@ from asyncrl_cli.pipeline.publisher import Publisher, PublishReport
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.pipeline.watchdog import GENERATION, Watchdog
-from asyncrl_cli.runs.checkpoints import newest_sound
+from asyncrl_cli.runs.checkpoints import newest_undamaged
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
@@ -86,6 +86,7 @@ class Conductor:
         )
         self._publisher = Publisher(spec, self._write_weights)
         self._evaluation: asyncio.Task[None] | None = None
+        self._evaluating: set[int] = set()  # steps whose evaluation is under way
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._clock = StepClock(parts.dispatcher)
 
@@ -142,11 +143,9 @@ class Conductor:
         state = {"step": step, **await parts.buffer.call("fallback")}
         saving = self._follower.at(step, lambda: parts.checkpoints.save(step, state))
         saved = await parts.watchdog.until(saving, "the trainer", f"the checkpoint of step {step}")
-        removed = await parts.checkpoints.prune(self._accuracies)
+        removed = await parts.checkpoints.prune(self._accuracies, self._evaluating)
         seconds = time.monotonic() - started
         await parts.buffer.call("checkpointed", step, saved.folder.name, seconds, removed)
-        if self._spec.journal.keep != "all":
-            await parts.buffer.call("prune", self._spec.journal.keep)
 
     async def _loop(self) -> None:
         parts, steps = self._parts, self._spec.stop.steps
@@ -160,6 +159,8 @@ class Conductor:
         first = None
         if self._step == 0 and 0 not in self._accuracies:
             first = self._begin_evaluation(0, None)
+        elif self._evaluation_due and self._step < steps:  # it was under way when the run stopped
+            self._begin_evaluation(self._step, self._spec.evaluation.prompts)
         while self._step < steps:
             taken = await self._take()
             report = await self._train(taken)
@@ -181,6 +182,11 @@ class Conductor:
         await self.checkpoint()
         parts.reporter.status("saving the model")
         await self._follower.call(self._step, "save_model", str(parts.model_folder))
+
+    @property
+    def _evaluation_due(self) -> bool:
+        every, step = self._spec.evaluation.every, self._step
+        return every > 0 and step % every == 0 and step not in self._accuracies
 
     @property
     def _publish_due(self) -> bool:
@@ -238,7 +244,7 @@ class Conductor:
     # -- a trainer that catches up
 
     async def _newest_checkpoint(self) -> tuple[int, Path | None]:
-        newest = await asyncio.to_thread(newest_sound, self._parts.run)
+        newest = await asyncio.to_thread(newest_undamaged, self._parts.run)
         return (0, None) if newest is None else (newest.step, newest.folder)
 
     async def _read_batch(self, step: int) -> TrainingBatch:
@@ -265,6 +271,7 @@ class Conductor:
             self._checksum = report.checksum
 
     async def _trained_again(self, batch: TrainingBatch, report: StepReport) -> None:
+        self._parts.watchdog.caught_up()
         self._parts.reporter.status(f"trained step {batch.step + 1} of {self._step} again")
         in_hand = self._in_flight is not None and self._in_flight[0].batch.step == batch.step  # the loop reports it
         if batch.step >= self._reported and not in_hand:
@@ -278,18 +285,21 @@ class Conductor:
     # -- between steps
 
     async def _between_steps(self) -> None:
-        evaluation, step = self._spec.evaluation, self._step
-        if evaluation.every and step % evaluation.every == 0:
+        step = self._step
+        if self._evaluation_due:
             if self._evaluation is not None:
                 await self._parts.watchdog.until(self._evaluation, GENERATION, "an evaluation")
-            self._begin_evaluation(step, evaluation.prompts)
+            self._begin_evaluation(step, self._spec.evaluation.prompts)
         if self._spec.checkpoints.every and step % self._spec.checkpoints.every == 0:
             self._parts.reporter.status("saving a checkpoint")
             await self.checkpoint()
+            if self._spec.journal.keep != "all":
+                self._spawn(self._parts.buffer.call("prune", self._spec.journal.keep))
 
     def _begin_evaluation(self, step: int, count: int | None) -> asyncio.Task[None]:
         ends = step in (0, self._spec.stop.steps)
         kinds: tuple[EvaluationKind, ...] = ("greedy", "sampled") if ends else ("greedy",)
+        self._evaluating.add(step)
         self._evaluation = self._tasks.create_task(self._evaluate(kinds, step, count))
         return self._evaluation
 
@@ -302,7 +312,8 @@ class Conductor:
             if result.kind == "greedy":
                 self._accuracies[step] = result.accuracy
             self._parts.reporter.evaluated(result)
-            await self._parts.buffer.call("evaluated", asdict(result))
+        self._evaluating.discard(step)
+        await asyncio.gather(*(self._parts.buffer.call("evaluated", asdict(result)) for result in results))
 
     def _note_step(
         self, taken: Taken, report: StepReport, published: PublishReport | None

@@ -17,8 +17,9 @@ from typing import Any
 
 from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.pipeline.remote import START_TIMEOUT_S, wait_for
-from asyncrl_cli.pipeline.trainers import TrainerRanks
+from asyncrl_cli.pipeline.faults import Faults
+from asyncrl_cli.pipeline.remote import START_TIMEOUT_S, ActorDied, wait_for
+from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -73,10 +74,13 @@ class ActorFactory:
 
     def buffer(self) -> Any:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from asyncrl_cli.buffer.actor import Buffer
 
-        options = ray.remote(Buffer).options(num_cpus=0)
+        # Where the driver is, there is the run's folder.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=here)
         return options.remote(str(self.run_path / FILE), buffer_settings(self.spec), self._logs)
 
 
@@ -114,10 +118,14 @@ class EngineProcess:
 
     async def replace(self, folder: Path) -> None:
         """Make sure that the process is gone, and start another."""
-        self.kill()
-        self.actor = self._factory.engine(self.name)
+        self.renew()
         await self.preload()
         await self.start(folder)
+
+    def renew(self) -> None:
+        """Make sure that the process is gone, and ask Ray for another."""
+        self.kill()
+        self.actor = self._factory.engine(self.name)
 
     def kill(self) -> None:
         """End the process, also one that hangs or is stopped; vLLM's own processes go with it."""
@@ -140,28 +148,54 @@ async def start_fleet(
     skeleton: Callable[[], Path],
     checkpoint: Path | None,
     progress: Callable[[str], None],
+    faults: Faults,
 ) -> str:
-    """Bring engines and trainer up; returns the initial model's folder.
+    """Bring engines and trainer up; returns the initial model's folder. Those that die meanwhile are started again.
 
     Raises ``RunError`` that names the actor that failed.
     """
     progress("starting engines and trainer")
-    preloading = asyncio.gather(trainers.preload(), *(engine.preload() for engine in engines))
-    folder = await asyncio.to_thread(skeleton)
-    await preloading
-    starting = asyncio.gather(*(engine.start(folder) for engine in engines))
+    folder = asyncio.create_task(asyncio.to_thread(skeleton))
+    starting = [
+        asyncio.create_task(_start_trainers(trainers, checkpoint, progress, faults)),
+        *(asyncio.create_task(_start_engine(engine, folder, faults)) for engine in engines),
+    ]
     try:
-        model_dir: str = await trainers.prepare_model(progress)
-        progress("starting trainer")
-        await trainers.start(checkpoint)
-        progress("starting engines")
-    except BaseException:
-        starting.cancel()
-        raise
-    if any(node != trainers.node for node in await starting):
+        model_dir, *nodes = await asyncio.gather(*starting)
+    finally:
+        for task in (folder, *starting):
+            task.cancel()
+    if any(node != trainers.node for node in nodes):
         raise RunError(
             "an engine runs on another host than trainer rank 0, and weights travel through its memory",
             place="cluster",
             mend="Give the run one host that has room for all engines and trainer rank 0",
         )
     return model_dir
+
+
+async def _start_trainers(
+    trainers: TrainerRanks, checkpoint: Path | None, progress: Callable[[str], None], faults: Faults
+) -> str:
+    while True:
+        try:
+            await trainers.preload()
+            model_dir = await trainers.prepare_model(progress)
+            progress("starting trainer")
+            await trainers.start(checkpoint)
+        except TrainerLost as lost:
+            await faults.restarting("trainer", lost.name, lost.cause)
+            trainers.renew()
+        else:
+            progress("starting engines")
+            return model_dir
+
+
+async def _start_engine(engine: EngineProcess, folder: asyncio.Task[Path], faults: Faults) -> str:
+    while True:
+        try:
+            await engine.preload()
+            return await engine.start(await asyncio.shield(folder))
+        except ActorDied as died:
+            await faults.restarting("engine", engine.name, died.message)
+            engine.renew()

@@ -34,6 +34,7 @@ from asyncrl_cli.pipeline.trainers import TrainerRanks
 from asyncrl_cli.pipeline.watchdog import Watchdog
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
@@ -178,12 +179,13 @@ async def _start(
     buffer = BufferClient(factory.buffer, limit_s)
     faults = Faults(spec.pipeline.max_restarts, record_fault, reporter.warn)
     buffer.faults = faults
-    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, limit_s)
+    # The watchdog knows since when a call takes too long, so it speaks first.
+    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s)
     scoring = Scoring(spec.task, factory.scorer, faults)
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None
     scorer = asyncio.create_task(scoring.start())
-    fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status))
+    fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status, faults))
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
         model_dir = await fleet
@@ -267,5 +269,5 @@ async def _save_before_leaving(conductor: Conductor | None, view: View) -> None:
         async with asyncio.timeout(INTERRUPT_S):
             await conductor.settle()
             await conductor.checkpoint()
-    except (TimeoutError, RunError):
+    except (TimeoutError, UserError):
         pass

@@ -21,11 +21,11 @@ from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.records import Publication
 
-NOISE = {"float32": 1e-4, "bfloat16": 0.1}
-"""Nats, likewise: two versions whose probes differ by more than this can be told apart."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference in nats between an engine's and the trainer's log-probs of the probe, by the coarser
 dtype of the two. In fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
+NOISE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Nats, likewise: two versions whose probes differ by more than this can be told apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,12 @@ def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | Non
     )
 
 
+def newest_undamaged(run: RunDirectory) -> Checkpoint | None:
+    """The newest checkpoint that is as it was written, for a run that is under way: older ones only repeat more."""
+    found = reversed(complete_checkpoints(run.path / "checkpoints"))
+    return next((checkpoint for checkpoint in found if not verify(checkpoint)), None)
+
+
 def seal(folder: Path) -> None:
     """List every file of a checkpoint with its checksum, and have all of it on disk before returning."""
     listing = {}

@@ -1,12 +1,13 @@
 """What a run is on disk.
 
     runs/<run id>/
-      manifest.json     who, what, when, with the versions of everything, and MLflow's id of the run
+      manifest.json     who, what, when, with the versions of everything
       spec.yaml         the resolved spec
       state.json        where the run is; replaced whole after every step
       lock              held (flock) by the process that drives the run; the kernel frees it however that ends
       metrics.jsonl     one line per step
-      batches.jsonl     one line per step: the prompts it trained on, and a digest of every token
+      journal.db        every group, rollout, batch and version (buffer/schema.py); beside it SQLite's -wal and -shm
+      mlflow.json       MLflow's id of the run, and what it has been sent
       skeleton/         the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
       logs/             one file per process
