@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -34,9 +34,19 @@ from asyncrl_cli.rollout.records import (
 )
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+T = TypeVar("T")
+LIMIT_S = 60.0
+"""Seconds after which a test counts as hung."""
+
+
+def run(test: Coroutine[Any, Any, T]) -> T:
+    """Run a test to its end, in a loop of its own."""
+    return asyncio.run(asyncio.wait_for(test, LIMIT_S))
+
 
 class Actor:
-    """Calls begin in their order. After ``die`` every call fails, also one that is under way."""
+    """Calls begin in their order, and go on when nobody waits for them any more. After ``die`` every call fails, also
+    one that is under way."""
 
     def __init__(self) -> None:
         self.dead = False
@@ -47,7 +57,6 @@ class Actor:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = self._calls[answer] = asyncio.ensure_future(work)
         call.add_done_callback(partial(self._ended, answer))
-        answer.add_done_callback(lambda _: call.cancel())  # nobody waits for it any more, or it is over
         if self.dead:
             self.die()
         return answer
@@ -110,6 +119,7 @@ class StandInEngine(Actor):
         self.cancelled: list[str] = []
         self.silent = False
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._collecting: asyncio.Future[Delivery] | None = None
         self._idle = asyncio.Event()
 
     @remote
@@ -126,7 +136,8 @@ class StandInEngine(Actor):
     async def collect(self, timeout_s: float) -> Delivery:
         if self._deliveries.empty():
             self._idle.set()
-        return await self._deliveries.get()
+        self._collecting = asyncio.ensure_future(self._deliveries.get())
+        return await self._collecting
 
     def put(
         self,
@@ -148,6 +159,11 @@ class StandInEngine(Actor):
     async def dealt_with(self) -> None:
         """Return when everything is delivered, and ``collect`` is called again."""
         await self._idle.wait()
+
+    def forget_collector(self) -> None:
+        """Whoever called ``collect`` is gone, and gets nothing any more."""
+        if self._collecting is not None:
+            self._collecting.cancel()
 
     @property
     def ids(self) -> list[str]:
@@ -197,8 +213,9 @@ async def collecting(dispatcher: Dispatcher) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         collectors = [tasks.create_task(dispatcher.collect(engine)) for engine in dispatcher.engines]
         yield
-        for collector in collectors:
+        for collector, actor in zip(collectors, actors(dispatcher), strict=True):
             collector.cancel()
+            actor.forget_collector()
 
 
 # -- the buffer

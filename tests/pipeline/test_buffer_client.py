@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from stand_ins import BufferActors, Notes, prompts, spec
+from stand_ins import BufferActors, Notes, prompts, run, spec
 
 from asyncrl_cli.buffer.records import Admitted, Candidate, Opening
 from asyncrl_cli.buffer.schema import JournalError
@@ -35,7 +35,7 @@ Test = Callable[[Scene], Awaitable[None]]
 
 
 def play(path: Path, test: Test, max_restarts: int = 10) -> None:
-    async def run() -> None:
+    async def opened() -> None:
         scene = Scene(path, max_restarts)
         await scene.client.open("train", "", None)
         try:
@@ -43,7 +43,7 @@ def play(path: Path, test: Test, max_restarts: int = 10) -> None:
         finally:
             scene.actors.last.die()
 
-    asyncio.run(run())
+    run(opened())
 
 
 async def admit(client: BufferClient, first: int, count: int) -> list[int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import StandInEngine, actors, collecting, dispatcher_over, request, rollout, segment
+from stand_ins import StandInEngine, actors, collecting, dispatcher_over, request, rollout, run, segment
 
 from asyncrl_cli.pipeline.dispatcher import Dispatcher, EngineLost, EngineState
 from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment
@@ -34,10 +33,6 @@ class Owner:
     @property
     def ended(self) -> list[str]:
         return [rollout_id for batch in self.batches for rollout_id in batch]
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
 
 
 async def asked(dispatcher: Dispatcher, owner: Owner, *names: str) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, segment, spec
+from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, run, segment, spec
 
 from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.engines import EngineKeeper
@@ -80,8 +80,11 @@ class Scene:
         return Publication(version, f"sum {version}", {}, (1, 2, 3, 4), PROBE)
 
     async def publish(self, version: int) -> None:
-        engines = [(engine.name, engine.process.actor) for engine in self.dispatcher.serving()]
-        await self.publisher.serve(version, engines, self.dispatcher.condemn)
+        await self.publisher.serve(
+            version,
+            lambda: [(engine.name, engine.process.actor) for engine in self.dispatcher.serving()],
+            self.dispatcher.condemn,
+        )
 
     async def ask(self, *names: str) -> None:
         for name in names:
@@ -105,10 +108,6 @@ async def kept(engines: int, max_restarts: int = 10) -> AsyncIterator[Scene]:
         yield scene
         for task in keeping:
             task.cancel()
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
 
 
 def ended_by(error: ExceptionGroup[Exception]) -> Exception:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_ins import run
 
 from asyncrl_cli.pipeline.follower import Follower
 from asyncrl_cli.pipeline.trainers import TrainerLost
@@ -49,6 +50,9 @@ class Ranks:
             self.checkpoints[len(self.weights)] = self.weights
         self._die_at(f"after {call}")
         return [answer, None]
+
+    async def check(self) -> None:
+        await self.call("check")
 
     async def restart(self, folder: Path | None) -> None:
         self.weights = self.checkpoints[int(folder.name)] if folder else ()
@@ -114,10 +118,6 @@ def once(*calls: str) -> Callable[[str], bool]:
         return False
 
     return dies
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
 
 
 def test_a_trainer_that_is_level_just_works() -> None:
@@ -262,9 +262,48 @@ def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
         await asyncio.wait([catching_up])
         assert (scene.follower.step, scene.follower.between_steps) == (1, False), "the ranks are still at it"
         scene.ranks.call = call  # type: ignore[method-assign]
-        scene.ranks.dies = once("look:1")
-        await scene.follower.call(1, "look")
-        assert (scene.follower.step, scene.follower.between_steps) == (1, True), "those of a checkpoint are known"
+        await scene.ranks.call("train_step", batch(1))
+        await scene.follower.call(2, "look")
+        assert scene.ranks.weights == (0, 1), "from the checkpoint on, and not twice"
+        assert (scene.follower.step, scene.follower.between_steps) == (2, True)
+
+    run(check())
+
+
+def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.pipeline.follower.GUARD_S", 0.0)
+
+    async def check() -> None:
+        scene = Scene(Ranks(dies=once("check:2")))
+        await scene.follower.train(batch(0))
+        await scene.follower.call(1, "save")
+        await scene.follower.train(batch(1))
+        passed = len(scene.passed)
+        guarding = asyncio.create_task(scene.follower.guard())
+        while scene.passed[passed:][-2:] != [1, 2]:
+            await asyncio.sleep(0)
+        assert scene.lost == ["check:2"]
+        await scene.follower.train(batch(2))
+        assert scene.ranks.weights == (0, 1, 2)
+        guarding.cancel()
+
+    run(check())
+
+
+def test_one_piece_of_work_at_a_time() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks())
+        going_on = 0
+
+        async def work() -> None:
+            nonlocal going_on
+            going_on += 1
+            await asyncio.sleep(0)
+            assert going_on == 1
+            going_on -= 1
+
+        await asyncio.gather(*(scene.follower.at(2, work) for _ in range(5)))
+        assert scene.ranks.weights == (0, 1)
 
     run(check())
 

@@ -15,7 +15,18 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import BufferActors, StandInEngine, actors, collecting, dispatcher_over, prompts, rollout, segment, spec
+from stand_ins import (
+    BufferActors,
+    StandInEngine,
+    actors,
+    collecting,
+    dispatcher_over,
+    prompts,
+    rollout,
+    run,
+    segment,
+    spec,
+)
 
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.buffer.records import PublishRecord, Taken, Waiting
@@ -168,11 +179,11 @@ Test = Callable[[Scene], Coroutine[Any, Any, None]]
 
 
 def play(folder: Path, test: Test, engines: int = 1, **sections: Any) -> None:
-    async def run() -> None:
+    async def scenes() -> None:
         async with source(folder, engines, **sections) as scene:
             await test(scene)
 
-    asyncio.run(run())
+    run(scenes())
 
 
 def play_to_its_end(folder: Path, test: Test, **sections: Any) -> RunError:

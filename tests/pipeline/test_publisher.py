@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
-from stand_ins import spec
+from stand_ins import run, spec
 
 from asyncrl_cli.pipeline.publisher import Publisher, PublishReport
 from asyncrl_cli.pipeline.trainers import TrainerLost
@@ -75,7 +74,7 @@ class Scene:
         return Publication(version, f"sum {version}{self.bits}", {"path": "p"}, PROBE, logprobs(version, self.step))
 
     async def serve(self, version: int) -> PublishReport:
-        return await self.publisher.serve(version, self.engines, self._fail)
+        return await self.publisher.serve(version, lambda: list(self.engines), self._fail)
 
     async def bring_up(self, engine: Engine) -> None:
         await self.publisher.bring_up(("new", engine), lambda: self.up.append(engine))
@@ -89,10 +88,6 @@ def publish(scene: Scene, versions: int) -> list[PublishReport]:
         return [await scene.serve(version) for version in range(versions)]
 
     return asyncio.run(all_versions())
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
 
 
 async def turns() -> None:
@@ -263,7 +258,7 @@ def test_a_publish_waits_until_a_new_engine_serves_so_that_it_is_told_too() -> N
         scene.engines.append(("new", engine))
         engine.may_answer.set()
         await asyncio.gather(coming, publishing)
-        assert engine.loaded == [0, 1]
+        assert engine.loaded == [0, 1], "the one that came up meanwhile is published to as well"
 
     run(check())
 

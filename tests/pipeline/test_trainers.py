@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import Actor
+from stand_ins import Actor, run
 
 from asyncrl_cli.pipeline.remote import NoAnswer
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
@@ -62,10 +62,6 @@ class Ranks:
 async def for_ever() -> Any:
     """What a rank does whose peer is gone."""
     return await asyncio.get_running_loop().create_future()
-
-
-def run(test: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(test)
 
 
 def raised_by(behaviour: Behaviour, limit_s: float = 600.0) -> Exception:
