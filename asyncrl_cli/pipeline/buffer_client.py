@@ -27,16 +27,27 @@ class BufferClient:
         self._limit_s = limit_s
         self._actor = make_actor()
         self._lock = asyncio.Lock()
+        self._opened = asyncio.Event()
         self.faults: Faults | None = None
         self.on_reopen: Callable[[Opening], None] = lambda _: None
 
     async def open(self, kind: str, note: str, base: dict[str, Any] | None) -> Opening:
-        """Open the journal for this driver. Raises ``JournalError``."""
-        opening: Opening = await wait_for(self._actor.open.remote(kind, note, base), NAME, self._limit_s)
+        """Open the journal for this driver. Raises ``JournalError``, and ``ActorDied`` after some deaths."""
+        for last in (False, False, True):
+            try:
+                opening: Opening = await wait_for(self._actor.open.remote(kind, note, base), NAME, self._limit_s)
+                break
+            except ActorDied:
+                if last:
+                    raise
+                self._actor = self._make_actor()
+        self._opened.set()
         return opening
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The answer of ``method``. Raises ``JournalError``, and ``RunError`` after too many deaths."""
+        """The answer of ``method``, which waits for ``open``. Raises ``JournalError``, and ``RunError`` after too many
+        deaths."""
+        await self._opened.wait()
         while True:
             actor = self._actor
             try:

@@ -41,6 +41,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     mark = secrets.token_hex(8)
     # Ray puts sockets below this folder, and their paths have room for about 100 characters.
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+    temporary = os.environ.get("TMPDIR")
     os.environ |= {
         MARK: mark,
         # setproctitle would overwrite the environment that the guardian reads.
@@ -49,6 +50,8 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         # By default Ray's workers give way to everything else on the machine (nice 15).
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # A killed engine leaves vLLM's sockets and files where temporary files go.
+        "TMPDIR": str(folder),
     }
     with (log_dir / "guardian.log").open("ab") as log:
         guardian = subprocess.Popen(
@@ -84,7 +87,9 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        os.environ.pop(MARK, None)
+        del os.environ[MARK], os.environ["TMPDIR"]
+        if temporary is not None:
+            os.environ["TMPDIR"] = temporary
         assert guardian.stdin is not None
         guardian.stdin.close()
         try:

@@ -45,17 +45,23 @@ class TrainerRanks:
         self._address, self._port, self.node = places[0]
 
     async def prepare_model(self, progress: Callable[[str], None]) -> str:
-        """Make the initial model, if it has to be made; returns its folder."""
+        """Make the initial model, if it has to be made; returns its folder. Raises ``TrainerLost``."""
         name, rank_0 = "trainer-0", self._actors[0]
         making = asyncio.ensure_future(wait_for(rank_0.prepare_model.remote(str(self._search_path)), name))
-        while not making.done():
-            done, total, loss = await wait_for(
-                rank_0.progress.options(concurrency_group="watch").remote(), name, START_TIMEOUT_S
-            )
-            if total:
-                progress(f"warm start: {done} of {total} updates, loss {loss:.3f}")
-            await asyncio.wait([making], timeout=0.5)
-        self._model_dir = str(making.result())
+        making.add_done_callback(lambda made: made.cancelled() or made.exception())  # a death may be heard of below
+        try:
+            while not making.done():
+                done, total, loss = await wait_for(
+                    rank_0.progress.options(concurrency_group="watch").remote(), name, START_TIMEOUT_S
+                )
+                if total:
+                    progress(f"warm start: {done} of {total} updates, loss {loss:.3f}")
+                await asyncio.wait([making], timeout=0.5)
+            self._model_dir = str(making.result())
+        except ActorDied as died:
+            raise TrainerLost(died.place, died.message) from died
+        finally:
+            making.cancel()
         return self._model_dir
 
     async def start(self, checkpoint: Path | None) -> None:
@@ -66,13 +72,17 @@ class TrainerRanks:
 
     async def restart(self, checkpoint: Path | None) -> None:
         """End what is left of the ranks, and start all of them from a checkpoint, or from the initial model."""
+        self.renew()
+        await self.preload()
+        await self.start(checkpoint)
+
+    def renew(self) -> None:
+        """End what is left of the ranks, and ask Ray for others."""
         import ray
 
         for actor in self._actors:
             ray.kill(actor)
         self._actors = [self._make_actor(rank) for rank in range(len(self._actors))]
-        await self.preload()
-        await self.start(checkpoint)
 
     async def check(self) -> None:
         """Raises ``TrainerLost`` when a rank is dead."""

@@ -71,6 +71,11 @@ class Watchdog:
             if wait.who == GENERATION:
                 wait.progress()
 
+    def caught_up(self) -> None:
+        """A step was trained again: whatever waits for the trainer does not wait in vain."""
+        for wait in self._waits:
+            wait.progress()
+
     async def watch(self) -> None:
         """Look, for ever. Raises ``RunError`` when a wait has passed its limit."""
         interval = min(LONGEST_LOOK_S, self._limit_s / 8)
