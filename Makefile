@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart install test test-fast lint format bench lock docs clean
+.PHONY: quickstart install test test-fast faults lint format bench lock docs clean
 
 quickstart: install
 	$(BIN)/asyncrl train specs/quickstart.yaml
@@ -19,6 +19,10 @@ test: install
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow and not stack"
+
+# Kills parts of real runs at random moments, sixty times and more (half an hour on two cores).
+faults: install
+	$(BIN)/python -m tests.e2e.faults.campaign --kills 60 --seed 0
 
 lint: install
 	$(BIN)/ruff check .

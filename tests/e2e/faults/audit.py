@@ -1,0 +1,155 @@
+"""What must hold of a journal once its run is complete, whatever happened on the way.
+
+Nothing here knows of kills: these are the promises as such, read off the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.buffer.journal import read_batch
+from asyncrl_cli.buffer.records import BufferSettings
+from asyncrl_cli.pipeline.metrics import batch_digest
+from asyncrl_cli.train.records import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What was counted and found. ``staleness`` is the highest of any group."""
+
+    groups: int
+    rollouts: int
+    cut_rollouts: int
+    staleness: int
+    violations: tuple[str, ...]
+
+
+def audit(connection: sqlite3.Connection, steps: int, uid_of: Callable[[int], str]) -> Audit:
+    """Look at the journal of a run of ``steps`` steps that has ended.
+
+    ``uid_of(serial)`` is the prompt that the data loader gives as the run's ``serial``-th, counted from 1.
+    """
+    meta = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+    settings = BufferSettings(**meta["settings"])
+    violations = [
+        *_history(connection, steps, settings),
+        *_admissions(connection, uid_of),
+        *_leftovers(connection),
+        *_segments(connection),
+    ]
+    groups = rollouts = cut = staleness = 0
+    trained: Counter[str] = Counter()
+    for step in range(steps):
+        try:
+            batch = read_batch(connection, step)  # raises when a CRC or a segment's place is wrong
+        except Exception as error:
+            violations.append(f"step {step}: its batch cannot be read: {type(error).__name__}: {error}")
+            continue
+        violations += _batch(connection, batch, settings)
+        groups += len(batch.groups)
+        staleness = max(staleness, *batch.staleness, 0)
+        for group in batch.groups:
+            trained[f"{group.uid} of group {group.group_id}"] += 1
+            rollouts += len(group.rollouts)
+            cut += sum(len(set(rollout.versions.tolist())) > 1 for rollout in group.rollouts)
+    violations += [f"{group} is trained {count} times" for group, count in trained.items() if count > 1]
+    return Audit(groups, rollouts, cut, staleness, tuple(violations))
+
+
+def _history(connection: sqlite3.Connection, steps: int, settings: BufferSettings) -> Iterator[str]:
+    taken = [step for (step,) in connection.execute("SELECT step FROM batches ORDER BY step")]
+    if taken != list(range(steps)):
+        yield f"batches are those of steps {_gaps(taken, steps)}, instead of 0 to {steps - 1}"
+    for (step,) in connection.execute("SELECT step FROM batches WHERE trained_at IS NULL"):
+        yield f"step {step} was never reported as trained"
+    published = [version for (version,) in connection.execute("SELECT version FROM publishes ORDER BY version")]
+    if published != list(range(steps // settings.publish_every + 1)):
+        yield f"published are {_gaps(published, steps // settings.publish_every + 1)}"
+
+
+def _gaps(found: list[int], wanted: int) -> str:
+    missing = sorted(set(range(wanted)) - set(found))
+    return f"{len(found)}, without {missing[:5]}" if missing else f"{len(found)}"
+
+
+def _admissions(connection: sqlite3.Connection, uid_of: Callable[[int], str]) -> Iterator[str]:
+    """Every prompt in the loader's order, once; requeued prompts have no serial and run again."""
+    rows = connection.execute("SELECT id, serial, uid FROM groups WHERE serial IS NOT NULL ORDER BY id").fetchall()
+    for expected, (group_id, serial, uid) in enumerate(rows, start=1):
+        if serial != expected:
+            yield f"group {group_id} has prompt number {serial}, where {expected} comes next"
+            break
+        if uid != uid_of(serial):
+            yield f"group {group_id} has the prompt {uid}, where {uid_of(serial)} comes next"
+            break
+    given_up = Counter(uid for (uid,) in connection.execute("SELECT uid FROM groups WHERE state = 'requeued'"))
+    again = Counter(uid for (uid,) in connection.execute("SELECT uid FROM groups WHERE serial IS NULL"))
+    if given_up != again:
+        yield f"requeued are {given_up - again}, started again {again - given_up}"
+
+
+def _leftovers(connection: sqlite3.Connection) -> Iterator[str]:
+    """Every group that was admitted had its end: trained, rejected or requeued."""
+    for state, count in connection.execute(
+        "SELECT state, count(*) FROM groups WHERE state IN ('running', 'finished') GROUP BY state"
+    ):
+        yield f"{count} groups are still {state}"
+    for group_id, state in connection.execute(
+        "SELECT id, state FROM groups WHERE (state = 'taken') != (step IS NOT NULL)"
+    ):
+        yield f"group {group_id} is {state}, and its step says otherwise"
+
+
+def _segments(connection: sqlite3.Connection) -> Iterator[str]:
+    """The segments of a rollout follow one another from token 0 on, and are as many tokens as it says."""
+    ends: dict[tuple[int, int], int] = {}
+    for group_id, place, start, tokens in connection.execute(
+        "SELECT group_id, place, start, length(tokens) / 4 FROM segments ORDER BY group_id, place, start"
+    ):
+        if start != ends.get((group_id, place), 0):
+            yield f"rollout {group_id}-{place} has a segment from token {start} on, where others end"
+        ends[group_id, place] = start + tokens
+    for group_id, place, tokens in connection.execute("SELECT group_id, place, tokens FROM rollouts"):
+        if tokens != ends.pop((group_id, place), 0):
+            yield f"rollout {group_id}-{place} has other segments than its {tokens} tokens"
+    yield from (f"rollout {group_id}-{place} has segments, and no row" for group_id, place in ends)
+
+
+def _batch(connection: sqlite3.Connection, batch: TrainingBatch, settings: BufferSettings) -> Iterator[str]:
+    step = batch.step
+    (digest,) = connection.execute("SELECT digest FROM batches WHERE step = ?", (step,)).fetchone()
+    if digest != batch_digest(batch):
+        yield f"step {step} trained on other tokens than are recorded"
+    if len(batch.groups) != settings.groups_per_step:
+        yield f"step {step} has {len(batch.groups)} groups"
+    if batch.version != step // settings.publish_every:
+        yield f"step {step} was taken at version {batch.version}"
+    if (lag := max(batch.staleness, default=0)) > settings.max_staleness:
+        yield f"step {step} has a group that lags {lag} versions behind"
+    for group in batch.groups:
+        yield from _group(step, batch.version, group, settings)
+
+
+def _group(step: int, version: int, group: Any, settings: BufferSettings) -> Iterator[str]:
+    name = f"step {step}, group {group.group_id}"
+    if len(group.rollouts) != settings.group_size:
+        yield f"{name}: {len(group.rollouts)} rollouts"
+    if any(reward is None for reward in group.rewards):
+        yield f"{name}: a rollout without a reward"
+    for rollout in group.rollouts:
+        if rollout.finish_reason is None:
+            yield f"{name}: an unfinished rollout"
+        lengths = {len(rollout.response_ids), len(rollout.logprobs), len(rollout.versions)}
+        if len(lengths) > 1:
+            yield f"{name}: tokens, log-probs and versions of different lengths"
+        elif np.any(np.diff(rollout.versions) < 0):
+            yield f"{name}: versions that fall"
+        elif len(rollout.versions) and not group.version <= rollout.versions[0] <= rollout.versions[-1] <= version:
+            yield f"{name}: tokens of versions {rollout.versions[0]} to {rollout.versions[-1]}"

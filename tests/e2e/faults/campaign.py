@@ -1,0 +1,220 @@
+"""The long fault campaign: `make faults`.
+
+    python -m tests.e2e.faults.campaign --kills 60 --seed 0
+
+Real runs of eight kinds, each struck several times while it goes on. Once a run is complete its journal is audited,
+every look that was taken at it meanwhile is held against the end, its recorded batches are trained again and must give
+the same weights, and a run without staleness must equal its undisturbed twin bit for bit. Prints a line per kill and a
+table; ends with 1 when anything at all does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.conftest import Runs
+from tests.e2e.faults.disturbed import DisturbedRun, Hung
+from tests.e2e.faults.verdict import Verdict, differences, judge, litter, replay_violations
+
+STEPS = 150
+BLOWS_A_RUN = 5
+LONG_WORDS: dict[str, Any] = {"use": "spell_backward", "options": {"min_letters": 8, "max_letters": 10}}
+"""Responses of ten tokens and more: at any moment many rollouts are half done."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "async": {"checkpoints": {"every": 10}, "evaluation": {"every": 30, "prompts": 16}},
+    "no staleness": {
+        "pipeline": {"max_staleness": 0},
+        "checkpoints": {"every": 7},
+        "journal": {"segment_seconds": 600.0},
+    },
+    "two engines": {
+        "task": LONG_WORDS,
+        "rollout": {"engines": 2, "max_running_rollouts": 32},
+        "checkpoints": {"every": 10},
+        "journal": {"segment_seconds": 0.2},
+    },
+    "two ranks": {"trainer": {"ranks": 2, "zero_stage": 3}, "checkpoints": {"every": 8}},
+    "recompute": {
+        "task": LONG_WORDS,
+        "pipeline": {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
+        "checkpoints": {"every": 10},
+        "journal": {"segment_seconds": 0.2},
+    },
+    "requeue": {
+        "task": LONG_WORDS,
+        "pipeline": {"max_staleness": 1, "on_stale": "requeue"},
+        "checkpoints": {"every": 12},
+    },
+    "reject": {"algorithm": {"uniform_groups": "reject"}, "checkpoints": {"every": 9}},
+    "one step off": {"pipeline": {"mode": "one_step_off", "max_staleness": 1}, "checkpoints": {"every": 40}},
+}
+"""What each kind of run changes of the spell spec."""
+
+BLOWS = (
+    *("driver settled", "driver save", "driver publish", "driver commit", "driver last"),
+    *("driver settled, driver resume", "driver save, driver resume", "driver publish, driver resume, driver resume"),
+    *("driver commit, trainer resume", "driver settled, buffer resume", "driver publish, engine resume"),
+    *("trainer save, driver soon", "engine settled, driver soon"),
+    *("buffer settled", "buffer commit", "buffer commit", "buffer commit", "buffer publish", "buffer save"),
+    *("buffer commit, trainer soon", "trainer settled, buffer soon", "buffer publish, buffer soon"),
+    *("trainer settled", "trainer publish", "trainer publish", "trainer save", "trainer save", "trainer commit"),
+    *("trainer settled, trainer soon", "engine settled, trainer soon"),
+    *("engine settled", "engine publish", "engine publish", "engine save", "engine settled, engine soon"),
+    *("core settled", "core publish", "core publish", "core commit", "trainer settled, core soon", "core soon"),
+    *("scorer settled", "scorer commit", "scorer publish, scorer soon", "driver settled, scorer resume"),
+)
+"""Blows as `part moment`; those joined by a comma follow one another in the same run."""
+
+CUTTING = ("core",)
+"""A rollout that another engine goes on with is as good, but not the same one (docs/decisions/0010-segments.md): no
+blow of these parts falls on a run that must equal its twin."""
+
+
+@dataclass(slots=True)
+class Campaign:
+    """All runs of one campaign."""
+
+    runs: Runs
+    seed: int
+    say: Any = print
+    twins: dict[str, Path] = field(default_factory=dict)
+    done: list[tuple[str, DisturbedRun, Verdict]] = field(default_factory=list)
+    kills: int = 0
+
+    def go_on(self, kind: str, blows: list[str], number: int) -> None:
+        """One run of a kind through these blows."""
+        before = litter()
+        steps = STEPS
+        run = self._run(kind, steps, f"{self.seed}/{number}")
+        started = time.monotonic()
+        self.say(f"run {number}, {kind}: {'; '.join(blows)}")
+        try:
+            run.start()
+            delivered = [run.strike(*blow.split()) for group in blows for blow in group.split(", ")]
+            run.finish()
+            run.measure()
+            verdict = judge(run, before)
+            problems = [*verdict.violations, *replay_violations(self.runs, run)]
+            if kind == "no staleness":
+                problems += differences(run.folder, self._twin(kind, steps))
+        except Hung as hung:
+            run.end()
+            raise SystemExit(f"run {run.folder}: {hung}") from None
+        for kill in run.kills:
+            self.kills += 1
+            back = "-" if kill.back_s is None else f"{kill.back_s:.1f} s"
+            self.say(
+                f"  kill {self.kills:3}  {kill.part:8} {kill.moment:8} at step {kill.step:3}, trained on after {back}"
+            )
+        seen, found = run.evidence, verdict.audit
+        self.say(
+            f"  {found.groups} groups, {found.rollouts} rollouts ({found.cut_rollouts} across versions), staleness "
+            f"{found.staleness}; {seen.looks} looks, {seen.prefixes_seen} unfinished rollouts seen; {run.resumes} "
+            f"resumes; {len(delivered) - sum(delivered)} blows came too late; {time.monotonic() - started:.0f} s"
+        )
+        for stop in run.stops:
+            self.say(f"  the driver stopped by itself: {stop}")
+        for problem in problems:
+            self.say(f"  VIOLATION {problem}")
+        self.done.append((kind, run, Verdict(found, tuple(problems))))
+
+    def _run(self, kind: str, steps: int, seed: str) -> DisturbedRun:
+        changes = {name: dict(section) for name, section in KINDS[kind].items()}
+        changes["pipeline"] = {**changes.get("pipeline", {}), "max_restarts": 1000}
+        spec = self.runs.write_spec(stop={"steps": steps}, **changes)
+        return DisturbedRun(self.runs, spec, steps, random.Random(seed), self.say)
+
+    def _twin(self, kind: str, steps: int) -> Path:
+        if kind not in self.twins:
+            twin = self._run(kind, steps, "twin")
+            twin.start()
+            twin.finish(resumes=1)
+            self.twins[kind] = twin.folder
+        return self.twins[kind]
+
+    def table(self) -> Iterator[str]:
+        """Kills by part and moment, and what was found."""
+        counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        back: dict[str, list[float]] = defaultdict(list)
+        moments = sorted({kill.moment for _, run, _ in self.done for kill in run.kills})
+        for _, run, _ in self.done:
+            for kill in run.kills:
+                counts[kill.part][kill.moment] += 1
+                if kill.back_s is not None:
+                    back[kill.part].append(kill.back_s)
+        yield f"{'':8}" + "".join(f"{moment:>9}" for moment in moments) + f"{'kills':>9}{'median back':>13}"
+        for part, by_moment in sorted(counts.items()):
+            times = sorted(back[part])
+            median = f"{times[len(times) // 2]:.1f} s" if times else "-"
+            cells = "".join(f"{by_moment[moment] or '':>9}" for moment in moments)
+            yield f"{part:8}{cells}{sum(by_moment.values()):>9}{median:>13}"
+        audits = [verdict.audit for _, _, verdict in self.done]
+        violations = sum(len(verdict.violations) for _, _, verdict in self.done)
+        yield (
+            f"{self.kills} kills over {len(self.done)} runs; {sum(audit.groups for audit in audits)} groups trained, "
+            f"{sum(audit.rollouts for audit in audits)} rollouts, {sum(audit.cut_rollouts for audit in audits)} across "
+            f"versions; {sum(run.resumes for _, run, _ in self.done)} resumes, "
+            f"{sum(len(run.stops) for _, run, _ in self.done)} of them after a driver that stopped by itself; "
+            f"{violations} violations"
+        )
+
+
+def deal(seed: int) -> Iterator[tuple[str, list[str]]]:
+    """Kinds of runs in turn, each with some blows from a shuffled deck, for ever."""
+    order = random.Random(seed)
+    deck: list[str] = []
+    while True:
+        for kind in KINDS:
+            blows: list[str] = []
+            while len(blows) < BLOWS_A_RUN:
+                if not deck:
+                    deck = order.sample(BLOWS, len(BLOWS))
+                blow = deck.pop()
+                if kind in ("no staleness",):
+                    blow = blow.replace(*(("core", "engine")))
+                blows.append(blow)
+            # What comes last can only be struck last.
+            yield kind, sorted(blows, key=lambda blow: blow.endswith("last"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=60, help="go on until so many parts were killed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=list(KINDS), help="runs of this kind alone")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary folder when left out")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
+
+    campaign = Campaign(Runs(folder), arguments.seed, say)
+    for number, (kind, blows) in enumerate(deal(arguments.seed)):
+        if campaign.kills >= arguments.kills:
+            break
+        if arguments.only in (None, kind):
+            campaign.go_on(kind, blows, number)
+    print()
+    for line in campaign.table():
+        print(line)
+    broken = [(kind, run) for kind, run, verdict in campaign.done if verdict.violations]
+    for kind, run in broken:
+        print(f"violated by {kind}: {run.folder}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""One run through its blows to its end: started, struck, resumed after every death of its driver, and looked at."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.buffer.schema import FILE, JournalError, open_for_reading
+from asyncrl_cli.runs.guardian import marked_processes
+from tests.e2e.conftest import Runs, mark_of
+from tests.e2e.faults.evidence import Evidence
+from tests.e2e.faults.moments import MOMENTS
+from tests.e2e.faults.parts import processes_of_part
+
+QUIET_S = 240.0
+"""Seconds without a new trained step after which a run counts as hung."""
+POLL_S = 0.05
+
+
+class Ended(Exception):
+    """The driver ended before what was waited for."""
+
+
+class Hung(Exception):
+    """A run that goes neither on nor to its end."""
+
+
+@dataclass(slots=True)
+class Kill:
+    """One kill: ``at`` in unix seconds, how many steps were trained by then, and seconds until the next one was."""
+
+    part: str
+    moment: str
+    at: float
+    step: int
+    back_s: float | None = None
+
+
+@dataclass(slots=True)
+class DisturbedRun:
+    """A run of one spec. ``stops`` are the messages of drivers that ended by themselves, and not well."""
+
+    runs: Runs
+    spec: Path
+    steps: int
+    random: random.Random
+    say: Callable[[str], None] = print
+    kills: list[Kill] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+    resumes: int = 0
+    evidence: Evidence = field(default_factory=Evidence)
+    marks: set[str] = field(default_factory=set)
+    _process: subprocess.Popen[bytes] | None = None
+    _output: Path | None = None
+    _folder: Path | None = None
+    _moved: tuple[int, float] = (0, 0.0)
+
+    # -- the run
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        assert self._folder is not None
+        return self._folder
+
+    @property
+    def journal(self) -> Path:
+        """Its journal."""
+        return self.folder / FILE
+
+    def start(self) -> None:
+        """Start it, and return once it has a folder."""
+        known = set(self.runs.folder.glob("*/manifest.json"))
+        self._begin("train", self.spec)
+        (manifest,) = self.until(lambda: set(self.runs.folder.glob("*/manifest.json")) - known, "the run's folder")
+        self._folder = manifest.parent
+
+    def resume(self) -> None:
+        """Start a new driver."""
+        self.resumes += 1
+        self._begin("resume", self.folder.name, "--runs-dir", self.runs.folder)
+
+    def finish(self, resumes: int = 5) -> None:
+        """See it to its end. A driver that ends badly is noted in ``stops``, and resumed so many times."""
+        for _ in range(resumes):
+            try:
+                self.until(lambda: False, "the end")
+            except Ended:
+                if self.code == 0:
+                    self.evidence.look(self.journal)
+                    return
+            self.note_stop()
+            self.resume()
+        raise Hung(f"resumed {resumes} times, and it ended badly every time")
+
+    def note_stop(self) -> None:
+        """The driver ended by itself: keep what it said."""
+        self.stops.append(f"exit {self.code}: {self.said().strip().splitlines()[-1:]}")
+        self.say(f"    the driver stopped: {self.stops[-1]}")
+
+    def end(self) -> None:
+        """Make sure that no driver goes on."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    @property
+    def code(self) -> int | None:
+        """The driver's exit code, if it has one."""
+        assert self._process is not None
+        return self._process.poll()
+
+    @property
+    def pid(self) -> int:
+        """The driver's process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    def said(self) -> str:
+        """What the present driver has printed."""
+        assert self._output is not None
+        return self._output.read_text(errors="replace")
+
+    # -- where it is
+
+    def trained(self) -> int:
+        """Steps that the journal knows as trained."""
+        return int(self.ask("SELECT count(*) FROM batches WHERE trained_at IS NOT NULL") or 0)
+
+    def taken(self) -> int:
+        """Batches that were taken."""
+        return int(self.ask("SELECT count(*) FROM batches") or 0)
+
+    def ask(self, query: str) -> Any:
+        """The first value of a query on the journal; None while there is none."""
+        if self._folder is None or not self.journal.is_file():
+            return None
+        try:
+            with closing(open_for_reading(self.journal)) as connection:
+                return connection.execute(query).fetchone()[0]
+        except JournalError:  # not yet complete
+            return None
+
+    @property
+    def mark(self) -> str:
+        """The mark of the present driver's processes; empty before there are any."""
+        mark = mark_of(self.pid) if self.code is None else ""
+        if mark:
+            self.marks.add(mark)
+        return mark
+
+    def pids(self, part: str) -> list[int]:
+        """Processes of a part that live now."""
+        if part == "driver":
+            return [self.pid] if self.code is None else []
+        return processes_of_part(self.mark, part) if self.mark else []
+
+    def until(self, condition: Callable[[], Any], what: str, poll_s: float = POLL_S) -> Any:
+        """The first true answer. Raises ``Ended`` when the driver ends first, ``Hung`` when nothing moves any more."""
+        self._moved = (self.trained(), time.monotonic())
+        looked = time.monotonic()
+        while True:
+            if answer := condition():
+                return answer
+            if self.code is not None:
+                raise Ended
+            if time.monotonic() - looked > 1.0:
+                looked = time.monotonic()
+                self._watch(what)
+            time.sleep(poll_s)
+
+    def pause(self, seconds: float) -> None:
+        """Let so many seconds pass. Raises ``Ended``."""
+        deadline = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= deadline, "a moment", poll_s=0.005)
+
+    # -- blows
+
+    def strike(self, part: str, moment: str, signal_number: int = signal.SIGKILL) -> bool:
+        """Kill one process of a part at a moment (a name in ``MOMENTS``), and resume the run if it was the driver.
+
+        False when the run was complete before the moment came. A driver that ends badly meanwhile is resumed.
+        """
+        while True:
+            try:
+                self._strike(part, moment, signal_number)
+            except Ended:
+                if self.code == 0:
+                    return False
+                self.note_stop()
+                self.resume()
+                continue
+            if part == "driver":
+                self.bury()
+                self.resume()
+            else:
+                self.evidence.look(self.journal)
+            return True
+
+    def _strike(self, part: str, moment: str, signal_number: int) -> None:
+        coming = MOMENTS[moment](self)
+        next(coming)
+        while True:
+            pid = self.random.choice(self.until(lambda: self.pids(part), f"a process of the {part}"))
+            _ = self.mark  # nobody can say it once the driver is dead
+            self.evidence.look(self.journal)
+            step = self.trained()
+            next(coming, None)
+            try:
+                os.kill(pid, signal_number)
+            except ProcessLookupError:
+                continue  # it has just gone by itself
+            self.kills.append(Kill(part, moment, time.time(), step))
+            return
+
+    def bury(self) -> None:
+        """After the driver's death: wait until nothing of it lives, and look again."""
+        assert self._process is not None
+        self._process.wait()
+        deadline = time.monotonic() + 60
+        while self.living():
+            if time.monotonic() > deadline:
+                raise Hung(f"processes outlive their driver: {self.living()}")
+            time.sleep(POLL_S)
+        self.evidence.look(self.journal)
+
+    def living(self) -> list[int]:
+        """Processes of this run, of all its drivers."""
+        return [pid for mark in self.marks for pid in marked_processes(mark)]
+
+    def measure(self) -> None:
+        """Fill in how long after each kill the next step was trained."""
+        with closing(open_for_reading(self.journal)) as connection:
+            for kill in self.kills:
+                query = "SELECT min(trained_at) FROM batches WHERE trained_at > ?"
+                (at,) = connection.execute(query, (kill.at,)).fetchone()
+                kill.back_s = None if at is None else at - kill.at
+
+    def _begin(self, *arguments: str | Path) -> None:
+        self._output = self.runs.folder / f"driver-{len(list(self.runs.folder.glob('driver-*')))}.out"
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)],
+                cwd=self.runs.folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"COLUMNS": "120"},
+            )
+
+    def _watch(self, what: str) -> None:
+        _ = self.mark  # keep it: once the driver is dead nobody can say it
+        trained, now = self.trained(), time.monotonic()
+        if trained > self._moved[0]:
+            self._moved = (trained, now)
+        if now - self._moved[1] > QUIET_S:
+            raise Hung(f"waited {QUIET_S:.0f} s for {what} and no step was trained\n{self.said()[-3000:]}")

@@ -1,0 +1,154 @@
+"""What a run's journal said while the run lived, to be held against what it says later.
+
+A look reads everything that is committed at that moment, through a connection that cannot write. Every later look must
+say the same, and may say more: a finished rollout stays bit for bit, an unfinished one is only ever continued, a batch
+keeps its groups. ``Evidence.contradictions`` has every way in which that was not so.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.buffer.schema import JournalError, open_for_reading
+
+Place = tuple[int, int]
+"""A rollout: its group, and its place in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """What is recorded of one rollout: raw bytes of tokens and log-probs, and the version of each token.
+
+    ``finish_reason`` is None while it is unfinished, ``reward`` before it has one.
+    """
+
+    finish_reason: str | None
+    reward: float | None
+    tokens: bytes
+    logprobs: bytes
+    versions: tuple[int, ...]
+
+    def became(self, later: RecordedRollout) -> bool:
+        """Whether ``later`` can be the same rollout, seen later."""
+        goes_on = (
+            later.tokens.startswith(self.tokens)
+            and later.logprobs.startswith(self.logprobs)
+            and later.versions[: len(self.versions)] == self.versions
+        )
+        if self.finish_reason is not None:
+            goes_on &= (self.finish_reason, len(self.versions)) == (later.finish_reason, len(later.versions))
+        return goes_on and self.reward in (None, later.reward)
+
+    def __str__(self) -> str:
+        return f"{self.finish_reason or 'unfinished'}, {len(self.versions)} tokens, reward {self.reward}"
+
+
+@dataclass(slots=True)
+class Look:
+    """Everything committed at one moment: rollouts by place, batches (their groups) and digests by step, groups."""
+
+    rollouts: dict[Place, RecordedRollout] = field(default_factory=dict)
+    batches: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    checksums: dict[int, str] = field(default_factory=dict)
+    uids: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> int:
+        """Finished rollouts."""
+        return sum(rollout.finish_reason is not None for rollout in self.rollouts.values())
+
+    @property
+    def prefixes(self) -> int:
+        """Unfinished rollouts of which tokens are recorded."""
+        return sum(rollout.finish_reason is None and bool(rollout.tokens) for rollout in self.rollouts.values())
+
+
+@dataclass(slots=True)
+class Evidence:
+    """All looks at one run. ``prefixes_seen`` adds up the unfinished rollouts that each look found."""
+
+    seen: Look = field(default_factory=Look)
+    looks: int = 0
+    prefixes_seen: int = 0
+    contradictions: list[str] = field(default_factory=list)
+
+    def look(self, journal: Path) -> None:
+        """Read the journal as it is now; there may be none yet."""
+        try:
+            connection = open_for_reading(journal)
+        except JournalError:
+            if self.looks:
+                raise
+            return  # a run that has only just begun
+        with closing(connection):
+            self.add(read_look(connection))
+
+    def add(self, now: Look) -> None:
+        """Hold a look against the one before."""
+        self.looks += 1
+        self.prefixes_seen += now.prefixes
+        for place, rollout in self.seen.rollouts.items():
+            later = now.rollouts.get(place)
+            if later is None:
+                self.contradictions.append(f"rollout {place} is lost ({rollout})")
+            elif not rollout.became(later):
+                self.contradictions.append(f"rollout {place} was {rollout}, and is {later}, or has other tokens")
+        for what in ("batches", "digests", "checksums", "uids"):
+            before, after = getattr(self.seen, what), getattr(now, what)
+            self.contradictions += _changes(what, before, after)
+        self.seen = now
+
+
+def read_look(connection: sqlite3.Connection) -> Look:
+    """One consistent reading of everything."""
+    connection.execute("BEGIN")
+    try:
+        return Look(
+            rollouts=_rollouts(connection),
+            batches=_batches(connection),
+            digests=dict(connection.execute("SELECT step, digest FROM batches WHERE trained_at IS NOT NULL")),
+            checksums=dict(connection.execute("SELECT version, checksum FROM publishes")),
+            uids=dict(connection.execute("SELECT id, uid FROM groups")),
+        )
+    finally:
+        connection.rollback()
+
+
+def _rollouts(connection: sqlite3.Connection) -> dict[Place, RecordedRollout]:
+    rows = connection.execute(
+        "SELECT r.group_id, r.place, r.finish_reason, r.reward, s.version, s.tokens, s.logprobs FROM rollouts r "
+        "LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place "
+        "ORDER BY r.group_id, r.place, s.start"
+    )
+    found = {}
+    for place, parts in groupby(rows, key=lambda row: (row[0], row[1])):
+        cut = list(parts)
+        segments = [row[4:] for row in cut if row[4] is not None]
+        found[place] = RecordedRollout(
+            finish_reason=cut[0][2],
+            reward=cut[0][3],
+            tokens=b"".join(tokens for _, tokens, _ in segments),
+            logprobs=b"".join(logprobs for _, _, logprobs in segments),
+            versions=tuple(version for version, tokens, _ in segments for _ in range(len(tokens) // 4)),
+        )
+    return found
+
+
+def _batches(connection: sqlite3.Connection) -> dict[int, tuple[int, ...]]:
+    rows = connection.execute("SELECT step, id FROM groups WHERE step IS NOT NULL ORDER BY step, id")
+    return {step: tuple(group_id for _, group_id in of_step) for step, of_step in groupby(rows, lambda row: row[0])}
+
+
+def _changes(what: str, before: Mapping[int, Any], after: Mapping[int, Any]) -> list[str]:
+    return [
+        f"{what}: that of {key} was {value}, and is {after.get(key)}"
+        for key, value in before.items()
+        if after.get(key) != value
+    ]

@@ -1,0 +1,104 @@
+"""When to strike.
+
+A moment is a generator: it waits until the moment is near and yields once, for the striker to look at the journal and
+to choose its victim; what follows the yield waits for the instant itself. Some are random, the others are aimed at what
+has to be whole or not at all: a checkpoint being saved, a publish, a commit, a resume, the restart of another part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, Protocol
+
+AIM_S = 0.0005
+"""Seconds between two looks at what is aimed at."""
+
+
+class Run(Protocol):
+    """What a moment needs to know of a ``DisturbedRun``."""
+
+    random: Random
+    steps: int
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def journal(self) -> Path: ...
+    def trained(self) -> int: ...
+    def taken(self) -> int: ...
+    def until(self, condition: Callable[[], Any], what: str, poll_s: float = ...) -> Any: ...
+    def pause(self, seconds: float) -> None: ...
+
+
+def settled(run: Run) -> Iterator[None]:
+    """The run trains; some time later."""
+    _steps_on(run, 3)
+    run.pause(run.random.uniform(0, 3))
+    yield
+
+
+def soon(run: Run) -> Iterator[None]:
+    """Soon after the last blow, whatever its victim is doing: starting again, catching up, being brought up."""
+    run.pause(run.random.uniform(0, 10))
+    yield
+
+
+def resume(run: Run) -> Iterator[None]:
+    """After a new driver was started, at any time until about the first step that it trains."""
+    run.pause(run.random.uniform(0, 25))
+    yield
+
+
+def save(run: Run) -> Iterator[None]:
+    """A checkpoint is being written."""
+    _steps_on(run, 1)
+    yield
+    run.until(lambda: list((run.folder / "checkpoints").glob(".saving-*")), "a checkpoint to be saved", AIM_S)
+    run.pause(run.random.uniform(0, 0.12))
+
+
+def publish(run: Run) -> Iterator[None]:
+    """A batch was taken, and about as much time has passed as its training takes: its version is being published."""
+    _steps_on(run, 3)
+    rows = (run.folder / "metrics.jsonl").read_text().splitlines()[-5:]
+    train_s = median(json.loads(row)["time/train_s"] for row in rows)
+    yield
+    taken = run.taken()
+    run.until(lambda: run.taken() > taken, "a batch", AIM_S)
+    run.pause(train_s * run.random.uniform(0.9, 1.5))
+
+
+def commit(run: Run) -> Iterator[None]:
+    """The journal is being written."""
+    _steps_on(run, 1)
+    run.pause(run.random.uniform(0, 1))
+    yield
+    log = run.journal.with_name(f"{run.journal.name}-wal")
+
+    def written() -> int:
+        return log.stat().st_mtime_ns if log.exists() else 0
+
+    before = written()
+    run.until(lambda: written() != before, "a commit", AIM_S)
+
+
+def last(run: Run) -> Iterator[None]:
+    """All steps are trained: what is left is the last evaluation, the last checkpoint, and the model."""
+    run.until(lambda: run.trained() == run.steps, "the last step")
+    yield
+    run.pause(run.random.uniform(0, 1.5))
+
+
+MOMENTS: dict[str, Callable[[Any], Iterator[None]]] = {
+    moment.__name__: moment for moment in (settled, soon, resume, save, publish, commit, last)
+}
+
+
+def _steps_on(run: Run, steps: int) -> None:
+    """The run has trained so many more steps."""
+    wanted = min(run.trained() + steps, run.steps)
+    run.until(lambda: run.trained() >= wanted, f"step {wanted}")

@@ -1,0 +1,149 @@
+"""The campaign's own eyes: a sound journal passes, and every kind of damage is named."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.buffer.journal import read_batch
+from asyncrl_cli.buffer.schema import open_for_reading
+from asyncrl_cli.pipeline.metrics import batch_digest
+from tests.buffer.recorded_run import RecordedRun, settings
+from tests.e2e.faults.audit import Audit, audit
+from tests.e2e.faults.evidence import Evidence, read_look
+
+STEPS = 6
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A complete run that was resumed once; some of its rollouts cross a version."""
+    path = tmp_path / "journal.db"
+    run = RecordedRun(path, monkeypatch, settings(total_steps=STEPS), lambda group: 9.0 if group == 3 else 3.0)
+    for step in range(STEPS):
+        run.step()
+        if step == 2:
+            run.crash(10.0)
+    run.book.journal.close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for step in range(STEPS):
+            digest = batch_digest(read_batch(connection, step))
+            connection.execute("UPDATE batches SET digest = ? WHERE step = ?", (digest, step))
+    return path
+
+
+def audited(path: Path) -> Audit:
+    with closing(open_for_reading(path)) as connection:
+        return audit(connection, STEPS, lambda serial: f"p{serial}")
+
+
+def change(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def test_a_sound_journal_passes(journal: Path) -> None:
+    found = audited(journal)
+    assert found.violations == ()
+    assert (found.groups, found.rollouts, found.staleness) == (2 * STEPS, 4 * STEPS, 1)
+    assert found.cut_rollouts > 0
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("DELETE FROM batches WHERE step = 3", "without [3]"),
+        ("UPDATE batches SET trained_at = NULL WHERE step = 5", "never reported as trained"),
+        ("DELETE FROM publishes WHERE version = 2", "without [2]"),
+        ("UPDATE groups SET step = 1 WHERE step = 2", "has 4 groups"),
+        ("UPDATE groups SET version = 0 WHERE step = 4", "lags 4 versions behind"),
+        ("UPDATE groups SET version = version + 1 WHERE step = 4", "tokens of versions"),
+        ("UPDATE groups SET serial = serial + 1, uid = 'p' || (serial + 1) WHERE serial > 4", "where 5 comes next"),
+        ("UPDATE groups SET uid = 'p1' WHERE serial = 7", "where p7 comes next"),
+        ("UPDATE groups SET state = 'finished', step = NULL WHERE id = 2", "still finished"),
+        ("UPDATE groups SET state = 'requeued', step = NULL WHERE id = 2", "requeued are"),
+        ("UPDATE rollouts SET reward = NULL WHERE group_id = 1 AND place = 0", "without a reward"),
+        ("UPDATE rollouts SET finish_reason = NULL WHERE group_id = 1 AND place = 0", "unfinished rollout"),
+        ("DELETE FROM rollouts WHERE group_id = 1 AND place = 0", "1 rollouts"),
+        ("DELETE FROM segments WHERE group_id = 1 AND place = 0 AND start = 0", "other segments than"),
+        ("UPDATE segments SET version = -1 WHERE start > 0", "versions that fall"),
+        ("UPDATE segments SET logprobs = zeroblob(length(logprobs)) WHERE group_id = 1", "cannot be read"),
+    ],
+)
+def test_damage_is_named(journal: Path, statement: str, named: str) -> None:
+    change(journal, statement)
+    assert named in "\n".join(audited(journal).violations)
+
+
+def test_tokens_that_were_not_trained_on_are_named(journal: Path) -> None:
+    change(journal, "UPDATE batches SET digest = (SELECT digest FROM batches WHERE step = 0) WHERE step = 1")
+    assert audited(journal).violations == ("step 1 trained on other tokens than are recorded",)
+
+
+def looks(path: Path, alter: Callable[[Path], None]) -> Evidence:
+    """Two looks at a journal, altered in between."""
+    evidence = Evidence()
+    evidence.look(path)
+    alter(path)
+    evidence.look(path)
+    return evidence
+
+
+def test_what_goes_on_contradicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.db"
+    run = RecordedRun(path, monkeypatch, settings(total_steps=STEPS), lambda group: 3.0 + group)
+    evidence = Evidence()
+    evidence.look(tmp_path / "nothing.db")
+    for _ in range(STEPS):
+        run.step()
+        evidence.look(path)
+    assert evidence.contradictions == []
+    assert evidence.looks == STEPS
+    assert evidence.seen.finished == 4 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("DELETE FROM rollouts WHERE group_id = 3 AND place = 1", "rollout (3, 1) is lost"),
+        ("UPDATE rollouts SET reward = 0.5 WHERE group_id = 3 AND place = 1", "rollout (3, 1) was stop"),
+        ("UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE group_id = 3", "rollout (3, 0) was stop"),
+        ("UPDATE segments SET logprobs = zeroblob(length(logprobs)) WHERE group_id = 3", "rollout (3, 0) was stop"),
+        ("UPDATE segments SET version = version + 1 WHERE group_id = 3", "rollout (3, 0) was stop"),
+        ("UPDATE groups SET step = step + 1 WHERE step = 5", "batches: that of 5"),
+        ("UPDATE batches SET digest = 'other' WHERE step = 5", "digests: that of 5"),
+        ("UPDATE publishes SET checksum = 'other' WHERE version = 5", "checksums: that of 5"),
+        ("UPDATE groups SET uid = 'other' WHERE id = 5", "uids: that of 5"),
+    ],
+)
+def test_what_changes_afterwards_is_named(journal: Path, statement: str, named: str) -> None:
+    found = looks(journal, lambda path: change(path, statement))
+    assert named in "\n".join(found.contradictions)
+
+
+def test_an_unfinished_rollout_may_go_on_and_may_not_begin_anew(journal: Path) -> None:
+    change(journal, "UPDATE rollouts SET finish_reason = NULL, reward = NULL WHERE group_id = 3")
+
+    def go_on(path: Path) -> None:
+        change(path, "INSERT INTO segments VALUES (3, 0, 4, 9, x'07000000', x'00000000', 0)")
+
+    def begin_anew(path: Path) -> None:
+        change(path, "DELETE FROM segments WHERE group_id = 3 AND place = 0 AND start > 0")
+
+    assert looks(journal, go_on).contradictions == []
+    found = looks(journal, begin_anew)
+    assert found.prefixes_seen == 4  # two rollouts in each of two looks
+    assert "rollout (3, 0) was unfinished" in found.contradictions[0]
+
+
+def test_a_look_is_one_moment(journal: Path) -> None:
+    with closing(open_for_reading(journal)) as connection:
+        look = read_look(connection)
+        assert not connection.in_transaction
+    assert look.finished == 4 * STEPS
+    assert look.prefixes == 0

@@ -1,0 +1,97 @@
+"""What is said of a disturbed run once it is complete: every check there is, and what each of them found."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl_cli.buffer.schema import FILE, open_for_reading
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.spec.load import load_spec
+from tests.e2e.conftest import Runs, rows
+from tests.e2e.faults.audit import Audit, audit
+from tests.e2e.faults.disturbed import DisturbedRun
+from tests.e2e.faults.evidence import read_look
+
+CLEANING_S = 30.0
+"""Seconds that the guardian gets to clean up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was counted, and everything that does not hold."""
+
+    audit: Audit
+    violations: tuple[str, ...]
+
+
+def litter() -> set[str]:
+    """What runs could leave on this machine, beside their folders."""
+    temporary = {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}
+    return temporary | {str(path) for path in Path("/dev/shm").iterdir()}
+
+
+def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
+    """Check a complete run. ``before``: the litter that was there when it started."""
+    spec = load_spec(run.folder / "spec.yaml").spec
+    uids = [f"{spec.task.use}/train/{row}" for row in range(spec.data.train.size or 0)]
+    loader = PromptLoader(uids, spec.seed, spec.data.shuffle)  # type: ignore[arg-type]
+    given: list[str] = []
+
+    def uid_of(serial: int) -> str:
+        while len(given) < serial:
+            given.append(str(loader.next()))
+        return given[serial - 1]
+
+    with closing(open_for_reading(run.journal)) as connection:
+        found = audit(connection, run.steps, uid_of)
+    violations = [*found.violations, *run.evidence.contradictions]
+    reported = [row["step"] for row in rows(run.folder, "metrics.jsonl")]
+    if reported != list(range(1, run.steps + 1)):
+        violations.append(f"metrics.jsonl reports {len(reported)} steps, instead of each of {run.steps} once")
+    if left := left_behind(run, before):
+        violations.append(f"left behind: {left}")
+    return Verdict(found, tuple(violations))
+
+
+def left_behind(run: DisturbedRun, before: Collection[str]) -> list[str]:
+    """Processes and files of a run that is over."""
+    deadline = time.monotonic() + CLEANING_S
+    while True:
+        left = [*sorted(litter() - set(before)), *map(str, run.living())]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def replay_violations(runs: Runs, run: DisturbedRun) -> list[str]:
+    """Train the recorded batches again from the initial model: every published version must come out equal."""
+    ended = runs.run("replay", run.folder.name, "--runs-dir", runs.folder)
+    versions = run.steps // load_spec(run.folder / "spec.yaml").spec.pipeline.publish_every
+    wanted = f"all {versions} published versions of steps 1 to {run.steps} came out equal"
+    if ended.code == 0 and wanted in ended.out:
+        return []
+    return [f"replay: exit {ended.code}: {[*ended.out.splitlines(), *ended.err.splitlines()][-1:]}"]
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """How two runs differ in what they trained on, and in what came of it."""
+    looks = []
+    for folder in (one, other):
+        with closing(open_for_reading(folder / FILE)) as connection:
+            looks.append(read_look(connection))
+    first, second = looks
+    found = []
+    if first.digests != second.digests:
+        steps = [step for step, digest in sorted(first.digests.items()) if second.digests.get(step) != digest]
+        found.append(f"{len(steps)} batches differ from the undisturbed run's; the first: step {steps[:1]}")
+    if first.checksums != second.checksums:
+        versions = [v for v, checksum in sorted(first.checksums.items()) if second.checksums.get(v) != checksum]
+        found.append(f"{len(versions)} versions differ from the undisturbed run's; the first: {versions[:1]}")
+    if (one / "model/model.safetensors").read_bytes() != (other / "model/model.safetensors").read_bytes():
+        found.append("the final model differs from the undisturbed run's")
+    return found
