@@ -57,7 +57,7 @@ def _problem(key: str) -> Problem | None:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict):
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, item in value.items():

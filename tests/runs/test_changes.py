@@ -1,0 +1,162 @@
+"""What may change when a run is resumed: everything but what the journal's rows rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from asyncrl_cli.runs.changes import check_changes
+from asyncrl_cli.spec.problems import SpecError
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+BEFORE: dict[str, Any] = {
+    "model": {
+        "init": {"architecture": "qwen3", "config": {"hidden_size": 64}},
+        "warm_start": {"steps": 10},
+    },
+    "task": {"use": "chain_sum", "options": {"terms": 3}},
+    "data": {"train": {"size": 100}, "eval": {"size": 10}},
+    "rollout": {"sampling": {"stop": [";"]}},
+    "stop": {"steps": 10},
+}
+FIXED = (
+    "name",
+    "seed",
+    "model",
+    "task",
+    "data.train",
+    "data.shuffle",
+    "rollout.group_size",
+    "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "rollout.sampling",
+    "pipeline.groups_per_step",
+    "pipeline.publish_every",
+)
+FREE_ALL_THE_SAME = ("task.reward_timeout_s",)
+
+
+def validated(spec: dict[str, Any]) -> ExperimentSpec:
+    return ExperimentSpec.model_validate(spec)
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted paths of everything that is no mapping."""
+    if not isinstance(value, dict) or not value:
+        yield prefix
+        return
+    for key, item in value.items():
+        yield from leaves(item, f"{prefix}.{key}" if prefix else key)
+
+
+def set_at(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The spec with another value at a path."""
+    key, _, rest = path.partition(".")
+    return {**spec, key: set_at(spec.get(key) or {}, rest, value) if rest else value}
+
+
+def words(schema: Any) -> Iterator[str]:
+    """Every word that a key of the spec may be set to."""
+    if isinstance(schema, dict):
+        yield from (word for word in (*schema.get("enum", ()), schema.get("const")) if isinstance(word, str))
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from words(part)
+
+
+CANDIDATES = [
+    *(True, False, 1, 2, 0, 7, 0.5, 0.125, "other", ["a"], [0.5, 0.5], {"a": 1}),
+    *words(ExperimentSpec.model_json_schema()),
+]
+WHOLE = validated(BEFORE).model_dump(mode="json")
+
+
+def changed(path: str) -> ExperimentSpec:
+    """The spec with another valid value at a path."""
+    before = validated(WHOLE)
+    for candidate in CANDIDATES:
+        try:
+            after = validated(set_at(WHOLE, path, candidate))
+        except ValidationError:
+            continue
+        if after != before and after.pipeline.max_staleness >= before.pipeline.max_staleness:
+            return after
+    raise AssertionError(f"nothing else fits {path}")
+
+
+def is_below(path: str, keys: tuple[str, ...]) -> bool:
+    return any(path == key or path.startswith(f"{key}.") for key in keys)
+
+
+@pytest.mark.parametrize("path", [path for path in leaves(WHOLE) if path != "runs_dir"])
+def test_a_key_may_change_unless_the_journal_rests_on_it(path: str) -> None:
+    after = changed(path)
+    if is_below(path, FIXED) and path not in FREE_ALL_THE_SAME:
+        with pytest.raises(SpecError) as error:
+            check_changes(validated(WHOLE), after)
+        assert all(is_below(problem.path, (path,)) for problem in error.value.problems)
+        assert "cannot change when a run is resumed: " in str(error.value)
+    else:
+        (change,) = check_changes(validated(WHOLE), after)
+        assert is_below(change.split("=")[0], (path,))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ("seed", 1, "the order of prompts and the seeds of rollouts follow from it"),
+        ("model.init.config.hidden_size", 32, "checkpoints and recorded log-probs are those of this model"),
+        ("model.warm_start", None, "checkpoints and recorded log-probs are those of this model"),
+        ("task.options", {}, "recorded rewards are those of this task"),
+        ("rollout.group_size", 2, "recorded groups have this size"),
+        ("rollout.sampling.temperature", 0.5, "recorded log-probs are taken from this distribution"),
+        ("pipeline.publish_every", 2, "versions are counted by it"),
+    ],
+)
+def test_a_refusal_says_why(path: str, value: Any, why: str) -> None:
+    with pytest.raises(SpecError) as error:
+        check_changes(validated(WHOLE), validated(set_at(WHOLE, path, value)))
+    for problem in error.value.problems:
+        assert problem.path.startswith(path)
+        assert problem.message == f"cannot change when a run is resumed: {why}"
+        assert problem.mend
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    after = set_at(set_at(set_at(WHOLE, "seed", 1), "rollout.group_size", 2), "pipeline.max_staleness", 1)
+    with pytest.raises(SpecError) as error:
+        check_changes(validated(WHOLE), validated(after))
+    assert sorted(problem.path for problem in error.value.problems) == [
+        "pipeline.max_staleness",
+        "rollout.group_size",
+        "seed",
+    ]
+
+
+def test_the_staleness_bound_may_rise_only() -> None:
+    def bounded(staleness: int) -> ExperimentSpec:
+        return validated(set_at(WHOLE, "pipeline.max_staleness", staleness))
+
+    assert check_changes(bounded(2), bounded(3)) == ["pipeline.max_staleness=3"]
+    assert check_changes(bounded(2), bounded(2)) == []
+    with pytest.raises(SpecError, match="cannot fall from 2: groups were admitted under that bound"):
+        check_changes(bounded(2), bounded(1))
+
+
+def test_where_the_run_lies_does_not_count_as_a_change() -> None:
+    assert check_changes(validated(WHOLE), validated(set_at(WHOLE, "runs_dir", "/elsewhere"))) == []
+
+
+def test_keys_of_an_empty_mapping_are_told_one_by_one() -> None:
+    empty, full = validated(WHOLE), validated(set_at(WHOLE, "rollout.engine_args", {"a": 1, "b": {}}))
+    assert check_changes(empty, full) == ["rollout.engine_args.a=1"]
+    assert check_changes(full, empty) == ["rollout.engine_args.a=None"]
+
+
+def test_changes_are_told_in_order_with_their_new_values() -> None:
+    after = set_at(set_at(WHOLE, "stop.steps", 20), "algorithm.importance_cap", None)
+    assert check_changes(validated(WHOLE), validated(after)) == ["algorithm.importance_cap=None", "stop.steps=20"]
