@@ -1,0 +1,273 @@
+"""How a run goes on from what lies on disk, and that a refusal changes nothing there."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import prompts, rollout, spec
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.records import Candidate, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.buffer.schema import FILE, JournalError, check
+from asyncrl_cli.pipeline.fleet import buffer_settings
+from asyncrl_cli.pipeline.launch import MODEL, Start
+from asyncrl_cli.pipeline.resume import prepare
+from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_checkpoints, seal
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+
+GROUPS = {"groups_per_step": 1, "max_staleness": 0}
+SPEC = spec(rollout={"group_size": 1}, pipeline=GROUPS)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "test")
+
+
+def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict[str, Any] | None = None) -> None:
+    """A journal of so many steps taken and trained, with a row of metrics for each that was taken."""
+    book = DurableLedger(run.path / FILE, buffer_settings(SPEC), base)
+    first = book.ledger.step
+    trained = taken if trained is None else trained
+    for step in range(first, taken):
+        serial = step - first + 1
+        candidate = Candidate(serial, prompts(1)[0], (1, 2), {"epoch": 0, "position": serial})
+        (admission,) = book.admit([candidate]).admissions
+        book.record([rollout(f"{admission.group_id}-0")], [Outcome(f"{admission.group_id}-0", 1.0)])
+        assert book.take(step) is None
+        book.publish(PublishRecord(step + 1, step + 1, "sum", 0.0, 0.0, 0.0, 0.0))
+        if step < trained:
+            book.journal.trained(StepRecord(step, "digest", {}))
+        run.append("metrics.jsonl", {"step": step + 1})
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+def save(run: RunDirectory, step: int) -> Checkpoint:
+    """A sound checkpoint."""
+    checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
+    (checkpoint.folder / "state").mkdir(parents=True)
+    (checkpoint.folder / "state/shard").write_text(f"weights {step}")
+    (checkpoint.folder / "run.json").write_text(json.dumps({"step": step, "next_group": step, "prompts": []}))
+    seal(checkpoint.folder)
+    return checkpoint
+
+
+def finish(run: RunDirectory) -> None:
+    """What a run leaves that is done."""
+    (run.path / MODEL).mkdir()
+    (run.path / MODEL / "config.json").write_text("{}")
+    run.update(phase="finished")
+
+
+def start(run: RunDirectory, step: int | None = None, steps: int = 10, without_journal: bool = False) -> Start:
+    of = SPEC.model_copy(update={"stop": spec(stop={"steps": steps}).stop})
+    return prepare(run, of, step, "n=1", without_journal)
+
+
+def on_disk(run: RunDirectory) -> dict[str, bytes]:
+    """Every file, but for those that SQLite makes to read a journal."""
+    files = {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    return {name: data for name, data in files.items() if name != f"{FILE}-shm" and (data or name != f"{FILE}-wal")}
+
+
+def refused(run: RunDirectory, **how: Any) -> RunError:
+    """Why the run cannot go on; nothing has changed on disk."""
+    before = on_disk(run)
+    with pytest.raises(RunError) as error:
+        start(run, **how)
+    assert on_disk(run) == before
+    return error.value
+
+
+def metrics(run: RunDirectory) -> list[int]:
+    return [row["step"] for row in run.read("metrics.jsonl")]
+
+
+# -- going on
+
+
+def test_a_run_that_died_before_anything_was_recorded_begins(run: RunDirectory) -> None:
+    assert start(run) == Start("resume", "n=1", None)
+
+
+@pytest.mark.parametrize("begun", [b"", None], ids=["an empty file", "no tables"])
+def test_a_journal_that_was_never_begun_is_one_without_history(run: RunDirectory, begun: bytes | None) -> None:
+    if begun is None:
+        connection = sqlite3.connect(run.path / FILE)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.close()
+    else:
+        (run.path / FILE).write_bytes(begun)
+    assert start(run) == Start("resume", "n=1", None)
+    check(run.path / FILE)
+
+
+def test_the_newest_checkpoint_is_where_the_trainer_starts(run: RunDirectory) -> None:
+    record(run, taken=6)
+    save(run, 2)
+    newest = save(run, 4)
+    assert start(run) == Start("resume", "n=1", newest)
+    assert metrics(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_named_checkpoint_or_the_initial_model_may_be(run: RunDirectory) -> None:
+    record(run, taken=6)
+    older = save(run, 2)
+    save(run, 4)
+    assert start(run, step=2).checkpoint == older
+    assert start(run, step=0).checkpoint is None
+    assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [2, 4]
+    error = refused(run, step=3)
+    assert "there is no checkpoint of step 3" in error.message
+    assert "2, 4" in error.mend
+
+
+def test_metrics_of_steps_that_nobody_knows_as_trained_are_forgotten(run: RunDirectory) -> None:
+    record(run, taken=6, trained=4)
+    start(run)
+    assert metrics(run) == [1, 2, 3, 4]
+
+
+# -- nothing to do
+
+
+def test_a_run_that_is_done_says_how_to_train_on(run: RunDirectory) -> None:
+    record(run, taken=10)
+    finish(run)
+    error = refused(run)
+    assert error.message == "the run has done its 10 steps"
+    assert error.mend.endswith(f"asyncrl resume {run.run_id} --steps 20")
+    assert start(run, steps=20).kind == "resume"
+
+
+@pytest.mark.parametrize("missing", ["the model", "the word of the driver"])
+def test_a_run_that_died_after_its_last_step_goes_on(run: RunDirectory, missing: str) -> None:
+    record(run, taken=10)
+    finish(run)
+    if missing == "the model":
+        (run.path / MODEL / "config.json").unlink()
+    else:
+        run.update(phase="running")
+    assert start(run) == Start("resume", "n=1", None)
+
+
+def test_a_run_cannot_end_before_steps_that_it_has_taken(run: RunDirectory) -> None:
+    record(run, taken=6, trained=5)
+    error = refused(run, steps=5)
+    assert error.message == "the run has taken 6 steps already, more than 5"
+    assert start(run, steps=6).kind == "resume"
+
+
+# -- damage
+
+
+def test_a_damaged_checkpoint_names_an_older_one(run: RunDirectory) -> None:
+    record(run, taken=6)
+    save(run, 2)
+    (save(run, 4).folder / "state/shard").write_text("weights 5")
+    error = refused(run)
+    assert "state/shard has other contents than were written" in error.message
+    assert "--step 2" in error.mend
+    assert start(run, step=2).checkpoint is not None
+
+
+def test_a_journal_that_is_gone_is_missed_when_there_are_checkpoints(run: RunDirectory) -> None:
+    save(run, 4)
+    error = refused(run)
+    assert error.place == str(run.path / FILE)
+    assert error.mend.endswith(f"go on from step 4 alone: asyncrl resume {run.run_id} --without-journal")
+
+
+def test_a_journal_that_ends_before_the_checkpoint_is_an_older_copy(run: RunDirectory) -> None:
+    record(run, taken=3)
+    save(run, 4)
+    error = refused(run)
+    assert "the journal knows of 3 steps, and the checkpoint of step 4 is newer" in error.message
+    assert "--without-journal" in error.mend
+
+
+@pytest.mark.parametrize("damage", ["garbage", "flipped"])
+def test_a_damaged_journal_is_said_to_be_and_kept(run: RunDirectory, damage: str) -> None:
+    record(run, taken=6)
+    save(run, 4)
+    journal = run.path / FILE
+    whole = bytearray(journal.read_bytes())
+    if damage == "garbage":
+        whole[:100] = b"x" * 100
+    else:
+        for page in range(16384, len(whole), 16384):
+            whole[page : page + 64] = b"\xff" * 64
+    journal.write_bytes(whole)
+    before = on_disk(run)
+    with pytest.raises(JournalError, match="--without-journal"):
+        start(run)
+    assert on_disk(run) == before
+
+
+# -- without the journal
+
+
+def test_without_its_journal_a_run_goes_on_from_a_checkpoint_alone(run: RunDirectory) -> None:
+    record(run, taken=6)
+    checkpoint = save(run, 4)
+    journal = (run.path / FILE).read_bytes()
+    (run.path / f"{FILE}-wal").write_bytes(b"a log")
+    going_on = start(run, without_journal=True)
+    assert going_on == Start("resume", "without the old journal, n=1", checkpoint, checkpoint.state())
+    assert going_on.base is not None
+    assert going_on.base["step"] == 4
+    assert metrics(run) == [1, 2, 3, 4]
+    assert not list(run.path.glob(f"{FILE}*"))
+    assert (run.path / f"damaged-1-{FILE}").read_bytes() == journal
+    assert (run.path / f"damaged-1-{FILE}-wal").read_bytes() == b"a log"
+
+
+def test_a_second_journal_is_set_aside_beside_the_first_with_its_own_log(run: RunDirectory) -> None:
+    save(run, 4)
+    for number, files in ((1, [FILE]), (2, [FILE, f"{FILE}-wal"]), (3, [f"{FILE}-wal"])):
+        for file in files:
+            (run.path / file).write_text(f"{file} {number}")
+        start(run, without_journal=True)
+    aside = {path.name: path.read_text() for path in run.path.glob("damaged-*")}
+    assert aside == {
+        f"damaged-1-{FILE}": f"{FILE} 1",
+        f"damaged-2-{FILE}": f"{FILE} 2",
+        f"damaged-2-{FILE}-wal": f"{FILE}-wal 2",
+        f"damaged-3-{FILE}-wal": f"{FILE}-wal 3",
+    }
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_without_the_journal_later_checkpoints_belong_to_another_course(run: RunDirectory, step: int) -> None:
+    record(run, taken=6)
+    for saved in (2, 4, 6):
+        save(run, saved)
+    going_on = start(run, step=step, without_journal=True)
+    assert (going_on.checkpoint.step if going_on.checkpoint else 0) == step
+    assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [2][: step // 2]
+    assert metrics(run) == [1, 2][:step]
+
+
+def test_without_journal_and_checkpoint_a_run_begins_anew(run: RunDirectory) -> None:
+    record(run, taken=3)
+    assert start(run, without_journal=True) == Start("resume", "without the old journal, n=1", None, None)
+    assert metrics(run) == []
+
+
+def test_steps_before_the_journal_began_count(run: RunDirectory) -> None:
+    """A run that went on without its first journal, and died."""
+    for step in range(1, 5):
+        run.append("metrics.jsonl", {"step": step})
+    checkpoint = save(run, 4)
+    record(run, taken=4, base=checkpoint.state())
+    assert start(run) == Start("resume", "n=1", checkpoint)
+    assert metrics(run) == [1, 2, 3, 4]
+    assert refused(run, steps=3).message == "the run has taken 4 steps already, more than 3"
+    record(run, taken=6, trained=5)
+    start(run)
+    assert metrics(run) == [1, 2, 3, 4, 5]
