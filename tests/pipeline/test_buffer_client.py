@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from stand_ins import BufferActors, Notes, prompts, run, spec
+from stand_ins import BufferActors, Notes, StandInBuffer, prompts, run, spec
 
 from asyncrl_cli.buffer.records import Admitted, Candidate, Opening
 from asyncrl_cli.buffer.schema import JournalError
 from asyncrl_cli.pipeline.buffer_client import BufferClient
+from asyncrl_cli.pipeline.remote import ActorDied
 from asyncrl_cli.runs.directory import RunError
 
 SPEC = spec(pipeline={"groups_per_step": 4, "max_staleness": 0})
@@ -81,6 +82,43 @@ def test_a_call_that_died_is_made_again_after_the_driver_heard_of_the_opening(
         assert len(scene.actors.made) == 2
 
     play(tmp_path, test)
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_a_buffer_that_dies_while_the_run_starts_is_made_again_a_few_times(tmp_path: Path, deaths: int) -> None:
+    async def check() -> None:
+        actors = BufferActors(tmp_path / "journal.db", SPEC)
+
+        def make() -> StandInBuffer:
+            actor = actors()
+            if len(actors.made) <= deaths:
+                actor.dies_at, actor.does_it_first = "open", True
+            return actor
+
+        client = BufferClient(make, 600.0)
+        if deaths == 3:
+            with pytest.raises(ActorDied):
+                await client.open("train", "", None)
+        else:
+            assert (await client.open("train", "", None)).serial == 0
+            assert await admit(client, 0, 1) == [0]
+            assert len(actors.made) == deaths + 1
+        actors.last.die()
+
+    run(check())
+
+
+def test_calls_wait_until_the_journal_is_open(tmp_path: Path) -> None:
+    async def check() -> None:
+        actors = BufferActors(tmp_path / "journal.db", SPEC)
+        client = actors.client()
+        early = asyncio.create_task(admit(client, 0, 1))
+        await asyncio.sleep(0)
+        await client.open("train", "", None)
+        assert await early == [0]
+        actors.last.die()
+
+    run(check())
 
 
 def test_callers_that_lose_the_same_buffer_replace_it_once(tmp_path: Path) -> None:

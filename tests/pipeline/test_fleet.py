@@ -1,140 +1,239 @@
-"""Actors that die while a run starts are started again; whatever else goes wrong ends the start."""
+"""Engines and trainer start side by side; what dies meanwhile is started again, what fails is named."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_ins import Notes
+from stand_ins import Actor, Notes, remote, run
 
-from asyncrl_cli.pipeline.fleet import start_fleet
-from asyncrl_cli.pipeline.remote import ActorDied
+from asyncrl_cli.pipeline import fleet
+from asyncrl_cli.pipeline.fleet import EngineProcess, start_fleet
 from asyncrl_cli.pipeline.trainers import TrainerLost
 from asyncrl_cli.runs.directory import RunError
 
-Fate = Callable[[str], None]
-"""What happens in a call: it may raise."""
 
+class EngineActor(Actor):
+    """``fate`` may end it, or raise, when it is told to start."""
 
-class Engine:
-    """An engine's process that meets its fate in `preload` and `start`."""
-
-    def __init__(self, name: str, fate: Fate) -> None:
+    def __init__(self, name: str, pid: int, fate: Callable[[EngineActor], None]) -> None:
+        super().__init__()
         self.name = name
-        self.fate = fate
+        self.pid = pid
+        self.node = "node-0"
+        self.started_on = ""
+        self._fate = fate
+
+    @remote
+    async def preload(self) -> int:
+        return self.pid
+
+    @remote
+    async def start(self, model_dir: str) -> str:
+        self._fate(self)
+        await asyncio.sleep(0)
+        self.started_on = model_dir
+        return self.node
+
+
+class Factory:
+    """Makes the actors of engines; their process ids are 1001, 1002, ..."""
+
+    def __init__(self, fate: Callable[[EngineActor], None] = lambda actor: None, address: str | None = None) -> None:
+        self.spec = SimpleNamespace(cluster=SimpleNamespace(address=address))
+        self.made: list[EngineActor] = []
+        self._fate = fate
+
+    def engine(self, name: str) -> EngineActor:
+        self.made.append(EngineActor(name, 1001 + len(self.made), self._fate))
+        return self.made[-1]
+
+    def process(self, name: str) -> EngineProcess:
+        return EngineProcess(self, name)  # type: ignore[arg-type]
+
+
+class Trainers:
+    """Trainer ranks; ``dies_at`` are the calls in which they die, one after the other."""
+
+    def __init__(self, *dies_at: str) -> None:
+        self.node = ""
         self.calls: list[str] = []
+        self._dies_at = list(dies_at)
 
     async def preload(self) -> None:
-        await self._do("preload")
+        self._note("preload")
+        self.node = "node-0"
 
-    async def start(self, folder: Path) -> str:
-        assert folder == Path("/skeleton")
-        await self._do("start")
-        return "node-1"
+    async def prepare_model(self, progress: Callable[[str], None]) -> str:
+        self._note("prepare_model")
+        return "/models/one"
+
+    async def start(self, checkpoint: Path | None) -> None:
+        self._note(f"start {checkpoint}")
 
     def renew(self) -> None:
         self.calls.append("renew")
 
-    async def _do(self, call: str) -> None:
+    def _note(self, call: str) -> None:
         self.calls.append(call)
-        await asyncio.sleep(0)
-        self.fate(f"{self.name} {call}")
+        if self._dies_at and call.startswith(self._dies_at[0]):
+            raise TrainerLost("trainer-0", f"died at {self._dies_at.pop(0)}")
 
 
-class Trainers(Engine):
-    """Trainer ranks, likewise."""
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Processes and actors that were killed."""
+    found: list[Any] = []
 
-    node = "node-1"
+    def kill(actor: EngineActor) -> None:
+        found.append(actor)
+        actor.die()
 
-    async def prepare_model(self, progress: Callable[[str], None]) -> str:
-        await self._do("prepare_model")
-        return "/model"
-
-    async def start(self, checkpoint: Path | None) -> None:  # type: ignore[override]
-        assert checkpoint == Path("/step-000004")
-        await self._do("start")
+    monkeypatch.setattr("ray.kill", kill)
+    monkeypatch.setattr(fleet.os, "kill", lambda pid, number: found.append((pid, number)))
+    return found
 
 
-def dying(*deaths: str) -> Fate:
-    """Dies in each of these calls once."""
-    left = list(deaths)
+def started(
+    factory: Factory,
+    trainers: Trainers,
+    engines: int = 2,
+    max_restarts: int = 10,
+    skeleton: Callable[[], Path] = lambda: Path("/skeleton"),
+) -> tuple[str, Notes, list[str]]:
+    """Start such a fleet; returns the model's folder, what was noted of faults, and what was shown."""
 
-    def fate(call: str) -> None:
-        if call in left:
-            left.remove(call)
-            name = call.split()[0]
-            raise (
-                TrainerLost(name, "the process died")
-                if "trainer" in name
-                else ActorDied("the process died", place=name)
-            )
+    async def start() -> tuple[str, Notes, list[str]]:
+        notes, shown = Notes(), list[str]()
+        processes = [factory.process(f"engine-{index}") for index in range(engines)]
+        folder = await start_fleet(
+            processes,
+            trainers,  # type: ignore[arg-type]
+            skeleton,
+            Path("/step-000004"),
+            shown.append,
+            notes.faults(max_restarts),
+        )
+        assert all(process.actor.started_on == "/skeleton" for process in processes)
+        return folder, notes, shown
+
+    return run(start())
+
+
+def once(name: str) -> Callable[[EngineActor], None]:
+    """The first start of an engine of this name is its end."""
+    left = [name]
+
+    def fate(actor: EngineActor) -> None:
+        if actor.name in left:
+            left.remove(actor.name)
+            actor.die()
 
     return fate
 
 
-def start(fate: Fate, notes: Notes | None = None, max_restarts: int = 10) -> tuple[str, Trainers, list[Engine]]:
-    """Start two engines and a trainer; returns the model's folder, and them."""
-    trainers, engines = Trainers("trainer-0", fate), [Engine(f"engine-{index}", fate) for index in range(2)]
-
-    async def check() -> str:
-        faults = (notes if notes is not None else Notes()).faults(max_restarts)
-        skeleton, checkpoint = (lambda: Path("/skeleton")), Path("/step-000004")
-        try:
-            return await start_fleet(engines, trainers, skeleton, checkpoint, lambda text: None, faults)  # type: ignore[arg-type]
-        finally:
-            await asyncio.sleep(0)
-            assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing goes on after the start"
-
-    return run(check()), trainers, engines
+def test_everything_starts_from_the_skeleton_and_the_checkpoint() -> None:
+    trainers = Trainers()
+    folder, notes, shown = started(Factory(), trainers)
+    assert folder == "/models/one"
+    assert trainers.calls == ["preload", "prepare_model", "start /step-000004"]
+    assert shown == ["starting engines and trainer", "starting trainer", "starting engines"]
+    assert notes == []
 
 
-def run(test: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(test)
-
-
-def test_everything_starts_once() -> None:
-    model_dir, trainers, engines = start(dying())
-    assert model_dir == "/model"
-    assert trainers.calls == ["preload", "prepare_model", "start"]
-    assert [engine.calls for engine in engines] == [["preload", "start"]] * 2
-
-
-@pytest.mark.parametrize("call", ["preload", "start"])
-def test_an_engine_that_dies_starts_again_alone(call: str) -> None:
-    notes = Notes()
-    _, trainers, engines = start(dying(f"engine-1 {call}"), notes)
-    assert engines[1].calls[-3:] == ["renew", "preload", "start"]
-    assert engines[0].calls == ["preload", "start"]
-    assert trainers.calls == ["preload", "prepare_model", "start"]
+def test_an_engine_that_dies_while_it_starts_is_started_again(killed: list[Any]) -> None:
+    factory = Factory(once("engine-1"))
+    _, notes, _ = started(factory, Trainers())
     assert notes == [("engine", "engine-1", "the process died")]
+    assert [actor.name for actor in factory.made] == ["engine-0", "engine-1", "engine-1"]
+    assert killed == [(1002, signal.SIGKILL), factory.made[1]]
 
 
-@pytest.mark.parametrize("call", ["preload", "prepare_model", "start"])
-def test_trainer_ranks_start_again_from_the_beginning(call: str) -> None:
-    notes = Notes()
-    model_dir, trainers, engines = start(dying(f"trainer-0 {call}"), notes)
-    assert model_dir == "/model"
-    assert trainers.calls[-4:] == ["renew", "preload", "prepare_model", "start"]
-    assert [engine.calls for engine in engines] == [["preload", "start"]] * 2
-    assert notes == [("trainer", "trainer-0", "the process died")]
+def test_a_trainer_that_dies_while_it_starts_is_started_again() -> None:
+    trainers = Trainers("preload", "prepare_model", "start")
+    folder, notes, _ = started(Factory(), trainers)
+    assert folder == "/models/one"
+    assert [cause for _, _, cause in notes] == ["died at preload", "died at prepare_model", "died at start"]
+    assert trainers.calls.count("renew") == 3
+    assert trainers.calls[-3:] == ["preload", "prepare_model", "start /step-000004"]
 
 
-def test_too_many_deaths_end_the_start() -> None:
-    def always(call: str) -> None:
-        if call == "engine-0 start":
-            raise ActorDied("the process died", place="engine-0")
+def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
+    def dies(actor: EngineActor) -> None:
+        actor.die()
 
-    with pytest.raises(RunError, match="restarted 2 times"):
-        start(always, max_restarts=2)
+    with pytest.raises(RunError, match="restarted 2 times, and it failed again; the first cause: engine-0"):
+        started(Factory(dies), Trainers(), engines=1, max_restarts=2)
 
 
-def test_what_is_no_death_ends_the_start_at_once() -> None:
-    def refuses(call: str) -> None:
-        if call == "engine-0 start":
-            raise RunError("ValueError: no such block size", place="engine-0")
+def test_an_engine_that_cannot_start_is_named() -> None:
+    def fails(actor: EngineActor) -> None:
+        if actor.name == "engine-1":
+            raise ValueError("block_size must be a multiple of 8")
 
-    with pytest.raises(RunError, match="no such block size"):
-        start(refuses)
+    with pytest.raises(RunError, match="engine-1: ValueError: block_size must be a multiple of 8"):
+        started(Factory(fails), Trainers())
+
+
+def test_a_skeleton_that_cannot_be_made_ends_the_start() -> None:
+    def fails() -> Path:
+        raise RunError("no such model", place="model.path")
+
+    with pytest.raises(RunError, match=r"model\.path: no such model"):
+        started(Factory(), Trainers(), skeleton=fails)
+
+
+def test_an_engine_on_another_host_is_refused() -> None:
+    def elsewhere(actor: EngineActor) -> None:
+        actor.node = "node-1" if actor.name == "engine-1" else "node-0"
+
+    with pytest.raises(RunError, match="an engine runs on another host than trainer rank 0"):
+        started(Factory(elsewhere), Trainers())
+
+
+# -- one engine's process
+
+
+@pytest.mark.parametrize("address", [None, "ray://there:10001"])
+def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any], address: str | None) -> None:
+    async def check() -> None:
+        process = Factory(address=address).process("engine-0")
+        first = process.actor
+        await process.preload()
+        await process.replace(Path("/skeleton"))
+        assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
+        assert process.actor.started_on == "/skeleton"
+
+    run(check())
+
+
+def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
+    """The number may be another process's by the second time."""
+
+    async def check() -> None:
+        process = Factory().process("engine-0")
+        await process.preload()
+        process.kill()
+        process.kill()
+        assert [entry for entry in killed if isinstance(entry, tuple)] == [(1001, signal.SIGKILL)]
+
+    run(check())
+
+
+def test_a_process_that_is_gone_already_can_be_killed(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    async def check() -> None:
+        process = Factory().process("engine-0")
+        await process.preload()
+        monkeypatch.setattr(fleet.os, "kill", gone)
+        process.kill()
+        assert process.actor.dead
+
+    run(check())

@@ -244,3 +244,28 @@ def test_a_model_that_cannot_be_made_ends_the_start() -> None:
 
     with pytest.raises(RunError, match=r"model\.path: no such model"):
         run(Ranks(fails).trainer.prepare_model(print))
+
+
+@pytest.mark.parametrize("heard_of_in", ["prepare_model", "progress"])
+def test_a_rank_that_dies_while_the_model_is_made_is_lost(heard_of_in: str) -> None:
+    async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == heard_of_in:
+            rank.die()
+        if method == "prepare_model":
+            await for_ever()
+        return await starts(rank, method, arguments)
+
+    with pytest.raises(TrainerLost, match="trainer-0: the process died"):
+        run(Ranks(dies).trainer.prepare_model(print))
+
+
+def test_a_look_at_idle_ranks_finds_a_dead_one() -> None:
+    async def check() -> None:
+        ranks = Ranks(starts)
+        await ranks.trainer.check()
+        assert ranks.calls == [(rank, "progress", ()) for rank in range(3)]
+        ranks.made[2].die()
+        with pytest.raises(TrainerLost, match="trainer-2"):
+            await ranks.trainer.check()
+
+    run(check())

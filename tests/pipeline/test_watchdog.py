@@ -141,6 +141,17 @@ def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
     asyncio.run(check())
 
 
+def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
+    async def check() -> None:
+        scene = Scene()
+        with scene.waiting(GENERATION, "a batch", 2 * LIMIT_S), scene.waiting("the trainer", "a step", 2 * LIMIT_S):
+            scene.dog.caught_up()
+            await scene.look()
+            assert scene.told == []
+
+    asyncio.run(check())
+
+
 def test_what_is_waited_for_may_change_its_name() -> None:
     async def check() -> None:
         scene = Scene()
