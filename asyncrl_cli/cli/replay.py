@@ -37,7 +37,7 @@ def replay(
     spec = load_spec(run.path / "spec.yaml", overrides or ()).spec.model_copy(update={"runs_dir": run.path.parent})
     changed = check_changes(before, spec)
 
-    from asyncrl_cli.pipeline.replay import ReplayedStep, recorded_steps
+    from asyncrl_cli.pipeline.replay import ReplayedStep, ReplayPlan, recorded_steps
     from asyncrl_cli.pipeline.replay import replay as train_again
 
     recorded = recorded_steps(run)
@@ -67,7 +67,7 @@ def replay(
     if not as_json:
         typer.echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
     search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
-    train_again(run, spec, search_path, checkpoint, first - 1, end, progress, show)
+    train_again(ReplayPlan(run, spec, search_path, checkpoint, first - 1, end), progress, show)
     if changed:
         typer.echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:

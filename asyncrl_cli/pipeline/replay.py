@@ -46,34 +46,32 @@ def recorded_steps(run: RunDirectory) -> int:
         connection.close()
 
 
-def replay(
-    run: RunDirectory,
-    spec: ExperimentSpec,
-    search_path: Path,
-    checkpoint: Checkpoint | None,
-    first: int,
-    last: int,
-    progress: Callable[[str], None],
-    show: Callable[[ReplayedStep], None],
-) -> None:
-    """Train steps up to ``last`` from a checkpoint (None: the initial model); those from ``first`` on are shown.
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """What to replay.
 
-    Steps are counted from 0. Raises ``RunError`` when a batch is not in the journal any more or a rank dies.
+    Args:
+        checkpoint: where the trainer starts; None for the initial model.
+        first: the first step to show, counted from 0 like all steps in the journal.
+        last: the step to stop before.
     """
-    with ray_cluster(spec, _log_folder(run)):
-        asyncio.run(_replay(run, spec, search_path, checkpoint, first, last, progress, show))
+
+    run: RunDirectory
+    spec: ExperimentSpec
+    search_path: Path
+    checkpoint: Checkpoint | None
+    first: int
+    last: int
 
 
-async def _replay(
-    run: RunDirectory,
-    spec: ExperimentSpec,
-    search_path: Path,
-    checkpoint: Checkpoint | None,
-    first: int,
-    last: int,
-    progress: Callable[[str], None],
-    show: Callable[[ReplayedStep], None],
-) -> None:
+def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
+    """Train again. Raises ``RunError`` when a batch is not in the journal any more or a rank dies."""
+    with ray_cluster(plan.spec, _log_folder(plan.run)):
+        asyncio.run(_replay(plan, progress, show))
+
+
+async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
+    run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
     factory = ActorFactory(spec, run.path, search_path, _log_folder(run))
     ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, search_path, spec.pipeline.stall_minutes * 60)
     connection = open_for_reading(run.path / FILE)
@@ -82,7 +80,7 @@ async def _replay(
         await ranks.preload()
         await ranks.prepare_model(progress)
         await ranks.start(checkpoint.folder if checkpoint else None)
-        for step in range(checkpoint.step if checkpoint else 0, last):
+        for step in range(checkpoint.step if checkpoint else 0, plan.last):
             try:
                 batch = read_batch(connection, step)
             except LookupError as error:
@@ -92,8 +90,8 @@ async def _replay(
                     mend="Replay from a later checkpoint (--from), or keep all tokens (journal.keep: all)",
                 ) from None
             report: StepReport = (await ranks.call("train_step", batch))[0]
-            if step < first:
-                progress(f"on the way to step {first + 1}: step {step + 1}")
+            if step < plan.first:
+                progress(f"on the way to step {plan.first + 1}: step {step + 1}")
                 continue
             version, rest = divmod(step + 1, spec.pipeline.publish_every)
             equal = None
