@@ -256,7 +256,7 @@ async def _until_stopped(work: Any, stop: asyncio.Event) -> Any:
         stopping.cancel()
         return working.result()
     working.cancel()
-    await asyncio.wait([working])
+    await asyncio.gather(working, return_exceptions=True)
     raise Interrupted
 
 
