@@ -15,6 +15,7 @@ from asyncrl_cli.pipeline.launch import MODEL, Start
 from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound, remove_later
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.checkpoints import check_layout
 
 
 def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str, without_journal: bool) -> Start:
@@ -23,6 +24,8 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     Raises ``RunError`` when there is nothing to do or the checkpoint is damaged, ``JournalError`` when the journal is.
     """
     checkpoint = newest_sound(run, step) if step != 0 else None
+    if checkpoint is not None:
+        check_layout(checkpoint, spec.trainer)
     journal = run.path / FILE
     if without_journal:
         return _without_journal(run, checkpoint, note)
