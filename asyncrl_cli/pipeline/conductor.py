@@ -34,7 +34,7 @@ from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.pipeline.watchdog import GENERATION, Watchdog
 from asyncrl_cli.runs.checkpoints import newest_undamaged
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
 
@@ -120,11 +120,15 @@ class Conductor:
     async def settle(self) -> None:
         """After an interruption: wait until the trainer's step in flight, if any, is done, and report it.
 
-        Raises ``RunError`` when it failed: nothing may be saved then.
+        Raises ``RunError`` when it failed, and when catching up was interrupted: a step that nobody waits for changes
+        the weights then, and nothing may be saved.
         """
         if self._in_flight is not None:
             taken, training = self._in_flight
             await self._note_step(taken, await training, None)
+        if not self._follower.between_steps:
+            raise RunError("it was interrupted while it caught up", place="trainer-0")
+        self._step = self._follower.step
 
     async def close(self) -> None:
         """The run is over, however it ended: have the journal closed. Whatever goes wrong loses nothing."""
@@ -133,11 +137,10 @@ class Conductor:
     async def checkpoint(self) -> None:
         """Save where the run is now. Call it between steps, or after ``settle``.
 
-        Between two publishes nothing is saved: the engines' version could not be made again from it. Nor is anything
-        while a step that nobody waits for, because catching up was interrupted, changes the weights.
+        Between two publishes nothing is saved: the engines' version could not be made again from it.
         """
-        step, parts = self._follower.step, self._parts
-        if step % self._spec.pipeline.publish_every or not self._follower.between_steps:
+        step, parts = self._step, self._parts
+        if step % self._spec.pipeline.publish_every:
             return
         started = time.monotonic()
         state = {"step": step, **await parts.buffer.call("fallback")}

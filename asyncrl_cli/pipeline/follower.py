@@ -72,6 +72,8 @@ class Follower:
         while True:
             try:
                 await self._catch_up(step)
+                if self.step != step:
+                    raise RuntimeError(f"the weights are those after {self.step} steps, not after {step}")
                 return await work()
             except TrainerLost as lost:
                 self._down = True
