@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -97,18 +98,17 @@ class RewardProcess:
 
     def _ask(self, question: object, limit_s: float) -> Any:
         """The answer; None when there was none in time. The process is closed then, and when it ended."""
-        with contextlib.suppress(OSError, EOFError):  # it has ended, or is about to
+        deadline = time.monotonic() + limit_s
+        with contextlib.suppress(OSError, EOFError):  # it has closed the socket
             self._connection.send(question)
             # What it has started may keep the socket open after its end, so that is watched as well.
-            ready = wait([self._connection, self._exit], limit_s)
-            if self._connection in ready:
+            if self._connection in wait([self._connection, self._exit], limit_s):
                 return self._connection.recv()
-            if not ready:
-                self.close()
-                return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # so that the status told is its own
+        # The socket may close before the process ends; it has the rest of its time to do so with a status of its own.
+        ended = wait([self._exit], max(0.0, deadline - time.monotonic()))
         self.close()
+        if not ended:
+            return None
         raise ProcessEnded(_how(self._process.returncode))
 
 

@@ -33,7 +33,7 @@ def responses(*texts: str) -> list[Response]:
 
 
 class StandIn:
-    """An actor whose ``score`` is what ``answer`` makes of the texts."""
+    """An actor whose ``score`` is what ``answer`` makes of the texts. As Ray's, no answer is there at once."""
 
     def __init__(self, answer: Callable[[list[str]], Awaitable[list[Any]]], start: BaseException | None = None) -> None:
         self._answer = answer
@@ -45,9 +45,14 @@ class StandIn:
         if asked is None:
             return self._started()
         self.calls.append([text for _, text, _ in asked])
-        return self._answer(self.calls[-1])
+        return self._answered(self.calls[-1])
+
+    async def _answered(self, texts: list[str]) -> list[Any]:
+        await asyncio.sleep(0)  # the other callers come to ask
+        return await self._answer(texts)
 
     async def _started(self) -> str:
+        await asyncio.sleep(0)
         if self._start is not None:
             raise self._start
         return "user_rewards:reward"
