@@ -290,6 +290,16 @@ def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytes
     run(check())
 
 
+def test_weights_of_a_later_step_are_refused() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(weights=(0, 1, 2)))
+        with pytest.raises(RuntimeError, match="the weights are those after 3 steps, not after 2"):
+            await scene.follower.call(2, "save")
+        assert scene.ranks.checkpoints == {}
+
+    run(check())
+
+
 def test_one_piece_of_work_at_a_time() -> None:
     async def check() -> None:
         scene = Scene(Ranks())
