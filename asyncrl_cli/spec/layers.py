@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl_cli.spec.problems import Place, Problem
+from asyncrl_cli.spec.sections import NUL
 from asyncrl_cli.spec.source import Node, read_yaml
 
 FOLLOW_FROM_MODE = ("max_staleness", "weight_update")
@@ -85,7 +86,9 @@ def _targets(parents: Node | None, problems: list[Problem]) -> list[tuple[str, P
         return []
     targets = []
     for node in parents.value if isinstance(parents.value, list) else [parents]:
-        if isinstance(node.value, str):
+        if isinstance(node.value, str) and NUL in node.value:
+            problems.append(Problem("extends", "holds a NUL character, which no path may").at(node.place))
+        elif isinstance(node.value, str):
             targets.append((os.path.normpath(node.place.folder / node.value), node.place))
         else:
             message = "must be the path of a spec, or a list of them"

@@ -19,7 +19,7 @@ from asyncrl_cli.spec.explain import explain
 from asyncrl_cli.spec.layers import override, read_layers
 from asyncrl_cli.spec.problems import Place, Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec
+from asyncrl_cli.spec.sections import CHARACTERS, NUL, ExperimentSpec
 from asyncrl_cli.spec.source import SCALARS, Node
 
 FILE_KEYS = ("data.train.path", "data.eval.path")
@@ -49,7 +49,13 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> LoadedSpec:
         problems.append(Problem("", "the spec is nested too deeply").at(Place(str(path))))
         spec = None
     order = {str(file): rank for rank, file in enumerate(files)}
-    problems.sort(key=lambda p: (order.get(os.path.realpath(p.file), len(files)), p.line or 0, p.column or 0))
+
+    def where(problem: Problem) -> tuple[int, int, int]:
+        # The place of an override is its text, which may hold what no path may.
+        file = problem.file if NUL in problem.file else os.path.realpath(problem.file)
+        return order.get(file, len(files)), problem.line or 0, problem.column or 0
+
+    problems.sort(key=where)
     if spec is None or any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, tuple(dict.fromkeys(files)), tuple(problems))
@@ -88,7 +94,7 @@ def _absolute(node: Node, keys: list[str], must_be_file: bool) -> Node:
         if below is None or not isinstance(node.value, dict):
             return node
         return replace(node, value=node.value | {keys[0]: _absolute(below, keys[1:], must_be_file)})
-    if not isinstance(node.value, str) or not node.value:
+    if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
     path = os.path.abspath(node.place.folder / os.path.expanduser(node.value))
     is_path = must_be_file or looks_like_path(node.value, path)

@@ -9,13 +9,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 CHARACTERS = "characters"
+NUL = "\0"
 DType = Literal["float32", "bfloat16"]
+
+
+def _without_nul(path: Path | str | None) -> Path | str | None:
+    if NUL in str(path):
+        raise PydanticCustomError("nul", "holds a NUL character, which no path may")
+    return path
+
+
+SystemPath = AfterValidator(_without_nul)
+"""Marks a field that holds a path: the system's calls take none with a NUL."""
 
 
 class Section(BaseModel):
@@ -39,7 +51,7 @@ class ModelInit(Section):
         description="Arguments of the architecture's transformers config. `vocab_size` and the special "
         "token ids follow from the tokenizer.",
     )
-    tokenizer: str = Field(
+    tokenizer: Annotated[str, SystemPath] = Field(
         CHARACTERS,
         description="`characters` makes a tokenizer with one token for each printable ASCII character; "
         "anything else is the path of a saved tokenizer (relative to this file).",
@@ -69,7 +81,9 @@ class WarmStart(Section):
 class ModelSpec(Section):
     """The policy: a saved model, or one made from a config."""
 
-    path: str | None = Field(None, description="A Hugging Face model directory (relative to this file), or a hub id.")
+    path: Annotated[str | None, SystemPath] = Field(
+        None, description="A Hugging Face model directory (relative to this file), or a hub id."
+    )
     init: ModelInit | None = Field(None, description="Build the model from a config instead.")
     warm_start: WarmStart | None = Field(
         None, description="Train on the task's demonstrations first. The result is cached by content."
@@ -93,7 +107,7 @@ class TaskSpec(Section):
 class SplitSpec(Section):
     """Where the prompts of one split come from."""
 
-    path: str | None = Field(
+    path: Annotated[str | None, SystemPath] = Field(
         None,
         description="A JSON Lines file with a `prompt` (text or chat messages) per row; all other keys reach "
         "the reward function. Relative to this file. Without a path the task makes its own prompts.",
@@ -324,7 +338,7 @@ class ExperimentSpec(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64, description="Starts the run id.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the run.")
-    runs_dir: Path = Field(
+    runs_dir: Annotated[Path, SystemPath] = Field(
         Path("runs"), strict=False, description="Folder of all runs, relative to where the command is started."
     )
     model: ModelSpec = Field(description="The policy.")

@@ -154,6 +154,27 @@ def test_deep_nesting_is_a_problem_like_any_other(write: Write) -> None:
     assert "nested too deeply" in problem.message
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["model.path", "model.init.tokenizer", "data.train.path", "data.eval.path", "runs_dir"],
+)
+def test_a_path_with_a_nul_is_refused(path: str, write: Write) -> None:
+    overrides = ["model.init={architecture: qwen3}", "model.path=null"] if "tokenizer" in path else []
+    for text in ("a\\0b", "/a\\0", "~\\0/b"):
+        (problem,) = mistakes(write(), *overrides, f'{path}="{text}"')
+        assert (problem.path, problem.message) == (path, "holds a NUL character, which no path may")
+
+
+def test_an_extended_file_with_a_nul_is_refused(write: Write) -> None:
+    problems = mistakes(write('extends: ["a\\0b"]\n'))
+    assert ("extends", "holds a NUL character, which no path may") in {(p.path, p.message) for p in problems}
+
+
+@pytest.mark.parametrize("assignment", ["\0", "a\0b=1", "runs_dir=a\0b", "model.path\0=x"])
+def test_an_override_with_a_nul_is_a_problem_like_any_other(assignment: str, write: Write) -> None:
+    assert mistakes(write(), assignment)
+
+
 def test_spec_errors_travel_between_processes(write: Write) -> None:
     error = SpecError(mistakes(write(), "stop.steps=0"))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
