@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pkgutil
@@ -12,16 +11,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import asyncrl_cli.cli
-from asyncrl_cli.buffer.ledger import Batch, Ledger
-from asyncrl_cli.pipeline.checkpoints import Checkpoints
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.launch import MODEL
+from asyncrl_cli.rollout.records import Rollout, training_rollout_id
+from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "transformers")
 MODULES = [f"asyncrl_cli.cli.{module.name}" for module in pkgutil.iter_modules(asyncrl_cli.cli.__path__)]
+COMMANDS = [
+    "train",
+    "resume",
+    "replay",
+    "runs",
+    "track",
+    "inspect",
+    "staleness",
+    "checkpoint",
+    "validate-spec",
+]
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
 
 
@@ -66,11 +82,11 @@ def test_help_lists_the_commands(tmp_path: Path) -> None:
     done = asyncrl("--help", cwd=tmp_path)
     assert done.returncode == 0
     listed = [line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines() if line.strip()]
-    assert {"train", "resume", "runs", "validate-spec"} <= set(listed)
+    assert sorted(listed) == sorted(COMMANDS)
     assert asyncrl(cwd=tmp_path).stderr.strip() == done.stdout.strip(), "no command shows the help"
 
 
-@pytest.mark.parametrize("command", ["train", "resume", "runs", "validate-spec"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     done = asyncrl(command, "-h", cwd=tmp_path)
     assert done.returncode == 0
@@ -198,26 +214,45 @@ def test_a_runs_folder_that_cannot_be_written(tmp_path: Path) -> None:
 # -- resume, as far as it can be refused
 
 
-def resumable(runs_dir: Path, step: int = 0) -> RunDirectory:
-    """A run with a spec and, for a step above 0, a checkpoint of that step without the trainer's part."""
-    run = make_run(runs_dir, "run-1", "2026-01-01T00:00:00+00:00", phase="interrupted", step=step, steps=10)
+def resumable(runs_dir: Path, step: int = 0, checkpoint: int | None = None, **state: Any) -> RunDirectory:
+    """A run with a spec and, for a step above 0, a journal of so many trained steps and a checkpoint of the last.
+
+    The journal's batches are of one group of one, which is all that resuming asks of them here.
+    """
+    usual = {"phase": "interrupted", "step": step, "steps": 10}
+    run = make_run(runs_dir, "run-1", "2026-01-01T00:00:00+00:00", **usual | state)
     (runs_dir / "spec.yaml").write_text(SPEC)
     run.write_text("spec.yaml", dump_spec(load_spec(runs_dir / "spec.yaml").spec))
     if step:
-        ledger = Ledger(1, 1, 0)
-        while ledger.step < step:
-            ledger.finish(ledger.admit().group_id)
-            batch = ledger.next_batch()
-            assert isinstance(batch, Batch)
-            ledger.take(batch)
-            ledger.publish()
-
-        class Nobody:
-            async def train(self, method: str, *arguments: object) -> None: ...
-
-        checkpoints = Checkpoints(run, Nobody(), 1)  # type: ignore[arg-type]
-        asyncio.run(checkpoints.save(ledger, {"epoch": 0, "position": 0}, []))
+        record(run, step)
+        save(run, step if checkpoint is None else checkpoint)
     return run
+
+
+def record(run: RunDirectory, steps: int) -> None:
+    """A journal of so many steps, each taken, trained and published."""
+    book = DurableLedger(run.path / FILE, BufferSettings(1, 1, 0, "wait", 10, 1, reject_uniform=False))
+    for step in range(steps):
+        prompt = Prompt(f"p{step}", "question?")
+        (admission,) = book.admit([Candidate(step + 1, prompt, (9,), {"epoch": 0, "position": step + 1})]).admissions
+        name = training_rollout_id(admission.group_id, 0)
+        arrays = np.ones(2, np.int32), np.zeros(2, np.float32), np.full(2, step, np.int32)
+        book.record([Rollout(name, (9,), *arrays, text="", finish_reason="stop")], [Outcome(name, 1.0)])
+        assert book.take(step) is None
+        book.journal.trained(StepRecord(step, "digest", {}))
+        book.publish(PublishRecord(step + 1, step + 1, "checksum", 0.0, 0.0, 0.0, 0.0))
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+def save(run: RunDirectory, step: int) -> None:
+    """A sound checkpoint of a step, without the trainer's part."""
+    trainer = load_spec(run.path / "spec.yaml").spec.trainer
+    layout = {"ranks": trainer.ranks, "zero_stage": trainer.zero_stage, "dtype": trainer.dtype}
+    checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
+    checkpoint.folder.mkdir()
+    (checkpoint.folder / RUN_FILE).write_text(json.dumps({"next_group": step, "prompts": [], "trainer": layout}))
+    seal(checkpoint.folder)
 
 
 def test_resume_of_nothing(tmp_path: Path) -> None:
@@ -225,12 +260,6 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
     assert shown == "runs: no run is called 'nothing'. `asyncrl runs` lists those there are."
     shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 1)
     assert shown == "runs: there is no run yet. Start one: asyncrl train SPEC."
-
-
-def test_resume_without_a_checkpoint(tmp_path: Path) -> None:
-    resumable(tmp_path / "runs")
-    shown = refused(asyncrl("resume", "run", cwd=tmp_path), 1)
-    assert shown.startswith("run-1: the run has no checkpoint to resume from. Start it anew")
 
 
 def test_resume_of_a_run_that_is_driven(tmp_path: Path) -> None:
@@ -241,26 +270,66 @@ def test_resume_of_a_run_that_is_driven(tmp_path: Path) -> None:
 
 
 def test_resume_of_a_run_that_is_done(tmp_path: Path) -> None:
-    run = resumable(tmp_path / "runs", step=10)
+    run = resumable(tmp_path / "runs", step=10, phase="finished")
+    (run.path / MODEL).mkdir()
+    (run.path / MODEL / "config.json").write_text("{}")
     shown = refused(asyncrl("resume", "run-1", cwd=tmp_path), 1)
     assert shown == ("run-1: the run has done its 10 steps. To train on, say how far: asyncrl resume run-1 --steps 20.")
     assert not run.is_driven, "the lock is given back"
-    assert "the run has done its 7 steps" in refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 1)
+    assert "the run has done its 10 steps" in shown
+    run.update(phase="interrupted")
+    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 1)
+    assert shown == "run-1: the run has taken 10 steps already, more than 7. Say a later step."
     assert load_spec(run.path / "spec.yaml").spec.stop.steps == 10, "a refused --steps changes nothing"
+
+
+def test_a_refused_change_leaves_the_spec_as_it_was(tmp_path: Path) -> None:
+    run = resumable(tmp_path / "runs", step=3)
+    before = (run.path / "spec.yaml").read_bytes()
+    changes = ("--set", "seed=7", "--set", "rollout.group_size=2", "--set", "evaluation.every=3")
+    shown = refused(asyncrl("resume", "run-1", *changes, "--steps", "20", cwd=tmp_path), 2)
+    assert "rollout.group_size: cannot change when a run is resumed: recorded groups have this size" in shown
+    assert "seed: cannot change when a run is resumed: " in shown
+    assert "evaluation.every" not in shown, "that one may change"
+    assert (run.path / "spec.yaml").read_bytes() == before
+    assert not run.is_driven, "the lock is given back"
+
+
+def test_a_journal_that_is_older_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = resumable(tmp_path / "runs", step=3, checkpoint=5)
+    before = (run.path / "spec.yaml").read_bytes()
+    shown = refused(asyncrl("resume", "run-1", "--steps", "20", cwd=tmp_path), 1)
+    assert shown.startswith(f"runs/run-1/{FILE}: the journal knows of 3 steps, and the checkpoint of step 5 is newer")
+    assert shown.endswith("asyncrl resume run-1 --without-journal.")
+    assert (run.path / "spec.yaml").read_bytes() == before
 
 
 RESUMED = """
 import sys
-from asyncrl_cli.cli import app
+from asyncrl_cli.cli import app, running
 from asyncrl_cli.pipeline import launch
-def load(spec, search_path):
-    print(spec.runs_dir, spec.stop.steps)
+def drive(spec, run, start):
+    print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))
     raise SystemExit(7)
-launch.Experiment.load = staticmethod(load)
+launch.Experiment.load = staticmethod(lambda spec, search_path: spec)
+running.drive = drive
 sys.argv[0] = "asyncrl"
 app.main()
 """
-"""`asyncrl`, up to the spec that a resumed run gets."""
+"""`asyncrl`, up to the spec that a resumed run gets and to how it starts."""
+
+
+def resumed(runs_dir: Path, *arguments: str) -> str:
+    """With what the driver is called."""
+    done = subprocess.run(
+        [sys.executable, "-c", RESUMED, "resume", "run-1", "--runs-dir", str(runs_dir), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    return done.stdout.removesuffix("\n")
 
 
 @pytest.mark.parametrize(
@@ -273,11 +342,16 @@ app.main()
     ],
 )
 def test_a_resumed_run_stays_in_its_folder(tmp_path: Path, name: str) -> None:
-    resumable(tmp_path / name, step=3)
-    done = subprocess.run(
-        [sys.executable, "-c", RESUMED, "resume", "run-1", "--runs-dir", str(tmp_path / name), "--steps", "20"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr, done.stdout) == (7, "", f"{tmp_path / name} 20\n")
+    run = resumable(tmp_path / name, step=3)
+    assert resumed(tmp_path / name, "--steps", "20") == f"{tmp_path / name} 20 resume 3 'stop.steps=20'"
+    assert load_spec(run.path / "spec.yaml").spec.stop.steps == 20
+
+
+def test_a_run_without_checkpoint_or_journal_starts_from_the_beginning(tmp_path: Path) -> None:
+    resumable(tmp_path)
+    assert resumed(tmp_path) == f"{tmp_path} 10 resume None ''"
+
+
+def test_a_run_without_a_checkpoint_goes_on_from_its_journal(tmp_path: Path) -> None:
+    record(resumable(tmp_path), 3)
+    assert resumed(tmp_path) == f"{tmp_path} 10 resume None ''"
