@@ -51,12 +51,20 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.05)
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder with all that is in it; a dying process may still put something there meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
+
+
 def main() -> None:
     mark, folder = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.buffer.read()
     kill_marked(mark)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(Path(folder))
 
 
 if __name__ == "__main__":
