@@ -100,8 +100,8 @@ class Dispatcher:
 
     async def flush(self) -> None:
         """Send what lies in the outboxes of serving engines."""
-        for engine in self.serving():
-            if engine.outbox:
+        for engine in self.engines:
+            if engine.serving and engine.outbox:  # as of now: sending takes its time
                 requests, engine.outbox = engine.outbox, []
                 await self._tell(engine, "submit", requests)
 
