@@ -72,6 +72,7 @@ class Conductor:
         self._parts = parts
         self._opening = opening
         self._reported = opening.trained  # steps
+        self._untold: dict[int, StepRecord] = {}  # reported, and not yet in the journal
         self._step, self._version = opening.step, opening.version
         self._checksum = opening.checksum  # of the bytes of the present version, once that is published
         self._accuracies = dict(opening.evaluated)
@@ -126,6 +127,7 @@ class Conductor:
         if self._in_flight is not None:
             taken, training = self._in_flight
             await self._note_step(taken, await training, None)
+        await self._tell()
         if not self._follower.between_steps:
             raise RunError("it was interrupted while it caught up", place="trainer-0")
         self._step = self._follower.step
@@ -143,6 +145,7 @@ class Conductor:
         if step % self._spec.pipeline.publish_every:
             return
         started = time.monotonic()
+        await self._tell()
         state = {"step": step, **await parts.buffer.call("fallback")}
         saving = self._follower.at(step, lambda: parts.checkpoints.save(step, state))
         saved = await parts.watchdog.until(saving, "the trainer", f"the checkpoint of step {step}")
@@ -328,7 +331,14 @@ class Conductor:
         step = taken.batch.step
         self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())
         self._reported = step + 1
-        return self._parts.buffer.call("trained", StepRecord(step, batch_digest(taken.batch), metrics))
+        self._untold[step] = StepRecord(step, batch_digest(taken.batch), metrics)
+        return self._tell()
+
+    async def _tell(self) -> None:
+        """Return when the journal has every step that was reported."""
+        for step, record in list(self._untold.items()):
+            await self._parts.buffer.call("trained", record)
+            self._untold.pop(step, None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         try:
