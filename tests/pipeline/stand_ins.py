@@ -117,15 +117,15 @@ class StandInEngine(Actor):
         super().__init__()
         self.submitted: list[RolloutRequest] = []
         self.cancelled: list[str] = []
-        self.silent = False
+        self.takes = asyncio.Event()
+        self.takes.set()
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._collecting: asyncio.Future[Delivery] | None = None
         self._idle = asyncio.Event()
 
     @remote
     async def submit(self, requests: list[RolloutRequest]) -> None:
-        if self.silent:
-            await asyncio.get_running_loop().create_future()
+        await self.takes.wait()
         self.submitted += requests
 
     @remote

@@ -36,7 +36,7 @@ class Owner:
 
 
 async def asked(dispatcher: Dispatcher, owner: Owner, *names: str) -> None:
-    """Send requests, each to the least loaded engine."""
+    """Send requests, each to the least loaded engine, all at once."""
     for name in names:
         dispatcher.enqueue(dispatcher.least_loaded(), [request(name)], owner.on_end)
     await dispatcher.flush()
@@ -369,11 +369,32 @@ def test_an_engine_that_does_not_take_requests_is_condemned() -> None:
     async def check() -> None:
         dispatcher = dispatcher_over(2, hang_s=0.01)
         silent, other = actors(dispatcher)
-        silent.silent = True
+        silent.takes.clear()
         await asked(dispatcher, Owner(), "a", "b")
         assert silent.dead, "its process is ended, so that its collection ends"
         assert await lost(dispatcher, 0) == "no answer within 0 s"
         assert sorted(other.ids) == ["a", "b"]
+
+    run(check())
+
+
+def test_an_engine_that_is_lost_while_others_get_their_requests_gets_none() -> None:
+    async def check() -> None:
+        dispatcher = dispatcher_over(2)
+        slow, _ = actors(dispatcher)
+        slow.takes.clear()
+        sending = asyncio.create_task(asked(dispatcher, Owner(), "a", "b"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        restarted = await restart(dispatcher.engines[1])
+        dispatcher.engines[1].serving = False  # it has no weights yet
+        dispatcher.enqueue(dispatcher.engines[1], [request("c")], Owner().on_end)
+        slow.takes.set()
+        await sending
+        assert restarted.ids == []
+        dispatcher.engines[1].serving = True
+        await dispatcher.flush()
+        assert "c" in restarted.ids
 
     run(check())
 
