@@ -48,7 +48,7 @@ HANGS = {
     "holds the lock in C": "ctypes.PyDLL(None).sleep(600)",
     "backtracks for ever": "re.match('(a+)+$', 'a' * 60 + 'b')",
     "ignores signals": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(600)",
-    "closes its socket": "os.closerange(3, 256); time.sleep(600)",
+    "closes its socket": "os.closerange(3, 4096); time.sleep(600)",
 }
 
 
@@ -109,8 +109,8 @@ def test_what_hangs_is_ended(start: Callable[..., RewardProcess], hang: str) -> 
         ("os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
         ("ctypes.string_at(0)", "signal SIGSEGV"),
         ("forked", "exit status 4"),
-        ("os.closerange(3, 256)", "exit status 1"),
-        ("os.closerange(3, 256); time.sleep(2)", "exit status 1"),  # as late as it likes, within its limit
+        ("os.closerange(3, 4096)", "exit status 1"),
+        ("os.closerange(3, 4096); time.sleep(2)", "exit status 1"),  # as late as it likes, within its limit
     ],
 )
 def test_what_ends_the_process_is_told(start: Callable[..., RewardProcess], end: str, how: str) -> None:
