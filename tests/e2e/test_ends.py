@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.buffer.schema import FILE
+
 from .conftest import Runs, mark_of, processes_of, rows, until
+from .journal import steps_of
 
 pytestmark = pytest.mark.stack
 
@@ -29,6 +32,24 @@ def own_runs(tmp_path: Path, shared_runs: Runs) -> Runs:
     return Runs(tmp_path)
 
 
+def resumed(runs: Runs, more: int) -> Path:
+    """Resume the newest run for some steps beyond those it has taken, and check the whole of it."""
+    run = runs.newest()
+    journal = run / FILE
+    last = (len(steps_of(run)) if journal.exists() else 0) + more
+    ended = runs.run("resume", run.name[:-2], "--runs-dir", runs.folder, "--steps", str(last))
+    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    assert json.loads((run / "state.json").read_text())["step"] == last
+    metrics = rows(run, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, last + 1)), "every step is reported once"
+    assert max(row["staleness/groups_max"] for row in metrics) <= 2
+    steps = steps_of(run)
+    assert [step.number for step in steps if step.digest] == list(range(1, last + 1))
+    uids = [uid for step in steps for uid in step.uids]
+    assert len(uids) == len(set(uids)), "no prompt is trained on twice"
+    return run
+
+
 def test_a_killed_driver_leaves_no_process_and_can_be_resumed(own_runs: Runs) -> None:
     process = own_runs.start("train", own_runs.write_spec(stop={"steps": 200}, checkpoints={"every": 2}))
     until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
@@ -41,38 +62,26 @@ def test_a_killed_driver_leaves_no_process_and_can_be_resumed(own_runs: Runs) ->
     until(lambda: not processes_of(mark), "the run's processes to end", 60)
     listed = own_runs.run("runs", "--runs-dir", own_runs.folder, "--json")
     assert [run["state"] for run in json.loads(listed.out)] == ["died"]
-
-    run = own_runs.newest()
-    saved = max(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
-    ended = own_runs.run("resume", "latest", "--runs-dir", own_runs.folder, "--steps", str(saved + 4))
-    assert ended.code == 0, ended.out + ended.err + own_runs.logs()
-    assert json.loads((run / "state.json").read_text())["step"] == saved + 4
-    resumed = rows(run, "metrics.jsonl")[-4:]
-    assert [row["step"] for row in resumed] == list(range(saved + 1, saved + 5))
-    assert max(row["staleness/groups_max"] for row in resumed) <= 2
+    resumed(own_runs, more=4)
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_resume_does(own_runs: Runs) -> None:
+@pytest.mark.parametrize("moment", ["guardian.log", "trainer-0.log", "three steps"])
+def test_ctrl_c_says_how_to_go_on_and_resume_does(own_runs: Runs, moment: str) -> None:
     process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
     until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
-    until(lambda: step_of(own_runs) >= 3 or process.poll() is not None, "some steps")
+
+    def has_come() -> bool:
+        return step_of(own_runs) >= 3 if moment == "three steps" else (own_runs.newest() / "logs" / moment).exists()
+
+    until(lambda: has_come() or process.poll() is not None, moment)
     process.send_signal(signal.SIGINT)
     ended = own_runs.wait(process)
     run = own_runs.newest()
     assert ended.code == 130, ended.out + ended.err
     assert f"asyncrl resume {run.name}" in ended.err
     assert "Traceback" not in ended.err
-    stopped = json.loads((run / "state.json").read_text())
-    assert stopped["phase"] == "interrupted"
-
-    saved = max(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
-    ended = own_runs.run("resume", run.name[:-2], "--runs-dir", own_runs.folder, "--steps", str(saved + 3))
-    assert ended.code == 0, ended.out + ended.err + own_runs.logs()
-    batches = rows(run, "batches.jsonl")
-    assert [row["step"] for row in batches][-3:] == [saved + 1, saved + 2, saved + 3]
-    trained = {row["step"]: row["uids"] for row in batches}
-    uids = [uid for row in trained.values() for uid in row]
-    assert len(uids) == len(set(uids))  # the loader repeats no prompt
+    assert json.loads((run / "state.json").read_text())["phase"] == "interrupted"
+    resumed(own_runs, more=3)
 
     again = own_runs.run("resume", run.name, "--runs-dir", own_runs.folder)
     assert again.code == 1
