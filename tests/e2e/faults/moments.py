@@ -37,7 +37,7 @@ class Run(Protocol):
 def settled(run: Run) -> Iterator[None]:
     """The run trains; some time later."""
     _steps_on(run, 3)
-    run.pause(run.random.uniform(0, 3))
+    run.pause(run.random.uniform(0, 2))
     yield
 
 
