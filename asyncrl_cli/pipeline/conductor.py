@@ -243,7 +243,10 @@ class Conductor:
         )
 
     async def _write_weights(self, version: int) -> Publication:
-        publications = await self._parts.ranks.call("publish", version)
+        writing = self._parts.ranks.call("publish", version)
+        publications = await self._parts.watchdog.until(
+            writing, "the conductor", f"the trainer to write version {version}"
+        )
         publication: Publication = publications[0]
         return publication
 
