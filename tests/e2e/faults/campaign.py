@@ -31,7 +31,7 @@ BLOWS_A_RUN = 5
 LONG_WORDS: dict[str, Any] = {
     "model": {"warm_start": {"steps": 700, "clean_fraction": 0.0}},
     "task": {"use": "spell_backward", "options": {"min_letters": 6, "max_letters": 8, "careful": 0.6}},
-    "journal": {"segment_seconds": 0.2},
+    "journal": {"segment_seconds": 0.05},
 }
 """Longer responses, recorded often: at any moment many rollouts are half done, and some of that is in the journal."""
 TWINNED = "no staleness"
