@@ -165,7 +165,7 @@ def test_an_undisturbed_run(tmp_path: Path, every: int) -> None:
 
 
 @given(of=specs, fate=fates)
-@settings(EXHAUSTIVE, max_examples=150)
+@settings(EXHAUSTIVE, max_examples=100)
 def test_whatever_dies_when_the_promises_hold(
     tmp_path_factory: pytest.TempPathFactory, of: ExperimentSpec, fate: tuple[int, int, list[str]]
 ) -> None:
