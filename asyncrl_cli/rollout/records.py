@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
 
+GIVEN = -1
+"""The "weight version" of tokens that no weights sampled: the words of a user, a tool or an environment, and the chat
+template's. Their log-prob is 0, and they are never trained on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -24,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens ``start``, ``start + 1``, ... of a rollout, generated under one weight version.
+    """Tokens ``start``, ``start + 1``, ... of a sequence, generated under one weight version, or ``GIVEN``.
 
     ``response_ids`` (int32) and ``logprobs`` (float32, nats) have one entry per token.
     """
@@ -67,11 +71,15 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One finished trajectory. The three arrays have one entry per generated token.
+    """One finished trajectory. The three arrays have one entry per token of the response.
 
     ``logprobs`` (float32, nats) are taken from the distribution sampled from, temperature included.
-    ``versions`` (int32) never decrease: weights only move forward. ``text`` is decoded once, from all ids,
-    without the end token.
+    ``versions`` (int32) never decrease where they are not ``GIVEN``: weights only move forward. ``text`` is decoded
+    once, from all ids, without the end token.
+
+    An episode (several calls of a model by an environment or an agent) has no ``prompt_ids``: its response begins
+    with the first call's prompt, as ``GIVEN`` tokens. Where a call does not go on from an earlier one's conversation,
+    it begins another sequence of the same rollout: ``branches`` has those, without branches of their own.
     """
 
     rollout_id: str
@@ -81,6 +89,18 @@ class Rollout:
     versions: NDArray[np.int32]
     text: str
     finish_reason: FinishReason
+    branches: tuple[Rollout, ...] = ()
+
+    @property
+    def sequences(self) -> tuple[Rollout, ...]:
+        """All token sequences of the rollout, itself first."""
+        return (self, *self.branches)
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """Which tokens the policy sampled, one entry per token of the response."""
+        mask: NDArray[np.bool_] = self.versions != GIVEN
+        return mask
 
     @property
     def finished(self) -> bool:
@@ -89,7 +109,10 @@ class Rollout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = _packed(self.response_ids, self.logprobs, self.versions)
-        return _unpack_rollout, (self.rollout_id, self.prompt_ids, self.text, self.finish_reason, *arrays)
+        return _unpack_rollout, (
+            *(self.rollout_id, self.prompt_ids, self.text, self.finish_reason, self.branches),
+            *arrays,
+        )
 
 
 # Rollouts go from process to process by the hundred, and most are short. As plain bytes their arrays cost a tenth of
@@ -109,6 +132,7 @@ def _unpack_rollout(
     prompt_ids: tuple[int, ...],
     text: str,
     finish_reason: FinishReason,
+    branches: tuple[Rollout, ...],
     ids: bytes,
     logprobs: bytes,
     versions: bytes,
@@ -121,6 +145,7 @@ def _unpack_rollout(
         versions=np.frombuffer(versions, np.int32),
         text=text,
         finish_reason=finish_reason,
+        branches=branches,
     )
 
 
@@ -133,10 +158,21 @@ def training_rollout_id(group_id: int, place: int) -> str:
     return f"{group_id}-{place}"
 
 
-def place_of(rollout_id: str) -> tuple[int, int]:
-    """Group and place of a training rollout's id."""
+def branch_id(rollout_id: str, branch: int) -> str:
+    """The id of a rollout's sequence ``branch``: 0 is the rollout itself, branches count from 1."""
+    return f"{rollout_id}.{branch}" if branch else rollout_id
+
+
+def place_of(sequence_id: str) -> tuple[int, int]:
+    """Group and place of a training rollout, by the id of any of its sequences."""
+    return sequence_of(sequence_id)[:2]
+
+
+def sequence_of(sequence_id: str) -> tuple[int, int, int]:
+    """Group, place and branch of a training rollout's sequence."""
+    rollout_id, _, branch = sequence_id.partition(".")
     group_id, place = rollout_id.split("-")
-    return int(group_id), int(place)
+    return int(group_id), int(place), int(branch or 0)
 
 
 def segments_of(rollout: Rollout) -> list[Segment]:

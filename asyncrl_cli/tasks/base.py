@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.data.prompts import Message, Prompt
 
 Split = Literal["train", "eval"]
 
@@ -44,4 +45,63 @@ class DemonstrationTask(Task, Protocol):
 
         ``clean`` asks for a faultless, careful one; otherwise it is drawn from the task's mixture.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A reward with whatever else is worth a metric: each of ``metrics`` (finite floats) is averaged over a step."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAccess:
+    """How an agent reaches the policy: an OpenAI-compatible server, under a base URL of this rollout's own."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@runtime_checkable
+class AgentTask(Protocol):
+    """A task that calls the policy itself, as often and as it likes. One instance plays many episodes at a time."""
+
+    async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
+        """Play one episode; returns its reward. None leaves it to ``reward``, on the last reply's text, which the
+        task must have then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers: messages for the policy (``role`` user, tool or system), the reward of the reply
+    before, and whether the episode is over. The rewards of all steps add up to the rollout's."""
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """The other side of one episode. May have ``tools``, a list of OpenAI tool definitions, and ``close()``."""
+
+    def reset(self) -> Sequence[Message]:
+        """The conversation's first messages."""
+        ...
+
+    def step(self, reply: Message) -> Step:
+        """What the policy's reply leads to; ``reply`` is an OpenAI assistant message, with ``tool_calls`` if any."""
+        ...
+
+
+@runtime_checkable
+class EnvironmentTask(Protocol):
+    """A task that the policy plays turn by turn."""
+
+    def environment(self, prompt: Prompt) -> Environment:
+        """The environment of one episode."""
         ...
