@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl_cli.buffer.records import Opening
 from asyncrl_cli.pipeline.faults import Faults
-from asyncrl_cli.pipeline.remote import ActorDied, wait_for
+from asyncrl_cli.runs.remote import ActorDied, wait_for
 
 NAME = "buffer"
 

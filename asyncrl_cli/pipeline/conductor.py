@@ -21,7 +21,6 @@ from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.engines import EngineKeeper
 from asyncrl_cli.pipeline.evaluation import Evaluator
 from asyncrl_cli.pipeline.faults import Faults
@@ -33,6 +32,7 @@ from asyncrl_cli.pipeline.publisher import Publisher, PublishReport
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.pipeline.watchdog import GENERATION, Watchdog
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import newest_undamaged
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -50,7 +50,7 @@ class Parts:
 
     buffer: BufferClient
     ranks: TrainerRanks
-    dispatcher: Dispatcher
+    client: GenerationClient
     scoring: Scoring
     prompts: PromptSource
     evaluator: Evaluator
@@ -89,7 +89,7 @@ class Conductor:
         self._evaluation: asyncio.Task[None] | None = None
         self._evaluating: set[int] = set()  # steps whose evaluation is under way
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
-        self._clock = StepClock(parts.dispatcher)
+        self._clock = StepClock(parts.client)
 
     async def run(self) -> None:
         """Train until the last step. Raises ``RunError`` with the first cause when the run cannot go on."""
@@ -98,19 +98,17 @@ class Conductor:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._groups = GroupSource(
-                    self._spec, parts.buffer, parts.dispatcher, parts.scoring, parts.prompts, self._spawn
+                    self._spec, parts.buffer, parts.client, parts.scoring, parts.prompts, self._spawn
                 )
                 parts.buffer.on_reopen = self._groups.reopened
-                parts.dispatcher.on_segments = self._groups.note_segments
-                parts.dispatcher.on_room = self._groups.fill
-                keeper = EngineKeeper(
-                    parts.dispatcher, self._publisher, parts.faults, parts.skeleton, self._groups.fill
-                )
+                parts.client.on_segments = self._groups.note_segments
+                parts.client.on_room = self._groups.fill
+                keeper = EngineKeeper(parts.client, self._publisher, parts.faults, parts.skeleton, self._groups.fill)
                 endless = [
                     tasks.create_task(self._groups.keep_full()),
                     tasks.create_task(parts.watchdog.watch()),
                     tasks.create_task(self._follower.guard()),
-                    *(tasks.create_task(keeper.keep(engine)) for engine in parts.dispatcher.engines),
+                    *(tasks.create_task(keeper.keep(engine)) for engine in parts.client.engines),
                 ]
                 await self._loop()
                 for task in endless:
@@ -208,7 +206,7 @@ class Conductor:
                 if answer.overdue:
                     await self._groups.requeue(answer.overdue)
                     continue
-                running = f"{parts.dispatcher.running} rollouts are running"
+                running = f"{parts.client.running} rollouts are running"
                 wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
                 parts.reporter.doing(f"waiting: {answer.reason}", answer.counts)
 
@@ -235,11 +233,11 @@ class Conductor:
         await self._parts.buffer.call("publish", PublishRecord(step=self._step, **asdict(report)))
 
     async def _serve(self, version: int) -> PublishReport:
-        dispatcher = self._parts.dispatcher
+        client = self._parts.client
         return await self._publisher.serve(
             version,
-            lambda: [(engine.name, engine.process.actor) for engine in dispatcher.serving()],
-            dispatcher.condemn,
+            lambda: [(engine.name, engine.process.actor) for engine in client.serving()],
+            client.condemn,
         )
 
     async def _write_weights(self, version: int) -> Publication:

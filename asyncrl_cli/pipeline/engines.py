@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl_cli.pipeline.dispatcher import Dispatcher, EngineLost, EngineState
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.publisher import Publisher
+from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.runs.directory import RunError
 
 
 class EngineKeeper:
-    """Serves and restarts the engines of one dispatcher."""
+    """Serves and restarts the engines of one client."""
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        client: GenerationClient,
         publisher: Publisher,
         faults: Faults,
         skeleton: Path,
         on_serving: Callable[[], None],
     ) -> None:
         """``on_serving`` hears that an engine has begun to serve."""
-        self._dispatcher = dispatcher
+        self._client = client
         self._publisher = publisher
         self._faults = faults
         self._skeleton = skeleton
@@ -35,7 +35,7 @@ class EngineKeeper:
             try:
                 if not engine.serving:
                     await self._bring_up(engine)
-                await self._dispatcher.collect(engine)
+                await self._client.collect(engine)
             except EngineLost as lost:
                 await self._restart(engine, str(lost))
 
@@ -47,14 +47,14 @@ class EngineKeeper:
             await self._publisher.bring_up((engine.name, engine.process.actor), serve)
         except RunError as error:
             raise EngineLost(error.message) from error
-        await self._dispatcher.flush()
+        await self._client.flush()
         self._on_serving()
 
     async def _restart(self, engine: EngineState, cause: str) -> None:
         while True:
-            self._dispatcher.take_back(engine)
+            self._client.take_back(engine)
             await self._faults.restarting("engine", engine.name, cause)
-            await self._dispatcher.flush()
+            await self._client.flush()
             try:
                 await engine.process.replace(self._skeleton)
             except RunError as error:

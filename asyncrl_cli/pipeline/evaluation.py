@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.groups import Ended, rollout_seed
 from asyncrl_cli.pipeline.scoring import Scoring
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.records import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -25,13 +25,13 @@ class Evaluator:
         self,
         spec: ExperimentSpec,
         run: RunDirectory,
-        dispatcher: Dispatcher,
+        client: GenerationClient,
         scoring: Scoring,
         prompts: Sequence[tuple[Prompt, tuple[int, ...]]],
     ) -> None:
         self._spec = spec
         self._run = run
-        self._dispatcher = dispatcher
+        self._client = client
         self._scoring = scoring
         self._prompts = prompts
 
@@ -86,9 +86,9 @@ class Evaluator:
                 stop=tuple(rollout.sampling.stop),
             )
             request = RolloutRequest(rollout_id, prompts[index][1], sampling)
-            self._dispatcher.enqueue(self._dispatcher.least_loaded(), [request], on_end)
+            self._client.enqueue(self._client.least_loaded(), [request], on_end)
         try:
-            await self._dispatcher.flush()
+            await self._client.flush()
             await complete
         except asyncio.CancelledError:
             complete.cancel()

@@ -18,9 +18,9 @@ from typing import Any
 from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.pipeline.faults import Faults
-from asyncrl_cli.pipeline.remote import START_TIMEOUT_S, ActorDied, wait_for
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, wait_for
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 

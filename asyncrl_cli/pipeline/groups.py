@@ -15,9 +15,9 @@ from typing import Any
 
 from asyncrl_cli.buffer.records import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.pipeline.buffer_client import BufferClient
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.scoring import Scoring
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.records import (
     Rollout,
     RolloutFailure,
@@ -54,7 +54,7 @@ class GroupSource:
         self,
         spec: ExperimentSpec,
         buffer: BufferClient,
-        dispatcher: Dispatcher,
+        client: GenerationClient,
         scoring: Scoring,
         prompts: PromptSource,
         spawn: Spawn,
@@ -62,7 +62,7 @@ class GroupSource:
         """``spawn`` starts a coroutine whose failure ends the run."""
         self._spec = spec
         self._buffer = buffer
-        self._dispatcher = dispatcher
+        self._client = client
         self._scoring = scoring
         self._prompts = prompts
         self._spawn = spawn
@@ -96,7 +96,7 @@ class GroupSource:
                     self._candidates.popleft()
                 for admission in admitted.admissions:
                     self._start(OpenGroup(admission, frozenset()))
-                await self._dispatcher.flush()
+                await self._client.flush()
 
     def resume(self, opening: Opening) -> None:
         """Go on with what the journal knows, at the start."""
@@ -125,7 +125,7 @@ class GroupSource:
             if (old := self._open.pop(old_id, None)) is not None:  # or the buffer was opened again meanwhile
                 self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
                 await self._cancel(old_id)
-        await self._dispatcher.flush()
+        await self._client.flush()
 
     def note_segments(self, segments: list[Segment]) -> None:
         """New tokens of unfinished rollouts, to be recorded."""
@@ -135,7 +135,7 @@ class GroupSource:
         rollout = self._spec.rollout
         return sum(
             max(0, rollout.max_running_rollouts - len(engine.pending)) // rollout.group_size
-            for engine in self._dispatcher.serving()
+            for engine in self._client.serving()
         )
 
     def _start(self, group: OpenGroup) -> None:
@@ -152,7 +152,7 @@ class GroupSource:
             for place in range(self._spec.rollout.group_size)
             if place not in group.scored and place not in group.unscored
         ]
-        self._dispatcher.enqueue(self._dispatcher.least_loaded(), requests, self._on_end)
+        self._client.enqueue(self._client.least_loaded(), requests, self._on_end)
         if group.unscored:
             decode = self._prompts.encoder.decode
             finished = [replace(rollout, text=decode(rollout.response_ids)) for rollout in group.unscored.values()]
@@ -195,7 +195,7 @@ class GroupSource:
 
     async def _cancel(self, group_id: int) -> None:
         size = self._spec.rollout.group_size
-        await self._dispatcher.cancel(training_rollout_id(group_id, place) for place in range(size))
+        await self._client.cancel(training_rollout_id(group_id, place) for place in range(size))
 
     def _check(self) -> None:
         if self.failures > self._spec.rollout.max_failures:

@@ -22,7 +22,6 @@ from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.conductor import Conductor, Parts
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.evaluation import Evaluator
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_fleet
@@ -32,6 +31,7 @@ from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, start_tracker
 from asyncrl_cli.pipeline.trainers import TrainerRanks
 from asyncrl_cli.pipeline.watchdog import Watchdog
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
@@ -196,16 +196,16 @@ async def _start(
         raise
     encoder = await asyncio.to_thread(_encoder, model_dir, spec.rollout.max_prompt_tokens)
     watchdog = Watchdog(limit_s, reporter.warn)
-    dispatcher = Dispatcher(engines, spec.rollout.retries, spec.rollout.hang_seconds, watchdog.progress)
+    client = GenerationClient(engines, spec.rollout.retries, spec.rollout.hang_seconds, watchdog.progress)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle)
     parts = Parts(
         run=run,
         buffer=buffer,
         ranks=ranks,
-        dispatcher=dispatcher,
+        client=client,
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting),
-        evaluator=Evaluator(spec, run, dispatcher, scoring, _held_out(experiment.eval_prompts, encoder)),
+        evaluator=Evaluator(spec, run, client, scoring, _held_out(experiment.eval_prompts, encoder)),
         checkpoints=Checkpoints(run, ranks, spec),
         reporter=reporter,
         faults=faults,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl_cli.buffer.ledger import Counts
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.publisher import PublishReport
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.tasks.base import CORRECT
 from asyncrl_cli.train.records import StepReport, TrainingBatch
 
@@ -34,8 +34,8 @@ class Window:
 class StepClock:
     """Cuts the run's time into the windows between steps."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, client: GenerationClient) -> None:
+        self._client = client
         self._at = time.monotonic()
         self._totals = self._read()
         self._journal_s = 0.0
@@ -58,7 +58,7 @@ class StepClock:
         )
 
     def _read(self) -> tuple[float, float, float, float]:
-        activities = [engine.activity for engine in self._dispatcher.engines]
+        activities = [engine.activity for engine in self._client.engines]
         return (
             sum(activity.generated_tokens for activity in activities),
             sum(activity.busy_s for activity in activities),

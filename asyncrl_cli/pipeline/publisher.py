@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.pipeline.remote import wait_for
 from asyncrl_cli.rollout.records import Attestation
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.remote import wait_for
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.records import Publication
 

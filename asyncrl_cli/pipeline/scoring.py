@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from asyncrl_cli.pipeline.faults import Faults
-from asyncrl_cli.pipeline.remote import NoAnswer, wait_for
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.remote import NoAnswer, wait_for
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.reward_process import START_S
 from asyncrl_cli.tasks.scoring import Response, RewardFailure

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.pipeline.remote import START_TIMEOUT_S, ActorDied, wait_for
+from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, wait_for
 
 GRACE_S = 20.0
 """Seconds that the other ranks have to end a call after one rank has failed."""

@@ -29,7 +29,6 @@ from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.conductor import Conductor, Parts
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.evaluation import Evaluator
 from asyncrl_cli.pipeline.launch import MODEL, Start, _save_before_leaving
 from asyncrl_cli.pipeline.metrics import batch_digest
@@ -37,6 +36,7 @@ from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.resume import prepare
 from asyncrl_cli.pipeline.trainers import TrainerRanks
 from asyncrl_cli.pipeline.watchdog import Watchdog
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.records import (
     Attestation,
     Delivery,
@@ -397,13 +397,13 @@ class Simulation:
             StandInProcess(f"engine-{index}", lambda: self._noted(Engine(self.fate)))
             for index in range(spec.rollout.engines)
         ]
-        dispatcher = Dispatcher(processes, spec.rollout.retries, spec.rollout.hang_seconds, watchdog.progress)
+        client = GenerationClient(processes, spec.rollout.retries, spec.rollout.hang_seconds, watchdog.progress)
         scorer, encoder, data = Scorer(), Encoder(), prompts(PROMPTS)
         parts = Parts(
             run=run,
             buffer=buffer,
             ranks=ranks,
-            dispatcher=dispatcher,
+            client=client,
             scoring=scorer,  # type: ignore[arg-type]
             prompts=PromptSource(
                 PromptLoader(data, spec.seed, spec.data.shuffle),
@@ -413,7 +413,7 @@ class Simulation:
             evaluator=Evaluator(
                 spec,
                 run,
-                dispatcher,
+                client,
                 scorer,  # type: ignore[arg-type]
                 [(prompt, encoder.encode(prompt)) for prompt in data[:2]],
             ),

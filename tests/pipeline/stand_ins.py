@@ -20,9 +20,9 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from asyncrl_cli.buffer.actor import Buffer
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.buffer_client import BufferClient
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import buffer_settings
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.records import (
     Delivery,
     EngineActivity,
@@ -187,33 +187,33 @@ class StandInProcess:
         self.actor.die()
 
 
-def dispatcher_over(
+def client_over(
     engines: int,
     retries: int = 0,
     hang_s: float = 600.0,
     on_progress: Callable[[], None] = lambda: None,
     make_actor: Callable[[], Actor] = StandInEngine,
-) -> Dispatcher:
-    """A dispatcher whose engines are called ``engine-0`` and so on, and serve."""
+) -> GenerationClient:
+    """A client whose engines are called ``engine-0`` and so on, and serve."""
     processes: list[Any] = [StandInProcess(f"engine-{index}", make_actor) for index in range(engines)]
-    dispatcher = Dispatcher(processes, retries, hang_s, on_progress)
-    for engine in dispatcher.engines:
+    client = GenerationClient(processes, retries, hang_s, on_progress)
+    for engine in client.engines:
         engine.serving = True
-    return dispatcher
+    return client
 
 
-def actors(dispatcher: Dispatcher) -> list[Any]:
+def actors(client: GenerationClient) -> list[Any]:
     """The present actors of the engines."""
-    return [engine.process.actor for engine in dispatcher.engines]
+    return [engine.process.actor for engine in client.engines]
 
 
 @asynccontextmanager
-async def collecting(dispatcher: Dispatcher) -> AsyncIterator[None]:
+async def collecting(client: GenerationClient) -> AsyncIterator[None]:
     """Collects from every engine, for the length of the block."""
     async with asyncio.TaskGroup() as tasks:
-        collectors = [tasks.create_task(dispatcher.collect(engine)) for engine in dispatcher.engines]
+        collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
         yield
-        for collector, actor in zip(collectors, actors(dispatcher), strict=True):
+        for collector, actor in zip(collectors, actors(client), strict=True):
             collector.cancel()
             actor.forget_collector()
 

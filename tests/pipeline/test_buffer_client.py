@@ -12,8 +12,8 @@ from stand_ins import BufferActors, Notes, StandInBuffer, prompts, run, spec
 from asyncrl_cli.buffer.records import Admitted, Candidate, Opening
 from asyncrl_cli.buffer.schema import JournalError
 from asyncrl_cli.pipeline.buffer_client import BufferClient
-from asyncrl_cli.pipeline.remote import ActorDied
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.remote import ActorDied
 
 SPEC = spec(pipeline={"groups_per_step": 4, "max_staleness": 0})
 CANDIDATES = [

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, run, segment, spec
 
-from asyncrl_cli.pipeline.dispatcher import Dispatcher
 from asyncrl_cli.pipeline.engines import EngineKeeper
 from asyncrl_cli.pipeline.publisher import Publisher
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.records import Attestation, EngineActivity
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.train.records import Publication
@@ -64,11 +64,11 @@ class Scene:
         self.notes = Notes()
         self.processes = [FailingProcess(f"engine-{index}") for index in range(engines)]
         processes: list[Any] = [*self.processes]
-        self.dispatcher = Dispatcher(processes, 0, 600.0, lambda: None)
+        self.client = GenerationClient(processes, 0, 600.0, lambda: None)
         self.publisher = Publisher(spec(), self._publish)
         self.serving = asyncio.Semaphore(0)
         self.keeper = EngineKeeper(
-            self.dispatcher,
+            self.client,
             self.publisher,
             self.notes.faults(max_restarts),
             Path("skeleton"),
@@ -82,18 +82,18 @@ class Scene:
     async def publish(self, version: int) -> None:
         await self.publisher.serve(
             version,
-            lambda: [(engine.name, engine.process.actor) for engine in self.dispatcher.serving()],
-            self.dispatcher.condemn,
+            lambda: [(engine.name, engine.process.actor) for engine in self.client.serving()],
+            self.client.condemn,
         )
 
     async def ask(self, *names: str) -> None:
         for name in names:
-            self.dispatcher.enqueue(
-                self.dispatcher.least_loaded(),
+            self.client.enqueue(
+                self.client.least_loaded(),
                 [request(name)],
                 lambda ended: self.ended.extend(asked.rollout_id for asked, _ in ended),
             )
-        await self.dispatcher.flush()
+        await self.client.flush()
 
 
 @asynccontextmanager
@@ -101,7 +101,7 @@ async def kept(engines: int, max_restarts: int = 10) -> AsyncIterator[Scene]:
     """Kept engines that serve version 0."""
     scene = Scene(engines, max_restarts)
     async with asyncio.TaskGroup() as tasks:
-        keeping = [tasks.create_task(scene.keeper.keep(engine)) for engine in scene.dispatcher.engines]
+        keeping = [tasks.create_task(scene.keeper.keep(engine)) for engine in scene.client.engines]
         await scene.publish(0)
         for _ in keeping:
             await scene.serving.acquire()
@@ -119,7 +119,7 @@ def test_engines_prove_the_weights_before_they_get_a_request() -> None:
     async def check() -> None:
         scene = Scene(1, 0)
         await scene.ask("a")
-        keeping = asyncio.create_task(scene.keeper.keep(scene.dispatcher.engines[0]))
+        keeping = asyncio.create_task(scene.keeper.keep(scene.client.engines[0]))
         for _ in range(10):
             await asyncio.sleep(0)
         (engine,) = scene.processes[0].made
@@ -177,7 +177,7 @@ def test_an_engine_that_does_not_load_new_weights_is_replaced() -> None:
             await scene.ask("a")
             scene.processes[0].actor.off = 1.0
             await scene.publish(1)
-            assert [engine.name for engine in scene.dispatcher.serving()] == ["engine-1"]
+            assert [engine.name for engine in scene.client.serving()] == ["engine-1"]
             await scene.serving.acquire()
             ((kind, name, cause),) = scene.notes
             assert (kind, name) == ("engine", "engine-0")
@@ -212,7 +212,7 @@ def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
 def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
     async def check() -> None:
         async with kept(2, max_restarts=1) as scene:
-            scene.dispatcher.condemn("engine-1", "it is slow")
+            scene.client.condemn("engine-1", "it is slow")
             await scene.serving.acquire()
             scene.processes[0].actor.die()
             await asyncio.get_running_loop().create_future()

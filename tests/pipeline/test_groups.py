@@ -19,8 +19,8 @@ from stand_ins import (
     BufferActors,
     StandInEngine,
     actors,
+    client_over,
     collecting,
-    dispatcher_over,
     prompts,
     rollout,
     run,
@@ -82,7 +82,7 @@ class Scene:
         self.journal = folder / "journal.db"
         self.buffers = BufferActors(self.journal, self.spec)
         self.buffer = self.buffers.client()
-        self.dispatcher = dispatcher_over(engines)
+        self.client = client_over(engines)
         self.scorer = Scorer()
         self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), Encoder())  # type: ignore[arg-type]
 
@@ -94,14 +94,14 @@ class Scene:
         self.groups = GroupSource(
             self.spec,
             self.buffer,
-            self.dispatcher,
+            self.client,
             self.scorer,  # type: ignore[arg-type]
             self.stream,
             lambda work: self.spawned.append(tasks.create_task(work)),
         )
         self.buffer.on_reopen = self.groups.reopened
-        self.dispatcher.on_segments = self.groups.note_segments
-        self.dispatcher.on_room = self.groups.fill
+        self.client.on_segments = self.groups.note_segments
+        self.client.on_room = self.groups.fill
         self.groups.resume(await self.buffer.open("train", "", None))
         self.spawned.append(tasks.create_task(self.groups.keep_full()))
         await self.settled()
@@ -112,7 +112,7 @@ class Scene:
 
     @property
     def engines(self) -> list[StandInEngine]:
-        return actors(self.dispatcher)
+        return actors(self.client)
 
     @property
     def requests(self) -> list[RolloutRequest]:
@@ -126,7 +126,7 @@ class Scene:
         """Engines deliver these: the names of rollouts, or rollouts and failures."""
         for result in results:
             ended = rollout(result) if isinstance(result, str) else result
-            for engine, state in zip(self.engines, self.dispatcher.engines, strict=True):
+            for engine, state in zip(self.engines, self.client.engines, strict=True):
                 if ended.rollout_id in state.pending:
                     await engine.deliver(ended)
         await self.settled()
@@ -167,7 +167,7 @@ async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterat
     """A group source at work; at the end it dies as it stands."""
     scene = Scene(folder, engines, **sections)
     with patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0):
-        async with asyncio.TaskGroup() as tasks, collecting(scene.dispatcher):
+        async with asyncio.TaskGroup() as tasks, collecting(scene.client):
             await scene.start(tasks)
             yield scene
             for task in scene.spawned:
@@ -251,7 +251,7 @@ def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
 def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         assert sorted(scene.states()) == [0, 1, 2, 3]
-        scene.dispatcher.engines[0].serving = False
+        scene.client.engines[0].serving = False
         await scene.finish(0)
         assert sorted(scene.states()) == [0, 1, 2, 3]
         await scene.finish(1)
@@ -518,7 +518,7 @@ def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no
         buffer.dies_at = data.draw(st.sampled_from(["", "", "admit", "record", "take", "publish"]))
         buffer.does_it_first = data.draw(st.booleans())
         event = data.draw(st.sampled_from(["grow", "fail", "die", "nothing"]))
-        pending = scene.dispatcher.engines[0].pending
+        pending = scene.client.engines[0].pending
         chosen = data.draw(st.sampled_from(sorted(pending))) if pending else ""
         if event == "die":
             buffer.die()
@@ -533,7 +533,7 @@ def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no
         for _ in range(200):
             if data.draw(st.integers(0, 2)) == 0:
                 await disturb(scene)
-            pending = sorted(scene.dispatcher.engines[0].pending)
+            pending = sorted(scene.client.engines[0].pending)
             if pending:
                 await scene.end(*pending[: data.draw(st.integers(1, len(pending)))])
             groups = await scene.train()

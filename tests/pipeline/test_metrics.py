@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stand_ins import dispatcher_over, rollout
+from stand_ins import client_over, rollout
 
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.pipeline.metrics import StepClock, Window, batch_digest, step_metrics
@@ -30,10 +30,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
-    dispatcher = dispatcher_over(2)
-    one, other = dispatcher.engines
+    client = client_over(2)
+    one, other = client.engines
     one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
-    steps = StepClock(dispatcher)  # what was before does not count
+    steps = StepClock(client)  # what was before does not count
     clock.now += 10.0
     one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
     other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
@@ -53,7 +53,7 @@ def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
 
 
 def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
-    steps = StepClock(dispatcher_over(1))
+    steps = StepClock(client_over(1))
     busy = []
     for journal_s in (5.0, 1.0, 2.0):
         clock.now += 10.0
@@ -62,7 +62,7 @@ def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
 
 
 def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
-    steps = StepClock(dispatcher_over(1))
+    steps = StepClock(client_over(1))
     clock.now += 1.0
     assert steps.lap(StepReport(seconds=0.5), 0.0) == Window(1.0, 0, 0.5, 0.0, 0.0, 0.0)
 

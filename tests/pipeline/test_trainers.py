@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from stand_ins import Actor, run
 
-from asyncrl_cli.pipeline.remote import NoAnswer
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.remote import NoAnswer
 
 Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
 

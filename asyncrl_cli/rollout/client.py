@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
-from asyncrl_cli.pipeline.fleet import EngineProcess
-from asyncrl_cli.pipeline.remote import ActorDied, NoAnswer, wait_for
 from asyncrl_cli.rollout.records import Delivery, EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment
+from asyncrl_cli.runs.remote import ActorDied, NoAnswer, wait_for
 
 OnEnd = Callable[[list[tuple[RolloutRequest, Rollout | RolloutFailure]]], None]
 """Called with everything of one owner that ended together."""
@@ -22,6 +23,20 @@ POLL_S = 5.0
 
 class EngineLost(Exception):
     """An engine died, hangs, or does not serve what it should."""
+
+
+class EngineHandle(Protocol):
+    """One engine's actor, and the ones that take its place after it."""
+
+    name: str
+    actor: Any
+    """Has the methods of ``RolloutWorker``, to be called with ``.remote()``."""
+
+    async def replace(self, folder: Path) -> None:
+        """Make sure that the process is gone, and start another on a model's skeleton."""
+
+    def kill(self) -> None:
+        """End the process, also one that hangs."""
 
 
 @dataclass(slots=True)
@@ -45,7 +60,7 @@ class EngineState:
     Requests of an engine that is not ``serving`` stay in its outbox. ``condemned`` says why it has to go.
     """
 
-    process: EngineProcess
+    process: EngineHandle
     pending: dict[str, _Pending] = field(default_factory=dict)
     outbox: list[RolloutRequest] = field(default_factory=list)
     activity: EngineActivity = field(default_factory=EngineActivity)
@@ -57,12 +72,12 @@ class EngineState:
         return self.process.name
 
 
-class Dispatcher:
+class GenerationClient:
     """Requests in, ended requests out, over any number of engines."""
 
     def __init__(
         self,
-        engines: Iterable[EngineProcess],
+        engines: Iterable[EngineHandle],
         retries: int,
         hang_s: float,
         on_progress: Callable[[], None],

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
-from asyncrl_cli.pipeline.remote import ActorDied, NoAnswer, wait_for
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.remote import ActorDied, NoAnswer, wait_for
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.tasks.errors import TaskError
 

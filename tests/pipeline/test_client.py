@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import StandInEngine, actors, collecting, dispatcher_over, request, rollout, run, segment
+from stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
-from asyncrl_cli.pipeline.dispatcher import Dispatcher, EngineLost, EngineState
+from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment
 from asyncrl_cli.runs.directory import RunError
 
@@ -35,11 +35,11 @@ class Owner:
         return [rollout_id for batch in self.batches for rollout_id in batch]
 
 
-async def asked(dispatcher: Dispatcher, owner: Owner, *names: str) -> None:
+async def asked(client: GenerationClient, owner: Owner, *names: str) -> None:
     """Send requests, each to the least loaded engine, all at once."""
     for name in names:
-        dispatcher.enqueue(dispatcher.least_loaded(), [request(name)], owner.on_end)
-    await dispatcher.flush()
+        client.enqueue(client.least_loaded(), [request(name)], owner.on_end)
+    await client.flush()
 
 
 def ranges(of: RolloutRequest) -> list[tuple[int, int]]:
@@ -47,13 +47,13 @@ def ranges(of: RolloutRequest) -> list[tuple[int, int]]:
     return [(part.start, part.end) for part in of.prefix]
 
 
-async def lost(dispatcher: Dispatcher, number: int) -> str:
+async def lost(client: GenerationClient, number: int) -> str:
     """Collect from an engine until it is lost, and take its requests back; returns the cause."""
-    engine = dispatcher.engines[number]
+    engine = client.engines[number]
     with pytest.raises(EngineLost) as error:
-        await dispatcher.collect(engine)
-    dispatcher.take_back(engine)
-    await dispatcher.flush()
+        await client.collect(engine)
+    client.take_back(engine)
+    await client.flush()
     return str(error.value)
 
 
@@ -71,55 +71,55 @@ async def restart(engine: EngineState) -> StandInEngine:
 
 def test_requests_go_to_the_least_loaded_engine_and_only_on_flush() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2)
-        first, second = actors(dispatcher)
+        client = client_over(2)
+        first, second = actors(client)
         owner = Owner()
         for size in (3, 1, 1, 2):
-            engine = dispatcher.least_loaded()
-            offset = dispatcher.running
-            dispatcher.enqueue(engine, [request(f"r{offset + i}") for i in range(size)], owner.on_end)
+            engine = client.least_loaded()
+            offset = client.running
+            client.enqueue(engine, [request(f"r{offset + i}") for i in range(size)], owner.on_end)
         assert (first.ids, second.ids) == ([], [])
-        await dispatcher.flush()
+        await client.flush()
         assert (first.ids, second.ids) == (["r0", "r1", "r2"], ["r3", "r4", "r5", "r6"])
-        assert dispatcher.running == 7
-        await dispatcher.flush()
+        assert client.running == 7
+        await client.flush()
         assert len(first.ids + second.ids) == 7, "sent once"
-        async with collecting(dispatcher):
+        async with collecting(client):
             await second.deliver(*map(rollout, second.ids))
-        assert dispatcher.least_loaded().name == "engine-1"
-        assert dispatcher.running == 3
+        assert client.least_loaded().name == "engine-1"
+        assert client.running == 3
 
     run(check())
 
 
 def test_a_failure_is_tried_again_on_the_spot_and_then_told() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1, retries=2)
-        (engine,) = actors(dispatcher)
+        client = client_over(1, retries=2)
+        (engine,) = actors(client)
         owner = Owner()
-        await asked(dispatcher, owner, "a", "b")
-        async with collecting(dispatcher):
+        await asked(client, owner, "a", "b")
+        async with collecting(client):
             await engine.deliver(RolloutFailure("a", "first"), rollout("b"))
             assert engine.ids == ["a", "b", "a"]
             await engine.deliver(RolloutFailure("a", "second"))
             assert engine.ids == ["a", "b", "a", "a"]
             assert owner.ended == ["b"]
-            assert dispatcher.running == 1
+            assert client.running == 1
             await engine.deliver(RolloutFailure("a", "third"))
         assert owner.ended == ["b", "a"]
         assert owner.failures == [RolloutFailure("a", "third")]
         assert engine.submitted[0] == engine.submitted[3], "the very same request, with its seed"
-        assert dispatcher.running == 0
+        assert client.running == 0
 
     run(check())
 
 
 def test_a_failed_rollout_goes_on_from_its_tokens() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1, retries=1)
-        (engine,) = actors(dispatcher)
-        await asked(dispatcher, Owner(), "a")
-        async with collecting(dispatcher):
+        client = client_over(1, retries=1)
+        (engine,) = actors(client)
+        await asked(client, Owner(), "a")
+        async with collecting(client):
             await engine.deliver(RolloutFailure("a", "first"), segments=[segment("a", 0, 4)])
         assert ranges(engine.submitted[-1]) == [(0, 4)]
 
@@ -128,14 +128,14 @@ def test_a_failed_rollout_goes_on_from_its_tokens() -> None:
 
 def test_what_ends_together_is_told_together_to_each_owner_and_room_once() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1)
-        (engine,) = actors(dispatcher)
+        client = client_over(1)
+        (engine,) = actors(client)
         one, other = Owner(), Owner()
         room: list[int] = []
-        dispatcher.on_room = lambda: room.append(dispatcher.running)
-        await asked(dispatcher, one, "a", "b")
-        await asked(dispatcher, other, "c")
-        async with collecting(dispatcher):
+        client.on_room = lambda: room.append(client.running)
+        await asked(client, one, "a", "b")
+        await asked(client, other, "c")
+        async with collecting(client):
             await engine.deliver(rollout("c"), rollout("a"), RolloutFailure("b", "gone"))
             await engine.deliver(rollout("unknown"))
         assert one.batches == [["a", "b"]]
@@ -147,17 +147,17 @@ def test_what_ends_together_is_told_together_to_each_owner_and_room_once() -> No
 
 def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2, retries=5)
-        first, second = actors(dispatcher)
+        client = client_over(2, retries=5)
+        first, second = actors(client)
         owner = Owner()
-        await asked(dispatcher, owner, "a", "b", "c")
-        dispatcher.enqueue(dispatcher.engines[1], [request("d")], owner.on_end)
-        await dispatcher.cancel(["a", "b", "d", "unknown"])
+        await asked(client, owner, "a", "b", "c")
+        client.enqueue(client.engines[1], [request("d")], owner.on_end)
+        await client.cancel(["a", "b", "d", "unknown"])
         assert (first.cancelled, second.cancelled) == (["a"], ["b", "d"])
-        await dispatcher.flush()
+        await client.flush()
         assert second.ids == ["b"], "d had not been sent"
-        assert dispatcher.running == 1
-        async with collecting(dispatcher):
+        assert client.running == 1
+        async with collecting(client):
             await first.deliver(rollout("a"), rollout("c"))
             await second.deliver(RolloutFailure("b", "cancelled"))
         assert owner.ended == ["c"]
@@ -168,16 +168,16 @@ def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
 
 def test_what_the_owner_enqueues_when_told_is_sent_at_once() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1)
-        (engine,) = actors(dispatcher)
+        client = client_over(1)
+        (engine,) = actors(client)
 
         def on_end(ended: Ended) -> None:
             if len(engine.ids) < 4:
-                dispatcher.enqueue(dispatcher.engines[0], [request(f"r{len(engine.ids)}")], on_end)
+                client.enqueue(client.engines[0], [request(f"r{len(engine.ids)}")], on_end)
 
-        dispatcher.enqueue(dispatcher.engines[0], [request("r0")], on_end)
-        await dispatcher.flush()
-        async with collecting(dispatcher):
+        client.enqueue(client.engines[0], [request("r0")], on_end)
+        await client.flush()
+        async with collecting(client):
             for number in range(4):
                 await engine.deliver(rollout(f"r{number}"))
         assert engine.ids == ["r0", "r1", "r2", "r3"]
@@ -187,13 +187,13 @@ def test_what_the_owner_enqueues_when_told_is_sent_at_once() -> None:
 
 def test_new_tokens_of_known_rollouts_are_passed_on() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1)
-        (engine,) = actors(dispatcher)
+        client = client_over(1)
+        (engine,) = actors(client)
         noted: list[Segment] = []
-        dispatcher.on_segments = noted.extend
-        await asked(dispatcher, Owner(), "a")
+        client.on_segments = noted.extend
+        await asked(client, Owner(), "a")
         parts = [segment("a", 0, 2), segment("a", 2, 1, version=1)]
-        async with collecting(dispatcher):
+        async with collecting(client):
             await engine.deliver(segments=[*parts, segment("cancelled", 0, 7)])
         assert noted == parts
 
@@ -202,12 +202,12 @@ def test_new_tokens_of_known_rollouts_are_passed_on() -> None:
 
 def test_activity_adds_up() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1)
-        (engine,) = actors(dispatcher)
-        async with collecting(dispatcher):
+        client = client_over(1)
+        (engine,) = actors(client)
+        async with collecting(client):
             await engine.deliver(activity=EngineActivity(10, 1.0, 0.25, 2.0, silent_s=3.0))
             await engine.deliver(activity=EngineActivity(5, 0.5, 0.25, 1.0))
-        assert dispatcher.engines[0].activity == EngineActivity(15, 1.5, 0.5, 3.0)
+        assert client.engines[0].activity == EngineActivity(15, 1.5, 0.5, 3.0)
 
     run(check())
 
@@ -215,9 +215,9 @@ def test_activity_adds_up() -> None:
 def test_tokens_are_progress_and_nothing_else_is() -> None:
     async def check() -> None:
         progress: list[None] = []
-        dispatcher = dispatcher_over(1, on_progress=lambda: progress.append(None))
-        (engine,) = actors(dispatcher)
-        async with collecting(dispatcher):
+        client = client_over(1, on_progress=lambda: progress.append(None))
+        (engine,) = actors(client)
+        async with collecting(client):
             await engine.deliver(activity=EngineActivity(busy_s=1.0, wall_s=1.0))
             await engine.deliver(RolloutFailure("a", "no"))
             assert progress == []
@@ -234,16 +234,16 @@ def test_tokens_are_progress_and_nothing_else_is() -> None:
 
 def test_an_error_of_the_owner_ends_the_collection() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1)
-        (engine,) = actors(dispatcher)
+        client = client_over(1)
+        (engine,) = actors(client)
 
         def on_end(ended: Ended) -> None:
             raise RunError("too many failures")
 
-        dispatcher.enqueue(dispatcher.engines[0], [request("a")], on_end)
+        client.enqueue(client.engines[0], [request("a")], on_end)
         engine.put(rollout("a"))
         with pytest.raises(RunError, match="too many failures"):
-            await dispatcher.collect(dispatcher.engines[0])
+            await client.collect(client.engines[0])
 
     run(check())
 
@@ -253,21 +253,21 @@ def test_an_error_of_the_owner_ends_the_collection() -> None:
 
 def test_the_requests_of_a_lost_engine_go_on_elsewhere_from_their_tokens() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2)
-        first, second = actors(dispatcher)
+        client = client_over(2)
+        first, second = actors(client)
         owner = Owner()
-        await asked(dispatcher, owner, "a", "b", "c", "d")
+        await asked(client, owner, "a", "b", "c", "d")
         assert first.ids == ["a", "c"]
         first.put(rollout("c"), segments=[segment("a", 0, 3), segment("a", 3, 2, version=1)])
         first.put(segments=[segment("a", 5, 1, version=1)])
-        losing = asyncio.create_task(lost(dispatcher, 0))
+        losing = asyncio.create_task(lost(client, 0))
         await first.dealt_with()
         first.die()
         assert await losing == "the process died"
         assert second.ids == ["b", "d", "a"]
         assert ranges(second.submitted[-1]) == [(0, 3), (3, 5), (5, 6)]
         assert second.submitted[-1].sampling == request("a").sampling, "the engine works out what is left"
-        assert not dispatcher.engines[0].serving
+        assert not client.engines[0].serving
         assert owner.ended == ["c"]
 
     run(check())
@@ -275,22 +275,22 @@ def test_the_requests_of_a_lost_engine_go_on_elsewhere_from_their_tokens() -> No
 
 def test_prefixes_add_up_over_several_deaths() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1)
-        engine = dispatcher.engines[0]
+        client = client_over(1)
+        engine = client.engines[0]
         owner = Owner()
-        await asked(dispatcher, owner, "a", "b")
-        (actor,) = actors(dispatcher)
+        await asked(client, owner, "a", "b")
+        (actor,) = actors(client)
         for start, count in ((0, 2), (2, 0), (2, 3)):
             if count:
                 actor.put(segments=[segment("a", start, count)])
             actor.put(activity=EngineActivity(silent_s=601.0))
-            await lost(dispatcher, 0)
+            await lost(client, 0)
             actor = await restart(engine)
-            await dispatcher.flush()
+            await client.flush()
             assert sorted(actor.ids) == ["a", "b"]
         prefixes = {one.rollout_id: ranges(one) for one in actor.submitted}
         assert prefixes == {"a": [(0, 2), (2, 5)], "b": []}
-        async with collecting(dispatcher):
+        async with collecting(client):
             await actor.deliver(rollout("a"), rollout("b"))
         assert owner.ended == ["a", "b"]
 
@@ -299,20 +299,20 @@ def test_prefixes_add_up_over_several_deaths() -> None:
 
 def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2)
+        client = client_over(2)
         owner = Owner()
-        await asked(dispatcher, owner, "a", "b")
-        for number, actor in enumerate(actors(dispatcher)):
+        await asked(client, owner, "a", "b")
+        for number, actor in enumerate(actors(client)):
             actor.die()
-            await lost(dispatcher, number)
-        await asked(dispatcher, owner, "c")
-        assert dispatcher.running == 3
-        assert dispatcher.serving() == []
-        restarted = await restart(dispatcher.engines[1])
-        await dispatcher.flush()
+            await lost(client, number)
+        await asked(client, owner, "c")
+        assert client.running == 3
+        assert client.serving() == []
+        restarted = await restart(client.engines[1])
+        await client.flush()
         assert restarted.ids, "it takes up what lies in its outbox"
-        other = await restart(dispatcher.engines[0])
-        await dispatcher.flush()
+        other = await restart(client.engines[0])
+        await client.flush()
         assert sorted(restarted.ids + other.ids) == ["a", "b", "c"]
 
     run(check())
@@ -320,19 +320,19 @@ def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
 
 def test_cancelled_requests_are_not_continued() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2)
-        first, second = actors(dispatcher)
-        await asked(dispatcher, Owner(), "a", "b", "c")
-        await dispatcher.cancel(["a"])
+        client = client_over(2)
+        first, second = actors(client)
+        await asked(client, Owner(), "a", "b", "c")
+        await client.cancel(["a"])
         first.die()
-        await lost(dispatcher, 0)
+        await lost(client, 0)
         assert second.ids == ["b", "c"]
         second.die()
-        await lost(dispatcher, 1)
-        await dispatcher.cancel(["b"])
-        restarted = await restart(dispatcher.engines[0])
-        other = await restart(dispatcher.engines[1])
-        await dispatcher.flush()
+        await lost(client, 1)
+        await client.cancel(["b"])
+        restarted = await restart(client.engines[0])
+        other = await restart(client.engines[1])
+        await client.flush()
         assert restarted.ids + other.ids == ["c"]
         assert restarted.cancelled + other.cancelled == [], "it was never sent to them"
 
@@ -341,38 +341,38 @@ def test_cancelled_requests_are_not_continued() -> None:
 
 def test_an_engine_that_falls_silent_is_lost_after_what_it_had_is_handed_on() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1, hang_s=30.0)
-        (engine,) = actors(dispatcher)
+        client = client_over(1, hang_s=30.0)
+        (engine,) = actors(client)
         owner = Owner()
-        await asked(dispatcher, owner, "a", "b")
+        await asked(client, owner, "a", "b")
         engine.put(activity=EngineActivity(silent_s=29.0))
         engine.put(rollout("a"), segments=[segment("b", 0, 1)], activity=EngineActivity(silent_s=31.0))
-        assert await lost(dispatcher, 0) == "it has made no token for 31 s"
+        assert await lost(client, 0) == "it has made no token for 31 s"
         assert owner.ended == ["a"]
-        (waiting,) = dispatcher.engines[0].outbox
+        (waiting,) = client.engines[0].outbox
         assert ranges(waiting) == [(0, 1)]
 
     run(check())
 
 
 def test_an_engine_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.pipeline.dispatcher.POLL_S", 0.0)
+    monkeypatch.setattr("asyncrl_cli.rollout.client.POLL_S", 0.0)
 
     async def check() -> None:
-        dispatcher = dispatcher_over(1, hang_s=0.01)
-        assert await lost(dispatcher, 0) == "no answer within 0 s"
+        client = client_over(1, hang_s=0.01)
+        assert await lost(client, 0) == "no answer within 0 s"
 
     run(check())
 
 
 def test_an_engine_that_does_not_take_requests_is_condemned() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2, hang_s=0.01)
-        silent, other = actors(dispatcher)
+        client = client_over(2, hang_s=0.01)
+        silent, other = actors(client)
         silent.takes.clear()
-        await asked(dispatcher, Owner(), "a", "b")
+        await asked(client, Owner(), "a", "b")
         assert silent.dead, "its process is ended, so that its collection ends"
-        assert await lost(dispatcher, 0) == "no answer within 0 s"
+        assert await lost(client, 0) == "no answer within 0 s"
         assert sorted(other.ids) == ["a", "b"]
 
     run(check())
@@ -380,20 +380,20 @@ def test_an_engine_that_does_not_take_requests_is_condemned() -> None:
 
 def test_an_engine_that_is_lost_while_others_get_their_requests_gets_none() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2)
-        slow, _ = actors(dispatcher)
+        client = client_over(2)
+        slow, _ = actors(client)
         slow.takes.clear()
-        sending = asyncio.create_task(asked(dispatcher, Owner(), "a", "b"))
+        sending = asyncio.create_task(asked(client, Owner(), "a", "b"))
         for _ in range(5):
             await asyncio.sleep(0)
-        restarted = await restart(dispatcher.engines[1])
-        dispatcher.engines[1].serving = False  # it has no weights yet
-        dispatcher.enqueue(dispatcher.engines[1], [request("c")], Owner().on_end)
+        restarted = await restart(client.engines[1])
+        client.engines[1].serving = False  # it has no weights yet
+        client.enqueue(client.engines[1], [request("c")], Owner().on_end)
         slow.takes.set()
         await sending
         assert restarted.ids == []
-        dispatcher.engines[1].serving = True
-        await dispatcher.flush()
+        client.engines[1].serving = True
+        await client.flush()
         assert "c" in restarted.ids
 
     run(check())
@@ -401,32 +401,32 @@ def test_an_engine_that_is_lost_while_others_get_their_requests_gets_none() -> N
 
 def test_a_condemned_engine_is_lost_for_the_reason_it_was_condemned_for() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(2)
-        first, second = actors(dispatcher)
-        await asked(dispatcher, Owner(), "a", "b")
-        dispatcher.condemn("engine-0", "it does not serve weight version 3")
-        dispatcher.condemn("engine-0", "a second reason")
+        client = client_over(2)
+        first, second = actors(client)
+        await asked(client, Owner(), "a", "b")
+        client.condemn("engine-0", "it does not serve weight version 3")
+        client.condemn("engine-0", "a second reason")
         assert first.dead
         assert not second.dead
-        assert dispatcher.serving() == [dispatcher.engines[1]]
-        assert await lost(dispatcher, 0) == "it does not serve weight version 3"
-        restarted = await restart(dispatcher.engines[0])
+        assert client.serving() == [client.engines[1]]
+        assert await lost(client, 0) == "it does not serve weight version 3"
+        restarted = await restart(client.engines[0])
         restarted.die()
-        assert await lost(dispatcher, 0) == "the process died", "the old verdict does not stick"
+        assert await lost(client, 0) == "the process died", "the old verdict does not stick"
 
     run(check())
 
 
 def test_a_dead_engine_is_found_by_who_collects_from_it() -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(1)
-        (engine,) = actors(dispatcher)
+        client = client_over(1)
+        (engine,) = actors(client)
         engine.die()
         owner = Owner()
-        await asked(dispatcher, owner, "a")  # nothing is raised here
-        await dispatcher.cancel(["b"])
-        assert await lost(dispatcher, 0) == "the process died"
-        assert dispatcher.running == 1
+        await asked(client, owner, "a")  # nothing is raised here
+        await client.cancel(["b"])
+        assert await lost(client, 0) == "the process died"
+        assert client.running == 1
 
     run(check())
 
@@ -443,38 +443,38 @@ def test_a_dead_engine_is_found_by_who_collects_from_it() -> None:
 @settings(deadline=None, max_examples=60)
 def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retries: int, sizes: list[int]) -> None:
     async def check() -> None:
-        dispatcher = dispatcher_over(engines, retries)
+        client = client_over(engines, retries)
         owner = Owner()
         generated: Counter[str] = Counter()
         failed: Counter[str] = Counter()
         cancelled: set[str] = set()
         for group, size in enumerate(sizes):
-            loads = [len(engine.pending) for engine in dispatcher.engines]
-            engine = dispatcher.least_loaded()
+            loads = [len(engine.pending) for engine in client.engines]
+            engine = client.least_loaded()
             assert len(engine.pending) == min(loads)
-            dispatcher.enqueue(engine, [request(f"{group}-{i}") for i in range(size)], owner.on_end)
-        await dispatcher.flush()
-        while dispatcher.running:
+            client.enqueue(engine, [request(f"{group}-{i}") for i in range(size)], owner.on_end)
+        await client.flush()
+        while client.running:
             number = data.draw(st.integers(0, engines - 1))
-            pending = sorted(dispatcher.engines[number].pending)
+            pending = sorted(client.engines[number].pending)
             if not pending:
                 continue
-            actor = actors(dispatcher)[number]
+            actor = actors(client)[number]
             chosen = data.draw(st.lists(st.sampled_from(pending), unique=True, min_size=1))
             event = data.draw(st.sampled_from(["finish", "fail", "cancel", "grow", "die"]))
             if event == "die":
                 actor.die()
-                await lost(dispatcher, number)
-                await restart(dispatcher.engines[number])
-                await dispatcher.flush()
-                asked_again = {one.rollout_id: one for actor in actors(dispatcher) for one in actor.submitted}
+                await lost(client, number)
+                await restart(client.engines[number])
+                await client.flush()
+                asked_again = {one.rollout_id: one for actor in actors(client) for one in actor.submitted}
                 for name in pending:  # it goes on from all that was told of it
                     parts = ranges(asked_again[name])
                     assert [0, *(end for _, end in parts)] == [*(start for start, _ in parts), generated[name]]
                 continue
-            async with collecting(dispatcher):
+            async with collecting(client):
                 if event == "cancel":
-                    await dispatcher.cancel(chosen)
+                    await client.cancel(chosen)
                     cancelled |= set(chosen)
                     await actor.deliver(*map(rollout, chosen))
                 elif event == "grow":
