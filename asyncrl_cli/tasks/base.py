@@ -28,7 +28,7 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class PromptTask(Task, Protocol):
+class PromptTask(Protocol):
     """A task that makes its own prompts."""
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
@@ -37,11 +37,12 @@ class PromptTask(Task, Protocol):
 
 
 @runtime_checkable
-class DemonstrationTask(Task, Protocol):
+class DemonstrationTask(Protocol):
     """A task that can show how it is done, for a supervised warm start."""
 
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
-        """A prompt's text (never one of the ``eval`` split) and a response, without the end token.
+    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
+        """A prompt's text (never one of the ``eval`` split) and a response, without the end token; or a conversation
+        whose last message, the assistant's, is the response.
 
         ``clean`` asks for a faultless, careful one; otherwise it is drawn from the task's mixture.
         """

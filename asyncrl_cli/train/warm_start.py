@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from asyncrl_cli.data.prompts import Message
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
@@ -114,13 +115,18 @@ def _updates(
         yield _tokenized(demonstrations, tokenizer, max_length)
 
 
-def _tokenized(demonstrations: list[tuple[str, str]], tokenizer: Any, max_length: int) -> list[Example]:
-    prompts, responses = zip(*demonstrations, strict=True)
+def _tokenized(
+    demonstrations: Sequence[tuple[str, str] | Sequence[Message]], tokenizer: Any, max_length: int
+) -> list[Example]:
+    texts = [_texts(demonstration, tokenizer) for demonstration in demonstrations]
+    prompts, responses = zip(*texts, strict=True)
     prompt_ids = tokenizer(list(prompts))["input_ids"]
     response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
-        ids = [*prompt, *response, tokenizer.eos_token_id]
+        ids = [*prompt, *response]
+        if ids[-1] != tokenizer.eos_token_id:
+            ids.append(tokenizer.eos_token_id)
         if len(ids) > max_length:
             raise WarmStartError(
                 f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",
@@ -128,6 +134,21 @@ def _tokenized(demonstrations: list[tuple[str, str]], tokenizer: Any, max_length
             )
         examples.append((ids, len(prompt)))
     return examples
+
+
+def _texts(demonstration: tuple[str, str] | Sequence[Message], tokenizer: Any) -> tuple[str, str]:
+    """Prompt and response; those of a conversation as the chat template writes them."""
+    if isinstance(demonstration, tuple):
+        return demonstration
+    *before, reply = (dict(message) for message in demonstration)
+    prompt: str = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
+    whole: str = tokenizer.apply_chat_template([*before, reply], tokenize=False)
+    if not whole.startswith(prompt):
+        raise WarmStartError(
+            "the chat template writes a conversation otherwise once the reply is there",
+            mend="use a template whose beginnings stay as they are, or give demonstrations as text",
+        )
+    return prompt, whole[len(prompt) :]
 
 
 def _microbatches(examples: list[Example]) -> Iterator[list[Example]]:
