@@ -16,6 +16,7 @@ from asyncrl_cli.rollout.records import EVALUATION, Rollout, RolloutFailure, Rol
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import CORRECT
+from asyncrl_cli.tasks.scoring import Scored
 
 
 class Evaluator:
@@ -43,7 +44,7 @@ class Evaluator:
             (prompt, rollout.text, rollout.finished) for (prompt, _), rollout in zip(prompts, rollouts, strict=True)
         ]
         # A response whose reward fails is no right answer.
-        rewards = [score if isinstance(score, float) else 0.0 for score in await self._scoring.score(triples)]
+        rewards = [score.reward if isinstance(score, Scored) else 0.0 for score in await self._scoring.score(triples)]
         versions = [version for rollout in rollouts for version in rollout.versions.tolist()]
         result = EvaluationResult(
             kind=kind,

@@ -29,6 +29,7 @@ from asyncrl_cli.rollout.records import (
 )
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.scoring import Scored
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
@@ -175,8 +176,8 @@ class GroupSource:
             scoring = asyncio.ensure_future(self._scoring.score(responses))
             if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
                 await self._buffer.call("record", rollouts, [], [])
-            for rollout, reward in zip(rollouts, await scoring, strict=True):
-                judged = (reward, "") if isinstance(reward, float) else (None, reward.reason)
+            for rollout, score in zip(rollouts, await scoring, strict=True):
+                judged = (score.reward, "") if isinstance(score, Scored) else (None, score.reason)
                 outcomes.append(Outcome(rollout.rollout_id, *judged))
         settled: Settled = await self._buffer.call("record", rollouts, [], outcomes)
         reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}

@@ -17,7 +17,7 @@ from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.remote import NoAnswer, wait_for
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.reward_process import START_S
-from asyncrl_cli.tasks.scoring import Response, RewardFailure
+from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
 
 SCORER = "scorer"
 """Its name, which is that of its log file."""
@@ -52,20 +52,20 @@ class Scoring:
         async with self._turn:
             await self._running()
 
-    async def score(self, responses: Sequence[Response]) -> list[float | RewardFailure]:
+    async def score(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
         """What every response scores, in order."""
-        scored: list[float | RewardFailure] = []
+        scored: list[Scored | RewardFailure] = []
         while len(scored) < len(responses):
             async with self._turn:
                 scored += await self._score_some(responses[len(scored) : len(scored) + AT_ONCE])
         return scored
 
-    async def _score_some(self, responses: Sequence[Response]) -> list[float | RewardFailure]:
+    async def _score_some(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
         try:
             return await self._ask(responses)
         except _Lost as lost:
             await self._give_up(lost)
-        scored: list[float | RewardFailure] = []
+        scored: list[Scored | RewardFailure] = []
         for response in responses:
             try:
                 scored += await self._ask([response])
@@ -74,10 +74,10 @@ class Scoring:
                 scored.append(RewardFailure(f"{SCORER}: {lost}, twice with prompt {response[0].uid!r}"))
         return scored
 
-    async def _ask(self, responses: Sequence[Response]) -> list[float | RewardFailure]:
+    async def _ask(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
         actor = await self._running()
         limit_s = (len(responses) + 1) * self._task.reward_timeout_s + SLACK * self._start_s + ACTOR_S
-        scored: list[float | RewardFailure] = await _answer(actor.score.remote(list(responses)), limit_s)
+        scored: list[Scored | RewardFailure] = await _answer(actor.score.remote(list(responses)), limit_s)
         return scored
 
     async def _running(self) -> Any:

@@ -25,7 +25,7 @@ from asyncrl_cli.runs.parent import die_with
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.scoring import Response, RewardFailure, reward_name, score
+from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored, reward_name, score
 
 START_S = 600.0
 """Seconds that importing and making the task may take."""
@@ -78,9 +78,9 @@ class RewardProcess:
         """Whether it can be asked."""
         return not self._closed and self._process.poll() is None
 
-    def score(self, response: Response) -> float | RewardFailure:
+    def score(self, response: Response) -> Scored | RewardFailure:
         """The reward of one response; one that takes too long costs the process. Raises ``ProcessEnded``."""
-        scored: float | RewardFailure | None = self._ask(response, self._limit_s)
+        scored: Scored | RewardFailure | None = self._ask(response, self._limit_s)
         if scored is None:
             return RewardFailure(f"{self.name} took more than {self._limit_s:g} s on prompt {response[0].uid!r}")
         return scored

@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.reward_process import ProcessEnded, RewardProcess
-from asyncrl_cli.tasks.scoring import Response, RewardFailure
+from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
 
 
 class Scorer:
@@ -27,7 +27,7 @@ class Scorer:
         self._process = RewardProcess(self._spec, self._search_path)
         return self._process.name
 
-    def score(self, responses: list[Response]) -> list[float | RewardFailure]:
+    def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
         """What the first responses score: at least one, at most up to the first that cost the reward's process.
 
         One response may be tried twice, each time in a process that must be started.
@@ -37,14 +37,14 @@ class Scorer:
             self._process.close()
             self.start()
         process = self._process
-        scored: list[float | RewardFailure] = []
+        scored: list[Scored | RewardFailure] = []
         for response in responses:
             scored.append(self._score(response))
             if self._process is not process or not process.alive:
                 break
         return scored
 
-    def _score(self, response: Response) -> float | RewardFailure:
+    def _score(self, response: Response) -> Scored | RewardFailure:
         try:
             return self._process.score(response)
         except ProcessEnded:  # whoever ended it, it may have been none of this response's doing

@@ -1,19 +1,21 @@
 """The one place where a reward is asked for and checked.
 
-Invariant: what leaves ``score`` is a finite float or a ``RewardFailure``, whatever the reward function does short
-of ending its process or never returning; ``reward_process`` sees to those two.
+Invariant: what leaves ``score`` and ``score_async`` is a ``Scored`` of finite floats or a ``RewardFailure``, whatever
+the reward function does short of ending its process or never returning; ``reward_process`` sees to those two.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.tasks.base import Task
+from asyncrl_cli.tasks.base import RewardResult, Task
 from asyncrl_cli.tasks.function_task import FunctionTask
 
 Response = tuple[Prompt, str, bool]
@@ -24,27 +26,77 @@ SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """A response's reward, and what its task measured beside it. All numbers are finite."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class RewardFailure:
     """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong."""
 
     reason: str
 
 
-def score(task: Task, response: Response) -> float | RewardFailure:
-    """The reward of one response. Tracebacks go to stderr."""
-    prompt = response[0]
+def score(task: Task, response: Response) -> Scored | RewardFailure:
+    """The reward of one response. Tracebacks go to stderr. Not to be called in a running event loop."""
     try:
         value: object = task.reward(*response)
-        number = _finite(value)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
     except BaseException as error:  # sys.exit() is no way out of a run either
-        traceback.print_exc()
-        reason = f"{type(error).__name__}: {_shown(error, str)}"
-        return RewardFailure(f"{reward_name(task)} failed on prompt {prompt.uid!r}: {reason}")
+        return failed(error, reward_name(task), response[0])
+    return checked(value, reward_name(task), response[0])
+
+
+async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
+    """``score`` in a running event loop; cancelling it cancels the reward."""
+    try:
+        value: object = task.reward(*response)
+        if inspect.isawaitable(value):
+            value = await value
+    except BaseException as error:
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
+            raise
+        return failed(error, reward_name(task), response[0])
+    return checked(value, reward_name(task), response[0])
+
+
+def checked(value: object, name: str, prompt: Prompt) -> Scored | RewardFailure:
+    """What a task returned as a reward: a number, or a ``RewardResult``. ``name`` is what the user calls the reward."""
+    metrics: Mapping[object, object] = {}
+    reward = value
+    if isinstance(value, RewardResult):
+        reward = value.reward
+        if not isinstance(value.metrics, Mapping):
+            return RewardFailure(
+                f"{name} returned metrics for prompt {prompt.uid!r} that are {_shown(value.metrics, repr)}, no mapping"
+            )
+        metrics = value.metrics
+    number = _finite(reward)
     if number is None:
         return RewardFailure(
-            f"{reward_name(task)} returned {_shown(value, repr)} for prompt {prompt.uid!r}, which is no finite number"
+            f"{name} returned {_shown(reward, repr)} for prompt {prompt.uid!r}, which is no finite number"
         )
-    return number
+    measured: dict[str, float] = {}
+    for key, item in metrics.items():
+        figure = _finite(item)
+        if not isinstance(key, str) or figure is None:
+            return RewardFailure(
+                f"{name} returned the metric {_shown(key, repr)}: {_shown(item, repr)} for prompt {prompt.uid!r}; "
+                "metrics are finite numbers by name"
+            )
+        measured[key] = figure
+    return Scored(number, measured)
+
+
+def failed(error: BaseException, name: str, prompt: Prompt) -> RewardFailure:
+    """The failure of a reward that raised, its traceback on stderr. To be called in the ``except`` clause."""
+    traceback.print_exc()
+    return RewardFailure(f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {_shown(error, str)}")
 
 
 def reward_name(task: Task) -> str:
@@ -72,3 +124,7 @@ def _shown(value: object, show: Callable[[object], str]) -> str:
         text = f"a {type(value).__name__} that cannot be shown"
     text = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
     return text.encode(errors="replace").decode()
+
+
+async def _awaited(value: Awaitable[object]) -> object:
+    return await value

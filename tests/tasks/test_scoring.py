@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.function_task import FunctionTask
-from asyncrl_cli.tasks.scoring import RewardFailure, score
+from asyncrl_cli.tasks.scoring import RewardFailure, Scored, score
 
 RESPONSE = (Prompt("row/7", "2+2="), "4", True)
 
@@ -39,8 +39,8 @@ def reason(task: FunctionTask) -> str:
 @pytest.mark.parametrize("value", [1, 0.5, -2.0, True, False, np.float32(0.5), np.int64(1), fractions.Fraction(1, 2)])
 def test_numbers_become_floats(value: Any) -> None:
     scored = score(returning(value), RESPONSE)
-    assert type(scored) is float
-    assert scored == float(value)
+    assert scored == Scored(float(value))
+    assert isinstance(scored, Scored) and type(scored.reward) is float
 
 
 @pytest.mark.parametrize(
