@@ -49,7 +49,7 @@ from asyncrl_cli.rollout.records import (
 from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.tasks.scoring import Response
+from asyncrl_cli.tasks.scoring import Response, Scored
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
 
 Weights = tuple[str, ...]
@@ -312,10 +312,10 @@ class Encoder:
 class Scorer:
     """Scores what is generated, in a while."""
 
-    async def score(self, responses: list[Response]) -> list[float]:
+    async def score(self, responses: list[Response]) -> list[Scored]:
         for _ in range(len(responses)):
             await asyncio.sleep(0)
-        return [float(number(text) % 3) / 2 for _, text, _ in responses]
+        return [Scored(float(number(text) % 3) / 2) for _, text, _ in responses]
 
 
 class View:

@@ -37,7 +37,7 @@ from asyncrl_cli.pipeline.groups import GroupSource, rollout_seed
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.rollout.records import RolloutFailure, RolloutRequest, place_of
 from asyncrl_cli.runs.directory import RunError
-from asyncrl_cli.tasks.scoring import Response, RewardFailure
+from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
 
 TURNS = 100
 """Turns of the loop after which everything has happened that can."""
@@ -64,10 +64,11 @@ class Scorer:
         self.held: asyncio.Event = asyncio.Event()
         self.held.set()
 
-    async def score(self, responses: list[Response]) -> list[float | RewardFailure]:
+    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
         self.asked += [(prompt.uid, text) for prompt, text, _ in responses]
         await self.held.wait()
-        return [self.rule(text) for _, text, _ in responses]
+        judged = [self.rule(text) for _, text, _ in responses]
+        return [score if isinstance(score, RewardFailure) else Scored(score) for score in judged]
 
 
 class Scene:
