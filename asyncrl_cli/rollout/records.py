@@ -56,17 +56,31 @@ class RolloutRequest:
 
     ``prefix`` holds what was generated of it before, without gaps from token 0: the engine goes on from there and
     delivers the whole. ``sampling.max_tokens`` counts the prefix in.
+
+    Of requests that wait, those of the lowest ``priority`` run first, among equals the oldest. Requests of one
+    ``affinity`` go to the same engine while it serves and has room, for the sake of its prefix cache; those without one
+    go where the fewest are. The new tokens of a ``streamed`` one are delivered as they come, every
+    ``worker.STREAM_S`` seconds; somebody waits for the end of an ``awaited`` one, so it is delivered at once.
     """
 
     rollout_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     prefix: tuple[Segment, ...] = ()
+    priority: int = 0
+    affinity: str = ""
+    streamed: bool = False
+    awaited: bool = False
 
     @property
     def generated(self) -> int:
         """Tokens that the prefix holds."""
         return self.prefix[-1].end if self.prefix else 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be generated of it."""
+        return max(self.sampling.max_tokens - self.generated, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +115,13 @@ class Rollout:
         """Which tokens the policy sampled, one entry per token of the response."""
         mask: NDArray[np.bool_] = self.versions != GIVEN
         return mask
+
+    @property
+    def sampled_versions(self) -> NDArray[np.int32]:
+        """The versions of the sampled tokens of all sequences, one entry per token, sequence by sequence."""
+        if not self.branches and self.sampled.all():
+            return self.versions
+        return np.concatenate([sequence.versions[sequence.sampled] for sequence in self.sequences])
 
     @property
     def finished(self) -> bool:
@@ -175,18 +196,20 @@ def sequence_of(sequence_id: str) -> tuple[int, int, int]:
     return int(group_id), int(place), int(branch or 0)
 
 
-def segments_of(rollout: Rollout) -> list[Segment]:
-    """A rollout cut where the weight version changes."""
-    versions = rollout.versions
-    crossed = len(versions) > 0 and versions[0] != versions[-1]  # as they never decrease
-    cuts = [0, *((np.flatnonzero(np.diff(versions)) + 1).tolist() if crossed else ()), len(versions)]
+def segments_of(sequence: Rollout) -> list[Segment]:
+    """A rollout's own sequence, without its branches, cut where the weight version changes and round ``GIVEN`` tokens.
+
+    The segments follow one another from token 0 on.
+    """
+    versions = sequence.versions
+    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [
         Segment(
-            rollout.rollout_id,
+            sequence.rollout_id,
             start,
-            int(rollout.versions[start]),
-            rollout.response_ids[start:end],
-            rollout.logprobs[start:end],
+            int(versions[start]),
+            sequence.response_ids[start:end],
+            sequence.logprobs[start:end],
         )
         for start, end in pairwise(cuts)
         if end > start
@@ -218,12 +241,16 @@ class EngineActivity:
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """What one call of ``collect`` brings: whatever ended since the call before it, and at times the new tokens of
-    rollouts that have not ended (each from where the delivery before left off)."""
+    rollouts that have not ended (each from where the delivery before left off).
+
+    ``aborted`` are the ids of rollouts that the engine gave up when told to; all their tokens are in segments.
+    """
 
     rollouts: list[Rollout] = field(default_factory=list)
     failures: list[RolloutFailure] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     activity: EngineActivity = field(default_factory=EngineActivity)
+    aborted: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
