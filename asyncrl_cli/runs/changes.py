@@ -26,7 +26,7 @@ FIXED = {
     "pipeline.publish_every": "versions are counted by it",
 }
 """Keys that stay as they are, and why; a key stands for everything below it."""
-ALLOWED_BELOW = {"task": ("reward_timeout_s",)}
+ALLOWED_BELOW = {"task": ("reward_timeout_s", "reward_workers", "reward_memory_mb", "reward_concurrency")}
 """Keys below a fixed one that may change all the same."""
 
 

@@ -1,10 +1,13 @@
-"""Every key a spec can have, by dotted path: what suggestions and the reference are made from."""
+"""Every key a spec can have, by dotted path: what suggestions and the reference are made from.
+
+Where a spec chooses names itself, or a list has indices, the path has `*`: `evaluation.sets.*.data`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -14,11 +17,13 @@ from asyncrl_cli.spec.sections import ExperimentSpec, Section
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: the section class that holds it, its field, and the section class it opens (if it opens one)."""
+    """One key: the section class that holds it, its field, and the section class it opens (if it opens one; ``many``
+    of them by name or in a list, or one)."""
 
     holder: type[Section]
     field: FieldInfo
     opens: type[Section] | None
+    many: bool
 
     @property
     def follows(self) -> bool:
@@ -38,14 +43,29 @@ def keys() -> dict[str, Key]:
 
     def visit(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
-            opens = next(filter(_is_section, (field.annotation, *get_args(field.annotation))), None)
-            found[prefix + name] = Key(section, field, opens)
+            opens, many = _opened(field.annotation)
+            found[prefix + name] = Key(section, field, opens, many)
             if opens:
-                visit(opens, f"{prefix}{name}.")
+                visit(opens, f"{prefix}{name}.*." if many else f"{prefix}{name}.")
 
     visit(ExperimentSpec, "")
     return found
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+def general(path: str) -> str:
+    """A path in a spec, with `*` for the names and indices that it chooses."""
+    parts: list[str] = []
+    for part in path.split("."):
+        above = keys().get(".".join(parts))
+        parts.append("*" if above is not None and above.many else part)
+    return ".".join(parts)
+
+
+def _opened(annotation: Any) -> tuple[type[Section] | None, bool]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    for argument in get_args(annotation):
+        opens, many = _opened(argument)
+        if opens:
+            return opens, many or get_origin(annotation) in (list, dict)
+    return None, False

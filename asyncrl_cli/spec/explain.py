@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from asyncrl_cli.spec.catalogue import Key, keys
+from asyncrl_cli.spec.catalogue import Key, general, keys
 from asyncrl_cli.spec.problems import Problem
 
 _KINDS = {
@@ -65,16 +65,17 @@ def explain(error: ValidationError) -> Iterator[tuple[Problem, bool]]:
     for detail in details:
         path = _dotted(detail["loc"])
         if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
-            if path not in meant:
+            if general(path) not in meant:
                 yield Problem(path, "is missing", _missing_mend(path)), True
         elif detail["type"] == "missing":
             yield Problem(_dotted(detail["loc"][:-1]), f"has too few values: {_shown(detail['input'])}"), False
         elif detail["type"] not in ("extra_forbidden", "default_factory_not_called"):
-            yield Problem(path, _message(detail), _mend(detail, keys().get(path))), False
+            yield Problem(path, _message(detail), _mend(detail, keys().get(general(path)))), False
 
 
 def suggest(parent: str, key: str) -> list[str]:
     """The dotted keys that an unknown ``key`` under ``parent`` may have been meant to be, likeliest first."""
+    parent = general(parent)
     prefix = f"{parent}." if parent else ""
     beside = {path.removeprefix(prefix): path for path in keys() if path.startswith(prefix)}
     siblings = [name for name in beside if "." not in name]
@@ -100,13 +101,13 @@ def suggest(parent: str, key: str) -> list[str]:
 def _unknown_mend(parent: tuple[str, ...], suggestions: list[str]) -> str:
     if suggestions:
         return f"Did you mean {_choice(suggestions)}?"
-    prefix = ".".join((*parent, ""))
+    prefix = ".".join((*filter(None, [general(".".join(parent))]), ""))
     siblings = [path.removeprefix(prefix) for path in keys() if path.startswith(prefix)]
     return f"Keys here: {', '.join(name for name in siblings if '.' not in name)}."
 
 
 def _missing_mend(path: str) -> str:
-    key = keys()[path]
+    key = keys()[general(path)]
     return f"Add `{path.rpartition('.')[2]}`. {key.field.description}"
 
 

@@ -22,7 +22,7 @@ from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import CHARACTERS, NUL, ExperimentSpec
 from asyncrl_cli.spec.source import SCALARS, Node
 
-FILE_KEYS = ("data.train.path", "data.eval.path")
+FILE_KEYS = ("data.train.path", "data.eval.path", "task.mix.train.path", "task.mix.eval.path")
 MODEL_KEYS = ("model.path", "model.init.tokenizer")
 """Keys that hold a path or a name; ``looks_like_path`` tells which."""
 
@@ -89,6 +89,8 @@ def _load(path: str, overrides: Sequence[str], problems: list[Problem], files: l
 
 def _absolute(node: Node, keys: list[str], must_be_file: bool) -> Node:
     """The tree with the path under ``keys`` made absolute, from the folder of the file that states it."""
+    if keys and isinstance(node.value, list):  # a list of sections: each has the keys
+        return replace(node, value=[_absolute(item, keys, must_be_file) for item in node.value])
     if keys:
         below = node.child(keys[0])
         if below is None or not isinstance(node.value, dict):

@@ -53,7 +53,7 @@ def reference() -> str:
     sections: dict[type[Section], list[str]] = {ExperimentSpec: []}
     for path, key in keys().items():
         if key.opens:
-            sections.setdefault(key.opens, []).append(path)
+            sections.setdefault(key.opens, []).append(f"{path}.*" if key.many else path)
     parts = [_INTRODUCTION]
     for section, paths in sections.items():
         fields = schema if section is ExperimentSpec else schema["$defs"][section.__name__]

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}$")]
 CHARACTERS = "characters"
 NUL = "\0"
 DType = Literal["float32", "bfloat16"]
@@ -91,29 +92,80 @@ class ModelSpec(Section):
     max_length: Count = Field(1024, description="Longest sequence in tokens, prompt and response together.")
 
 
-class TaskSpec(Section):
-    """What the model is asked to do and how an answer is scored."""
+class EpisodeSpec(Section):
+    """Limits of an episode: one rollout that an environment, an agent or a command plays. At one of them it ends with
+    the reward that it has by then (`max_calls`, `max_tokens`), or fails (`timeout_s`)."""
 
-    use: str = Field(
-        description="A ready task (`chain_sum`, `spell_backward`), or `module:name` of a Task class, or of "
-        "a reward function `f(prompt, response) -> float` with prompts from `data`."
+    max_calls: Count = Field(32, description="Calls of the model in one episode.")
+    max_tokens: Count | None = Field(
+        None, description="Tokens that the model may sample in one episode, over all its calls."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the Task class.")
-    reward_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds one rollout's reward may take before the rollout counts as failed."
+    timeout_s: float = Field(600.0, gt=0, description="Seconds after which an episode that has not ended has failed.")
+    workers: Count = Field(1, description="Processes that play episodes.")
+    concurrency: Count = Field(128, description="Episodes that one of them plays at a time; others wait their turn.")
+    memory_mb: Count | None = Field(
+        None, description="MiB of address space that such a process, and each process it starts, may have."
     )
 
 
 class SplitSpec(Section):
-    """Where the prompts of one split come from."""
+    """Where the prompts of one split come from, and how a row becomes a prompt. docs/data.md has more."""
 
     path: Annotated[str | None, SystemPath] = Field(
         None,
-        description="A JSON Lines file with a `prompt` (text or chat messages) per row; all other keys reach "
-        "the reward function. Relative to this file. Without a path the task makes its own prompts.",
+        description="A `.jsonl`, `.parquet` or `.csv` file, a folder that Hugging Face `datasets` saved, "
+        "`hf:owner/name` (a hub id, with `@revision` if you like), or `module:function` that yields rows. Relative to "
+        "this file. Without a path the task makes its own prompts.",
     )
     size: Count | None = Field(
         None, description="Prompts to use: the first rows of the file, or how many the task makes."
+    )
+    prompt_column: str = Field(
+        "prompt", description="The column with the prompt: text, or a list of chat messages. All others reach the task."
+    )
+    uid_column: str = Field(
+        "uid",
+        description="The column with each row's own name. Rows without `uid` are named by number and content; a column "
+        "of another name must be there.",
+    )
+    template: str | None = Field(
+        None,
+        description='Makes the prompt\'s text from columns instead, as in `"Q: {question}\\nA:"`; `{{` is a brace.',
+    )
+    system: str | None = Field(
+        None, description="A system message in front; a text becomes a chat of it and the user's message then."
+    )
+    config: str | None = Field(None, description="The hub data set's config.")
+    split: str | None = Field(
+        None, description="The split of a hub or saved data set, such as `train` or `test[:200]` (the latter hub only)."
+    )
+
+
+class CurriculumStage(Section):
+    """The rows that one part of the training prompts comes from."""
+
+    until_prompt: Count | None = Field(
+        None, description="The stage ends when so many prompts were drawn since the run began; the last may be endless."
+    )
+    min: float | None = Field(None, description="Lowest difficulty; no bound when left out.")
+    max: float | None = Field(None, description="Highest difficulty; no bound when left out.")
+
+
+class CurriculumSpec(Section):
+    """Training prompts in stages of difficulty. After the last stage they come from all rows."""
+
+    field: str = Field(description="The column (or field of the task's prompts) with a row's difficulty, a number.")
+    stages: Annotated[list[CurriculumStage], Field(min_length=1)] = Field(description="The stages, in their order.")
+
+
+class PoolsSpec(Section):
+    """Training prompts that are solved are left out (online filtering)."""
+
+    retire_after: Count = Field(
+        1, description="Visits in a row in which every rollout of the group was right, after which a prompt is left out."
+    )
+    revisit: Fraction = Field(
+        0.0, description="Share of its turns that a prompt keeps then; one that is not solved any more comes back."
     )
 
 
@@ -125,6 +177,59 @@ class DataSpec(Section):
         default_factory=lambda: SplitSpec(size=256), description="Held-out prompts, never trained on."
     )
     shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, by the seed.")
+    curriculum: CurriculumSpec | None = Field(None, description="Stages of difficulty.")
+    pools: PoolsSpec | None = Field(None, description="Leave out training prompts that are solved.")
+
+
+class TaskMember(Section):
+    """One task of a mix."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=64,
+        description="Begins the uids of its prompts and the names of its metrics.",
+    )
+    weight: float = Field(1.0, gt=0, description="Its share of the prompts, among the weights of all.")
+    use: str = Field(description="As `task.use`.")
+    options: dict[str, Any] = Field(default_factory=dict, description="As `task.options`.")
+    reward_timeout_s: float | None = Field(
+        None, gt=0, description="As `task.reward_timeout_s`, which it is when left out."
+    )
+    train: SplitSpec | None = Field(
+        None, description="Its training prompts; when left out the task makes its own, as many as its share asks for."
+    )
+    eval: SplitSpec | None = Field(None, description="Its held-out prompts; when left out the task makes its own.")
+
+
+class TaskSpec(Section):
+    """What the model is asked to do and how an answer is scored: one task (`use`), or several (`mix`).
+
+    See docs/tasks.md.
+    """
+
+    use: str | None = Field(
+        None,
+        description="A ready task such as `chain_sum`, `math` or `gym/countdown`, or `module:name`: a task class, an "
+        "environment class, a reward function `f(prompt, response)`, or an agent `async f(prompt, model)`.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task's class.")
+    mix: list[TaskMember] = Field(
+        default_factory=list, description="Tasks to train on side by side, each with its share of the prompts."
+    )
+    reward_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds one rollout's reward may take before the rollout counts as failed."
+    )
+    reward_workers: Count = Field(1, description="Processes that compute rewards.")
+    reward_memory_mb: Count | None = Field(
+        None,
+        description="MiB of memory that a reward's process may take; a reward that wants more fails. Left out: no limit.",
+    )
+    reward_concurrency: Count = Field(
+        1, description="Rewards that are async functions may await so many at a time in each of the processes."
+    )
+    episode: EpisodeSpec = Field(
+        default_factory=EpisodeSpec, description="Limits of a rollout that an environment, an agent or a command plays."
+    )
 
 
 class SamplingSpec(Section):
@@ -270,8 +375,22 @@ class PipelineSpec(Section):
     )
 
 
+class EvaluationSet(Section):
+    """Further prompts to evaluate on, of any task and split."""
+
+    data: SplitSpec = Field(
+        description="The prompts. Without a path the task makes them, of its split `eval` unless `split` says `train`."
+    )
+    task: TaskSpec | None = Field(None, description="The task that scores them; the run's own when left out.")
+    every: int | None = Field(
+        None, ge=0, description="Steps between two evaluations of this set; `evaluation.every` when left out."
+    )
+    greedy: bool = Field(True, description="One greedy response per prompt; false samples `samples` of them.")
+    samples: Count = Field(1, description="Responses per prompt when they are sampled.")
+
+
 class EvaluationSpec(Section):
-    """Accuracy on the held-out prompts, generated by the same engines."""
+    """Accuracy on the held-out prompts and on further sets, generated by the same engines."""
 
     every: int = Field(
         0, ge=0, description="Steps between two evaluations while training; 0 evaluates before and after only."
@@ -279,6 +398,20 @@ class EvaluationSpec(Section):
     prompts: Count | None = Field(
         None, description="Prompts of the evaluations while training; all held-out prompts when left out."
     )
+    samples: Count = Field(
+        1,
+        description="Sampled responses per held-out prompt. With more than one, pass@1 to pass@k are reported, at "
+        "every evaluation and not before and after training only.",
+    )
+    temperature: float | None = Field(
+        None, gt=0, description="Temperature of sampled responses; that of training when left out."
+    )
+    pin: bool = Field(
+        False,
+        description="New weights wait until an evaluation under way is done, so that one version gives all of it; "
+        "otherwise it is marked with the versions that it saw.",
+    )
+    sets: dict[SetName, EvaluationSet] = Field(default_factory=dict, description="Further sets, by name.")
 
 
 class CheckpointSpec(Section):

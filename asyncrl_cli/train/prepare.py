@@ -24,7 +24,8 @@ def model_key(spec: ExperimentSpec) -> str:
     model = spec.model.model_dump(mode="json")
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
-        model["task"] = spec.task.model_dump(mode="json", include={"use", "options"})
+        told = {"mix"} if spec.task.mix else {"use", "options"}
+        model["task"] = spec.task.model_dump(mode="json", include=told)
     facts = json.dumps({"asyncrl": __version__, "seed": spec.seed, **model}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 

@@ -89,8 +89,9 @@ def test_unknown_keys_without_a_likeness_show_what_there_is(write: Write) -> Non
 
 
 def test_missing_keys_point_at_their_parent(write: Write) -> None:
-    problems = mistakes(write("model: {path: org/model}\ntask:\n  options: {}\n"))
-    assert [(p.path, p.line, p.column) for p in problems] == [("stop", 1, 1), ("task.use", 2, 1)]
+    problems = mistakes(write("model: {path: org/model}\ntask:\n  mix:\n  - {name: a}\n"))
+    assert [(p.path, p.line, p.column) for p in problems] == [("stop", 1, 1), ("task.mix.0.use", 4, 5)]
+    assert all(p.mend.startswith("Add `") for p in problems)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("name=a b", "does not fit the pattern"),
         (f"name={'a' * 65}", "has 65 characters, but may have 64 at most"),
         ("runs_dir=3", "must be a path, not 3"),
-        ("task={}", "is missing"),
+        ("model.init={}", "is missing"),
         ("trainer=3", "must be a mapping of keys to values, not 3"),
         ("data.shuffle=yes", "must be true or false, not 'yes'"),
     ],
