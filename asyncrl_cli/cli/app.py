@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import checkpoint, inspect, replay, resume, runs, staleness, track, train, validate_spec
+from asyncrl_cli.cli import checkpoint, init, inspect, replay, resume, runs, staleness, track, train, validate_spec
 from asyncrl_cli.runs.errors import UserError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("init")(init.init)
 app.command("train")(train.train)
 app.command("resume")(resume.resume)
 app.command("replay")(replay.replay)

@@ -28,6 +28,7 @@ from asyncrl_cli.spec.load import dump_spec, load_spec
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "transformers")
 MODULES = [f"asyncrl_cli.cli.{module.name}" for module in pkgutil.iter_modules(asyncrl_cli.cli.__path__)]
 COMMANDS = [
+    "init",
     "train",
     "resume",
     "replay",

@@ -1,0 +1,129 @@
+"""`asyncrl init`: every template arrives whole, under its new name, and validates as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.cli.templates import Template, templates
+from asyncrl_cli.pipeline.launch import Experiment
+from asyncrl_cli.spec.load import load_spec
+
+ROOT = Path(__file__).parents[2]
+TEMPLATES = templates()
+NAMES = [
+    *("agent", "command-agent", "environment", "gym", "judge", "math", "mix", "reward-function", "unit-tests"),
+]
+
+
+@pytest.fixture
+def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Run a command line in this process, in an empty folder: its exit code, stdout and stderr."""
+    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("JUDGE_API_KEY", "none")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def names_in(folder: Path) -> list[str]:
+    """All files of a template, as paths in it."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(file) for file in files if "__pycache__" not in file.parts)
+
+
+def test_the_list_has_every_template_with_what_it_is(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = asyncrl("init", "--list")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == NAMES
+    rows = json.loads(asyncrl("init", "--list", "--json")[1])
+    assert out.splitlines() == [f"{row['template']:15}  {row['what']}" for row in rows]
+    assert all(row["what"] for row in rows)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = asyncrl("init", template.name, "new/my task")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1:] == [
+        "next:",
+        "  asyncrl validate-spec 'new/my task/spec.yaml'",
+        "  asyncrl train 'new/my task/spec.yaml'",
+    ]
+    folder = tmp_path / "new/my task"
+    assert names_in(folder) == names_in(template.folder)
+    for file in names_in(folder):
+        if file != "spec.yaml":
+            assert (folder / file).read_bytes() == (template.folder / file).read_bytes()
+    code, out, err = asyncrl("validate-spec", "new/my task/spec.yaml")
+    assert (code, err) == (0, ""), "without a warning"
+    assert "is valid: my-task runs" in out
+    spec = load_spec("new/my task/spec.yaml").spec
+    assert Experiment.load(spec, folder).spec == spec, "the task is there, and its data"
+
+
+def test_a_folder_in_use_is_left_alone_unless_forced(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    assert asyncrl("init", "agent", "mine")[0] == 0, "an empty folder is nobody's"
+    (folder / "spec.yaml").write_text("mine")
+    (folder / "notes").write_text("mine")
+    refused = "mine: the folder is not empty. Name another, or use --force, which replaces files of the same name.\n"
+    assert asyncrl("init", "agent", "mine") == (2, "", refused)
+    assert (folder / "spec.yaml").read_text() == "mine"
+    assert asyncrl("init", "agent", "mine", "--force")[0] == 0
+    assert load_spec(folder / "spec.yaml").spec.name == "mine"
+    assert (folder / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("agnet", "x"), "there is no template 'agnet'. Did you mean agent?\n"),
+        (("zzz", "x"), f"there is no template 'zzz'. Templates: {', '.join(NAMES)}.\n"),
+        (("../reward-function", "x"), "there is no template '../reward-function'. Did you mean reward-function?\n"),
+        (("agent", "file"), "file: there is a file of this name. Name a folder.\n"),
+        (("agent", "file/below"), "file/below: it cannot be written: [Errno 20] Not a directory: 'file/below'.\n"),
+    ],
+)
+def test_what_cannot_be_is_said(asyncrl, arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("")
+    assert asyncrl("init", *arguments) == (2, "", said)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("agent",)])
+def test_what_is_missing_is_said(asyncrl, arguments: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = asyncrl("init", *arguments)
+    assert (code, out) == (2, "")
+    assert "name a folder: asyncrl init agent my-task" in err if arguments else "use --list" in err
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("123", "123"), ("true", "true"), (".hidden", "hidden"), ("été", "t"), ("§", None)]
+)
+def test_odd_folders_give_names_that_a_run_may_have(asyncrl, folder: str, name: str | None) -> None:  # type: ignore[no-untyped-def]
+    assert asyncrl("init", "agent", folder)[0] == 0
+    assert load_spec(Path(folder) / "spec.yaml").spec.name == (name or "my-agent")
+
+
+def test_an_installed_wheel_carries_them(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    for template in TEMPLATES:
+        assert {f"asyncrl_cli/_templates/{template.name}/{file}" for file in names_in(template.folder)} <= packed
