@@ -27,7 +27,7 @@ from asyncrl_cli.buffer.records import (
 )
 from asyncrl_cli.buffer.schema import sound
 from asyncrl_cli.data.prompts import prompt_from
-from asyncrl_cli.rollout.records import Rollout, Segment, place_of, training_rollout_id
+from asyncrl_cli.rollout.records import Rollout, Segment, place_of
 
 
 class DurableLedger:
@@ -42,7 +42,7 @@ class DurableLedger:
         self._path = path
         self.journal = Journal(path)
         self._settings = settings
-        self._finished: set[str] = set()  # rollouts of running groups that are recorded whole
+        self._finished: set[tuple[int, int]] = set()  # group and place of running rollouts that are recorded whole
         with sound(path, LedgerError):
             meta = self.journal.meta()
             self._base: Mapping[str, Any] = meta.get("base", base or {})
@@ -70,7 +70,7 @@ class DurableLedger:
         """Where the run stands. Call it before the first event."""
         with sound(self._path):
             groups = self.journal.open_groups()
-        self._finished = {rollout.rollout_id for group in groups for rollout in group.unscored.values()}
+        self._finished = {(group.admission.group_id, place) for group in groups for place in group.unscored}
         return Opening(
             step=self.ledger.step,
             version=self.ledger.version,
@@ -109,7 +109,7 @@ class DurableLedger:
         told = set()
         for rollout in rollouts:
             if self._is_unfinished(rollout.rollout_id):
-                self._finished.add(rollout.rollout_id)
+                self._finished.add(place_of(rollout.rollout_id))
                 self.journal.recorded(rollout, by_rollout.get(rollout.rollout_id))
                 told.add(rollout.rollout_id)
         return self.judge(outcomes, told)
@@ -127,7 +127,7 @@ class DurableLedger:
                 continue
             if outcome.rollout_id not in told:
                 self.journal.judged(outcome)
-            self._finished.discard(outcome.rollout_id)
+            self._finished.discard((group_id, place))
             if outcome.reward is None:
                 self._reject(group_id, "failed")
                 rejected.append((group_id, "failed"))
@@ -198,13 +198,13 @@ class DurableLedger:
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
         return prompts[self.journal.serial() :]
 
-    def _is_unfinished(self, rollout_id: str) -> bool:
-        group_id, place = place_of(rollout_id)
-        return place not in self._rewards.get(group_id, (place,)) and rollout_id not in self._finished
+    def _is_unfinished(self, sequence_id: str) -> bool:
+        group_id, place = place_of(sequence_id)
+        return place not in self._rewards.get(group_id, (place,)) and (group_id, place) not in self._finished
 
     def _forget(self, group_id: int) -> None:
         del self._rewards[group_id]
-        self._finished -= {training_rollout_id(group_id, place) for place in range(self._settings.group_size)}
+        self._finished -= {(group_id, place) for place in range(self._settings.group_size)}
 
     def _reject(self, group_id: int, reason: str) -> None:
         self._forget(group_id)

@@ -3,7 +3,8 @@
 An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. What a method
 notes belongs together: a commit writes it whole or not at all. One process writes, through one thread at a time.
 
-Invariant: the segments of a rollout follow one another from token 0 on. ``grown`` and ``recorded`` see to that.
+Invariant: the segments of a sequence (a rollout, or a branch of one) follow one another from token 0 on. ``grown`` and
+``recorded`` see to that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,16 @@ from asyncrl_cli.buffer.ledger import Batch, GroupEntry
 from asyncrl_cli.buffer.records import Admission, Candidate, OpenGroup, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.buffer.schema import explained, open_for_writing, sound
 from asyncrl_cli.data.prompts import Prompt, prompt_from
-from asyncrl_cli.rollout.records import Rollout, Segment, place_of, segments_of, training_rollout_id
+from asyncrl_cli.rollout.records import (
+    GIVEN,
+    Rollout,
+    Segment,
+    branch_id,
+    place_of,
+    segments_of,
+    sequence_of,
+    training_rollout_id,
+)
 from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
 
 Statement = tuple[str, tuple[Any, ...]]
@@ -38,19 +49,20 @@ PRUNED_AT_ONCE = 64
 _OUTSTANDING = "state IN ('running', 'finished')"
 _DROPPED = "state IN ('rejected', 'requeued')"
 
-_SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)"
+_SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _ROLLOUT = """
-    INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, failure, oldest, newest, recorded_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+    INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, failure, metrics, oldest, newest, recorded_at)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
-        reward = excluded.reward, failure = excluded.failure, oldest = excluded.oldest,
-        newest = excluded.newest, recorded_at = excluded.recorded_at
+        reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
+        oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at
 """
 
 
 class _Piece(NamedTuple):
     """A recorded segment of an unfinished rollout, as far as it takes to know it again."""
 
+    start: int
     end: int
     version: int
     crc: int
@@ -64,8 +76,8 @@ class Journal:
         self._path = path
         self._connection = open_for_writing(path)
         self._noted: list[Statement] = []
-        # Rollouts of which segments, but not the whole, are recorded: by group, place and first token.
-        self._in_part: dict[int, dict[int, dict[int, _Piece]]] = {}
+        # Rollouts of which segments, but not the whole, are recorded: by group, place, branch and first token.
+        self._in_part: dict[int, dict[int, dict[int, dict[int, _Piece]]]] = {}
 
     # -- events
 
@@ -106,16 +118,17 @@ class Journal:
     def grown(self, segments: Iterable[Segment]) -> None:
         """New tokens of unfinished rollouts.
 
-        A segment that is told twice changes nothing. Other tokens where some are recorded mean that the rollout
-        was generated again from there, so that what followed is void. A segment that does not follow what is
+        A segment that is told twice changes nothing. Other tokens where some are recorded mean that the sequence
+        was generated again from there, so that what followed in it is void. A segment that does not follow what is
         recorded is passed over: its rollout will come whole.
         """
         now = time.time()
         for segment in segments:
-            group_id, place = place_of(segment.rollout_id)
-            pieces = self._in_part.setdefault(group_id, {}).setdefault(place, {})
+            group_id, place, branch = sequence_of(segment.rollout_id)
+            sequences = self._in_part.setdefault(group_id, {}).setdefault(place, {})
+            pieces = sequences.setdefault(branch, {})
             columns = _columns(segment)
-            piece = _Piece(segment.end, segment.version, columns[-1])
+            piece = _Piece(segment.start, segment.end, segment.version, columns[-1])
             end = max((known.end for known in pieces.values()), default=0)
             if segment.end == segment.start or segment.start not in (end, *pieces):
                 continue
@@ -123,37 +136,40 @@ class Journal:
                 continue
             for void in [start for start in pieces if start >= segment.start]:
                 del pieces[void]
-                self._note("DELETE FROM segments WHERE group_id = ? AND place = ? AND start = ?", group_id, place, void)
+                self._note(
+                    "DELETE FROM segments WHERE group_id = ? AND place = ? AND branch = ? AND start = ?",
+                    *(group_id, place, branch, void),
+                )
             pieces[segment.start] = piece
-            self._note(_SEGMENT, group_id, place, *columns)
-            self._note(
-                _ROLLOUT, group_id, place, segment.end, None, None, None, pieces[0].version, segment.version, now
-            )
+            self._note(_SEGMENT, group_id, place, branch, *columns)
+            sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != GIVEN]
+            oldest = min((known.version for known in sampled), default=None)
+            newest = max((known.version for known in sampled), default=None)
+            count = sum(known.end - known.start for known in sampled)
+            self._note(_ROLLOUT, group_id, place, count, None, None, None, None, oldest, newest, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
-        """A finished rollout, whole; with its outcome, where that is known."""
+        """A finished rollout with all its sequences, whole; with its outcome, where that is known."""
         group_id, place = place_of(rollout.rollout_id)
         if self._in_part.get(group_id, {}).pop(place, None):  # cut elsewhere than the whole is
             self._note("DELETE FROM segments WHERE group_id = ? AND place = ?", group_id, place)
-        for segment in segments_of(rollout):
-            self._note(_SEGMENT, group_id, place, *_columns(segment))
-        oldest, newest = (
-            (int(rollout.versions[0]), int(rollout.versions[-1])) if len(rollout.versions) else (None, None)
-        )
-        reward, failure = (outcome.reward, outcome.failure or None) if outcome else (None, None)
-        self._note(
-            _ROLLOUT,
-            *(group_id, place, len(rollout.response_ids), rollout.finish_reason, reward, failure),
-            *(oldest, newest, time.time()),
-        )
+        for sequence in rollout.sequences:
+            branch = sequence_of(sequence.rollout_id)[-1]
+            for segment in segments_of(sequence):
+                self._note(_SEGMENT, group_id, place, branch, *_columns(segment))
+        versions = rollout.sampled_versions
+        span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
+        verdict = _verdict(outcome) if outcome else (None, None, None)
+        self._note(_ROLLOUT, group_id, place, len(versions), rollout.finish_reason, *verdict, *span, time.time())
 
     def judged(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
         group_id, place = place_of(outcome.rollout_id)
         self._note(
-            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, recorded_at) VALUES (?, ?, 0, ?, ?, ?) "
-            "ON CONFLICT DO UPDATE SET reward = excluded.reward, failure = excluded.failure",
-            *(group_id, place, outcome.reward, outcome.failure or None, time.time()),
+            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, metrics, recorded_at) "
+            "VALUES (?, ?, 0, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET reward = excluded.reward, "
+            "failure = excluded.failure, metrics = excluded.metrics",
+            *(group_id, place, *_verdict(outcome), time.time()),
         )
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:
@@ -325,20 +341,24 @@ class Journal:
             ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
             scored: set[int] = set()
             unscored: dict[int, Rollout] = {}
-            prefixes: dict[int, tuple[Segment, ...]] = {}
+            prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
             for place, finish_reason, reward in self._rows(
                 "SELECT place, finish_reason, reward FROM rollouts WHERE group_id = ?", group_id
             ):
-                segments = self._segments(group_id, place)
                 if reward is not None:
                     scored.add(place)
-                elif finish_reason is not None:
-                    unscored[place] = _rollout(group_id, place, ids, segments, finish_reason)
-                else:
-                    prefixes[place] = tuple(segments)
-                    self._in_part.setdefault(group_id, {})[place] = {
-                        part.start: _Piece(part.end, part.version, _columns(part)[-1]) for part in segments
+                    continue
+                sequences = self._sequences(group_id, place)
+                if finish_reason is not None:
+                    unscored[place] = _rollout(group_id, place, ids, sequences, finish_reason)
+                    continue
+                prefixes[place] = sequences
+                self._in_part.setdefault(group_id, {})[place] = {
+                    branch: {
+                        part.start: _Piece(part.start, part.end, part.version, _columns(part)[-1]) for part in parts
                     }
+                    for branch, parts in sequences.items()
+                }
             admission = Admission(group_id, version, _prompt(uid, content, fields), ids)
             opened.append(OpenGroup(admission, frozenset(scored), unscored, prefixes))
         return tuple(opened)
@@ -354,15 +374,10 @@ class Journal:
         with explained(self._path), sound(self._path):
             return read_batch(self._connection, step)
 
-    def _segments(self, group_id: int, place: int) -> list[Segment]:
-        name = training_rollout_id(group_id, place)
-        rows = self._rows(
-            "SELECT start, version, tokens, logprobs, crc FROM segments WHERE group_id = ? AND place = ? "
-            "ORDER BY start",
-            *(group_id, place),
-        )
+    def _sequences(self, group_id: int, place: int) -> dict[int, tuple[Segment, ...]]:
+        """What is recorded of a rollout, by branch."""
         with explained(self._path):
-            return [_segment(name, *row) for row in rows]
+            return sequences_of(self._connection, group_id, place)
 
     def _note(self, sql: str, *parameters: Any) -> None:
         self._noted.append((sql, parameters))
@@ -397,29 +412,55 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
         raise LookupError(f"step {step} has no batch")
     rows = connection.execute(
         """
-        SELECT g.id, r.place, g.uid, g.version, g.prompt_ids, r.reward, r.finish_reason, r.tokens,
-               s.start, s.version, s.tokens, s.logprobs, s.crc
+        SELECT g.id, r.place, g.uid, g.version, g.prompt_ids, r.reward, r.metrics, r.finish_reason, r.tokens,
+               s.branch, s.start, s.version, s.tokens, s.logprobs, s.crc
         FROM groups g JOIN rollouts r ON r.group_id = g.id
         LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place
-        WHERE g.step = ? ORDER BY g.id, r.place, s.start
+        WHERE g.step = ? ORDER BY g.id, r.place, s.branch, s.start
         """,
         (step,),
     )
     groups = []
     for group_id, of_group in groupby(rows, key=lambda row: row[0]):
-        rollouts, rewards, uid, version = [], [], "", 0
+        rollouts, rewards, measured, uid, version = [], [], [], "", 0
         for place, parts in groupby(of_group, key=lambda row: row[1]):
             cut = list(parts)
-            _, _, uid, version, prompt_ids, reward, finish_reason, tokens, start, *_ = cut[0]
-            if tokens and start is None:
+            _, _, uid, version, prompt_ids, reward, metrics, finish_reason, tokens, branch, *_ = cut[0]
+            if tokens and branch is None:
                 raise LookupError(f"the tokens of step {step} are pruned")
-            name = training_rollout_id(group_id, place)
-            segments = [_segment(name, *row[8:]) for row in cut if tokens]
+            sequences = _by_branch(group_id, place, [] if branch is None else [row[9:] for row in cut])
             ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
-            rollouts.append(_rollout(group_id, place, ids, segments, finish_reason))
+            rollouts.append(_rollout(group_id, place, ids, sequences, finish_reason))
             rewards.append(reward)
-        groups.append(TrainingGroup(group_id, uid, version, tuple(rollouts), tuple(rewards)))
+            measured.append(json.loads(metrics) if metrics else {})
+        found_metrics = tuple(measured) if any(measured) else ()
+        groups.append(TrainingGroup(group_id, uid, version, tuple(rollouts), tuple(rewards), found_metrics))
     return TrainingBatch(step, found[0], tuple(groups))
+
+
+def sequences_of(connection: sqlite3.Connection, group_id: int, place: int) -> dict[int, tuple[Segment, ...]]:
+    """The recorded segments of a rollout's sequences, by branch. Raises ``sqlite3.DatabaseError`` for damaged ones."""
+    rows = connection.execute(
+        "SELECT branch, start, version, tokens, logprobs, crc FROM segments WHERE group_id = ? AND place = ? "
+        "ORDER BY branch, start",
+        (group_id, place),
+    )
+    return _by_branch(group_id, place, rows)
+
+
+def _by_branch(group_id: int, place: int, rows: Iterable[Sequence[Any]]) -> dict[int, tuple[Segment, ...]]:
+    """Segments from rows of branch, start, version, tokens, logprobs and crc that are sorted."""
+    name = training_rollout_id(group_id, place)
+    return {
+        branch: tuple(_segment(branch_id(name, branch), *row[1:]) for row in of_branch)
+        for branch, of_branch in groupby(rows, key=lambda row: row[0])
+    }
+
+
+def _verdict(outcome: Outcome) -> tuple[float | None, str | None, str | None]:
+    """The columns ``reward``, ``failure`` and ``metrics``."""
+    metrics = json.dumps(dict(outcome.metrics)) if outcome.metrics else None
+    return outcome.reward, outcome.failure or None, metrics
 
 
 def _columns(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
@@ -439,10 +480,24 @@ def _segment(name: str, start: int, version: int, tokens: bytes, logprobs: bytes
 
 
 def _rollout(
-    group_id: int, place: int, prompt_ids: tuple[int, ...], segments: Sequence[Segment], finish_reason: Any
+    group_id: int,
+    place: int,
+    prompt_ids: tuple[int, ...],
+    sequences: Mapping[int, Sequence[Segment]],
+    finish_reason: Any,
 ) -> Rollout:
+    """A rollout with its branches, which are said to have ended as it did: how is not recorded of them."""
+    name = training_rollout_id(group_id, place)
+    root, *branches = (
+        _sequence(branch_id(name, branch), prompt_ids, sequences.get(branch, ()), finish_reason)
+        for branch in sorted({0, *sequences})
+    )
+    return replace(root, branches=tuple(branches)) if branches else root
+
+
+def _sequence(name: str, prompt_ids: tuple[int, ...], segments: Sequence[Segment], finish_reason: Any) -> Rollout:
     return Rollout(
-        rollout_id=training_rollout_id(group_id, place),
+        rollout_id=name,
         prompt_ids=prompt_ids,
         response_ids=np.concatenate([np.empty(0, np.int32), *(s.response_ids for s in segments)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in segments)]),

@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from asyncrl_cli.buffer.journal import TOKENS, _segment
+from asyncrl_cli.buffer.journal import TOKENS, sequences_of
 from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.buffer.schema import JournalError, explained, open_for_reading
 from asyncrl_cli.data.prompts import Prompt, prompt_from
@@ -100,7 +101,7 @@ class StateCount:
     Args:
         groups: how many.
         rollouts: rollouts of theirs that have ended.
-        tokens: response tokens recorded so far, of all their rollouts.
+        tokens: sampled tokens recorded so far, of all their rollouts.
         age_s, oldest_s: median and highest age in seconds: since admission (running), since the last rollout
             ended (finished), since the batch was taken (taken).
     """
@@ -142,7 +143,7 @@ class Distribution:
 @dataclass(frozen=True, slots=True)
 class Overview:
     """The buffer at the unix time ``at``. ``rejected`` counts groups by reason; ``due`` starts with the oldest
-    version. ``lengths`` (tokens) and ``rewards`` are of the ``RECENT_GROUPS`` newest groups of each state."""
+    version. ``lengths`` (sampled tokens) and ``rewards`` are of the ``RECENT_GROUPS`` newest groups of each state."""
 
     at: float
     standing: Standing
@@ -258,7 +259,7 @@ class GroupRow:
         version: weight version at admission.
         lag: versions it lagged behind when it was taken, or would if it were taken now; None for a dropped one.
         step: the batch it is in.
-        rollouts, tokens: rollouts that have ended, and response tokens recorded.
+        rollouts, tokens: rollouts that have ended, and sampled tokens recorded.
         reward: mean over the scored rollouts.
         admitted_at, ended_at: unix times.
     """
@@ -326,14 +327,19 @@ def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """What is recorded of one rollout. ``finish_reason`` is None while it runs; ``segments`` are cut where the
-    version changes, and empty where the tokens were dropped (``journal.keep``)."""
+    """What is recorded of one rollout.
+
+    ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` is what the task measured.
+    ``segments`` are those of its sequences, one sequence after another (their ``rollout_id`` says which), cut where
+    the version changes, and empty where the tokens were dropped (``journal.keep``).
+    """
 
     rollout_id: str
     tokens: int
     finish_reason: str | None
     reward: float | None
     failure: str | None
+    metrics: Mapping[str, float]
     recorded_at: float
     segments: tuple[Segment, ...]
 
@@ -364,11 +370,13 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
             finish_reason=finish_reason,
             reward=reward,
             failure=failure,
+            metrics=json.loads(metrics) if metrics else {},
             recorded_at=recorded_at,
             segments=_segments(connection, group_id, place),
         )
-        for place, tokens, finish_reason, reward, failure, recorded_at in connection.execute(
-            "SELECT place, tokens, finish_reason, reward, failure, recorded_at FROM rollouts WHERE group_id = ?",
+        for place, tokens, finish_reason, reward, failure, metrics, recorded_at in connection.execute(
+            "SELECT place, tokens, finish_reason, reward, failure, metrics, recorded_at FROM rollouts "
+            "WHERE group_id = ?",
             (group_id,),
         )
     ]
@@ -382,18 +390,15 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
 
 def _segments(connection: sqlite3.Connection, group_id: int, place: int) -> tuple[Segment, ...]:
     """A rollout's segments; those that were recorded piece by piece under one version are joined."""
-    joined: list[Segment] = []
-    for row in connection.execute(
-        "SELECT start, version, tokens, logprobs, crc FROM segments WHERE group_id = ? AND place = ? ORDER BY start",
-        (group_id, place),
-    ):
-        segment = _segment(training_rollout_id(group_id, place), *row)
-        if joined and joined[-1].version == segment.version:
-            before = joined.pop()
-            segment = replace(
-                before,
-                response_ids=np.concatenate([before.response_ids, segment.response_ids]),
-                logprobs=np.concatenate([before.logprobs, segment.logprobs]),
+    joined = []
+    for sequence in sequences_of(connection, group_id, place).values():
+        for _, pieces in groupby(sequence, key=lambda segment: segment.version):
+            first, *more = pieces
+            joined.append(
+                replace(
+                    first,
+                    response_ids=np.concatenate([first.response_ids, *(segment.response_ids for segment in more)]),
+                    logprobs=np.concatenate([first.logprobs, *(segment.logprobs for segment in more)]),
+                )
             )
-        joined.append(segment)
     return tuple(joined)

@@ -61,14 +61,15 @@ class Admitted:
 class OpenGroup:
     """A running group as the journal knows it, by the place of its rollouts (0, 1, ...).
 
-    ``unscored`` are finished rollouts without a reward, their text left empty; ``prefixes`` the tokens of
-    unfinished ones. A place in none of the three has to start from nothing.
+    ``unscored`` are finished rollouts without a reward, their texts left empty; ``prefixes`` the tokens of
+    unfinished ones, by branch: an episode may have several sequences, any other rollout has branch 0 alone. A place in
+    none of the three has to start from nothing.
     """
 
     admission: Admission
     scored: frozenset[int]
     unscored: Mapping[int, Rollout] = field(default_factory=dict)
-    prefixes: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    prefixes: Mapping[int, Mapping[int, tuple[Segment, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,13 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one finished or failed rollout: its reward, or (None) why it has none."""
+    """What became of one finished or failed rollout: its reward, or (None) why it has none, and what else the task
+    measured of it."""
 
     rollout_id: str
     reward: float | None
     failure: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

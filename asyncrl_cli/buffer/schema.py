@@ -3,7 +3,8 @@
     groups       one row per admitted group: its prompt with its serial number and where the data loader stood after
                  it (NULL for a prompt that runs again), what became of it
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
-    segments     tokens and log-probs of a rollout, cut where the weight version changes
+    segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), cut where the weight version
+                 changes; version -1 is for tokens that were given and not sampled
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
     publishes    one row per weight version, with the checksum of the published bytes
     checkpoints, evaluations, failures, starts    the rest of the run's history
@@ -81,6 +82,21 @@ MIGRATIONS = (
     CREATE TABLE failures (
         id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, part TEXT NOT NULL, message TEXT NOT NULL
     );
+    """,
+    # Rollouts of several sequences, and what tasks measure beside the reward.
+    """
+    CREATE TABLE branched (
+        group_id INTEGER NOT NULL, place INTEGER NOT NULL, branch INTEGER NOT NULL DEFAULT 0, start INTEGER NOT NULL,
+        version INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER NOT NULL,
+        PRIMARY KEY (group_id, place, branch, start)
+    );
+    INSERT INTO branched (group_id, place, start, version, tokens, logprobs, crc)
+        SELECT group_id, place, start, version, tokens, logprobs, crc FROM segments;
+    DROP TABLE segments;
+    ALTER TABLE branched RENAME TO segments;
+    -- Counts tokens by version without reading them: `asyncrl staleness` would go through gigabytes.
+    CREATE INDEX segments_sizes ON segments (group_id, version, length(tokens));
+    ALTER TABLE rollouts ADD COLUMN metrics TEXT;
     """,
 )
 

@@ -8,6 +8,9 @@ that sampled it, as its segment says. The proof checks the rows against one anot
 * no token is older than its group's version, so that no token's lag exceeds its group's;
 * no token of a batch is newer than the batch.
 
+Only sampled tokens count: those that the policy was given in an episode (``GIVEN``) have no version. A group that was
+admitted with its prompt's tokens is no episode, and there ``GIVEN`` is a version like any other that cannot be.
+
 Steps are counted from 0 here, as in the journal.
 """
 
@@ -19,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl_cli.buffer.queries import Standing, standing
-from asyncrl_cli.rollout.records import training_rollout_id
+from asyncrl_cli.rollout.records import GIVEN, branch_id, training_rollout_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Report:
     """All batches of a journal, and what the proof found.
 
     Args:
-        groups, tokens: groups in batches, and tokens of all groups, that were looked at.
+        groups, tokens: groups in batches, and sampled tokens of all groups, that were looked at.
         late: groups past the bound with ``on_stale: train``.
         breaches: what breaks the guarantee, ``BREACHES_TOLD`` of it at most; empty when it held.
     """
@@ -74,12 +77,14 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
     """Look at every batch, group and segment."""
     where = standing(connection)
     batch_versions = dict(connection.execute("SELECT step, version FROM batches ORDER BY step"))
-    groups = {
-        group_id: (version, step)
-        for group_id, version, step in connection.execute(
-            "SELECT g.id, g.version, b.step FROM groups g LEFT JOIN batches b ON b.step = g.step"
-        )
-    }
+    groups: dict[int, tuple[int, int | None]] = {}
+    episodes: set[int] = set()
+    for group_id, version, step, prompt_bytes in connection.execute(
+        "SELECT g.id, g.version, b.step, length(g.prompt_ids) FROM groups g LEFT JOIN batches b ON b.step = g.step"
+    ):
+        groups[group_id] = (version, step)
+        if not prompt_bytes:
+            episodes.add(group_id)
     steps = {step: StepLags(step, step) for step in batch_versions}
     every, bound = where.settings.publish_every, where.settings.max_staleness
     breaches = [
@@ -106,6 +111,8 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
     tokens = 0
     held: set[int] = set()  # groups with tokens
     for group_id, version, count in _tokens_by_version(connection):
+        if version == GIVEN and group_id in episodes:
+            continue
         admitted_at, step = groups[group_id]
         tokens += count
         if step is not None:
@@ -193,12 +200,12 @@ def _token_breaches(
         if version < admitted_at
         else "newer than its batch"
     )
-    for place, start, count in connection.execute(
-        "SELECT place, start, length(tokens) / 4 FROM segments "
-        "WHERE group_id = ? AND version = ? ORDER BY place, start",
+    for place, branch, start, count in connection.execute(
+        "SELECT place, branch, start, length(tokens) / 4 FROM segments "
+        "WHERE group_id = ? AND version = ? ORDER BY place, branch, start",
         (group_id, version),
     ):
-        name = training_rollout_id(group_id, place)
+        name = branch_id(training_rollout_id(group_id, place), branch)
         yield Breach(
             step, group_id, f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
         )

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain, groupby
 from typing import Any
 
 from asyncrl_cli.buffer.queries import (
@@ -31,15 +32,17 @@ from asyncrl_cli.buffer.queries import (
 from asyncrl_cli.buffer.queries import standing as standing_of
 from asyncrl_cli.observe.decoding import Decoder, open_decoder
 from asyncrl_cli.observe.pages import WIDTH, Page, duration, moment, number, paragraph, table
-from asyncrl_cli.rollout.records import place_of
+from asyncrl_cli.rollout.records import GIVEN, Segment, place_of, sequence_of
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.runs.standing import standing
 
 DUE_ROWS = 12
 """Admission versions shown one by one, the oldest ones."""
 TOKENS_SHOWN = 4000
-"""A group with more response tokens shows the log-prob of each only rollout by rollout."""
+"""A group with more sampled tokens shows the log-prob of each only rollout by rollout."""
 UID_WIDTH = 20
+GIVEN_MARGIN = "  > "
+"""What stands before each line of text that the policy was given and did not sample."""
 AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
 REASONS = {"uniform": "all rewards are equal", "failed": "a rollout failed past its retries"}
 """What the ledger's short categories mean."""
@@ -199,7 +202,10 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
     ]
     if row.reason:
         lines.append(f"why      {REASONS.get(row.reason, row.reason)}")
-    lines += [f"prompt   {len(record.prompt_ids)} tokens", *_prompt_lines(record)]
+    size = (
+        f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see what its rollouts were given"
+    )
+    lines += [f"prompt   {size}", *_prompt_lines(record)]
     for rollout, text in zip(record.rollouts, texts, strict=True):
         lines += ["", *_rollout_lines(rollout, text, decoder, shown)]
     if not shown:
@@ -240,16 +246,22 @@ def _prompt_lines(record: GroupRecord) -> Iterator[str]:
         yield from paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")
 
 
-def _texts(rollout: RolloutRecord, decoder: Decoder | None) -> list[str | None]:
-    """The text of each segment."""
-    if decoder is None:
-        return [None] * len(rollout.segments)
-    return list(decoder.parts(_ids(rollout), [segment.end for segment in rollout.segments]))
+Texts = list[list[str | None]]
+"""The text of each segment, sequence by sequence; None without a tokenizer."""
 
 
-def _token_names(rollout: RolloutRecord, decoder: Decoder | None) -> list[str]:
+def _texts(rollout: RolloutRecord, decoder: Decoder | None) -> Texts:
+    return [
+        [None] * len(sequence)
+        if decoder is None
+        else list(decoder.parts(_ids(sequence), [segment.end for segment in sequence]))
+        for sequence in _sequences(rollout)
+    ]
+
+
+def _token_names(sequence: Sequence[Segment], decoder: Decoder | None) -> list[str]:
     """How each token is shown: its text, or its id where it has none."""
-    ids = _ids(rollout)
+    ids = _ids(sequence)
     if decoder is None:
         return [str(token) for token in ids]
     return [
@@ -258,29 +270,69 @@ def _token_names(rollout: RolloutRecord, decoder: Decoder | None) -> list[str]:
     ]
 
 
-def _ids(rollout: RolloutRecord) -> list[int]:
-    return [token for segment in rollout.segments for token in segment.response_ids.tolist()]
+def _sequences(rollout: RolloutRecord) -> list[list[Segment]]:
+    """The segments of each of its sequences."""
+    return [list(segments) for _, segments in groupby(rollout.segments, key=lambda segment: segment.rollout_id)]
 
 
-def _rollout_lines(
-    rollout: RolloutRecord, texts: list[str | None], decoder: Decoder | None, with_tokens: bool
-) -> Iterator[str]:
-    yield f"rollout {rollout.rollout_id}: {_judgement(rollout)}; {rollout.tokens} tokens, {_end(rollout)}"
+def _ids(sequence: Sequence[Segment]) -> list[int]:
+    return [token for segment in sequence for token in segment.response_ids.tolist()]
+
+
+def _calls(segments: Sequence[Segment]) -> int:
+    """Runs of sampled tokens."""
+    return sum(1 for given, _ in groupby(segment.version == GIVEN for segment in segments) if not given)
+
+
+def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None, with_tokens: bool) -> Iterator[str]:
+    sequences = _sequences(rollout)
+    yield (
+        f"rollout {rollout.rollout_id}: {_judgement(rollout)}; {rollout.tokens} tokens{_size(sequences)}, "
+        f"{_end(rollout)}"
+    )
     if rollout.failure:
         yield from paragraph(rollout.failure, "    ")
+    if rollout.metrics:
+        measured = ", ".join(f"{name} {number(value)}" for name, value in sorted(rollout.metrics.items()))
+        yield from paragraph(f"metrics: {measured}", "  ")
     if rollout.tokens and not rollout.segments:
         yield "  (its tokens were dropped: journal.keep)"
-    names = _token_names(rollout, decoder)
-    for segment, text in zip(rollout.segments, texts, strict=True):
-        logprobs = segment.logprobs
-        yield (
-            f"  version {segment.version}, {len(logprobs)} tokens, log-prob mean {logprobs.mean():.3f}, "
-            f"lowest {logprobs.min():.3f}"
-        )
-        if text is not None:
-            yield from paragraph(text, "    ")
-        if with_tokens or text is None:
-            yield from _token_lines(names[segment.start : segment.end], logprobs.tolist())
+    for sequence, of_sequence in zip(sequences, texts, strict=True):
+        if branch := _branch(sequence):
+            yield f"  branch {branch}: another conversation of the same rollout{_size([sequence])}"
+        names = _token_names(sequence, decoder)
+        for segment, text in zip(sequence, of_sequence, strict=True):
+            yield from _segment_lines(segment, text, names[segment.start : segment.end], with_tokens)
+
+
+def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], with_tokens: bool) -> Iterator[str]:
+    """A segment with its text; what the policy was given has a margin of its own, and no log-probs."""
+    logprobs = segment.logprobs
+    if segment.version == GIVEN:
+        yield f"  given, {len(logprobs)} tokens"
+        yield from paragraph(" ".join(names) if text is None else text, GIVEN_MARGIN)
+        return
+    yield (
+        f"  version {segment.version}, {len(logprobs)} tokens, log-prob mean {logprobs.mean():.3f}, "
+        f"lowest {logprobs.min():.3f}"
+    )
+    if text is not None:
+        yield from paragraph(text, "    ")
+    if with_tokens or text is None:
+        yield from _token_lines(names, logprobs.tolist())
+
+
+def _branch(sequence: Sequence[Segment]) -> int:
+    return sequence_of(sequence[0].rollout_id)[-1]
+
+
+def _size(sequences: Sequence[Sequence[Segment]]) -> str:
+    """What there is beside the number of sampled tokens; nothing for a rollout of one turn."""
+    given = sum(len(segment.response_ids) for sequence in sequences for segment in sequence if segment.version == GIVEN)
+    if not given:
+        return ""
+    calls = f" in {sum(map(_calls, sequences))} call(s), {given} given"
+    return f"{calls}, {len(sequences) - 1} branch(es)" if len(sequences) > 1 else calls
 
 
 def _judgement(rollout: RolloutRecord) -> str:
@@ -306,23 +358,25 @@ def _token_lines(names: Sequence[str], logprobs: Sequence[float]) -> Iterator[st
     yield line
 
 
-def _rollout_document(rollout: RolloutRecord, texts: list[str | None]) -> dict[str, Any]:
+def _rollout_document(rollout: RolloutRecord, texts: Texts) -> dict[str, Any]:
     return {
         "rollout": rollout.rollout_id,
         "tokens": rollout.tokens,
         "finish_reason": rollout.finish_reason,
         "reward": rollout.reward,
         "failure": rollout.failure,
+        "metrics": rollout.metrics,
         "recorded_at": rollout.recorded_at,
         "segments": [
             {
+                "branch": _branch([segment]),
                 "start": segment.start,
-                "version": segment.version,
+                "version": None if segment.version == GIVEN else segment.version,
                 "ids": segment.response_ids.tolist(),
                 # JSON has no infinity and no NaN.
                 "logprobs": [value if math.isfinite(value) else None for value in segment.logprobs.tolist()],
                 "text": text,
             }
-            for segment, text in zip(rollout.segments, texts, strict=True)
+            for segment, text in zip(rollout.segments, chain.from_iterable(texts), strict=True)
         ],
     }

@@ -148,7 +148,7 @@ class GroupSource:
                 rollout_id=training_rollout_id(admission.group_id, place),
                 prompt_ids=admission.prompt_ids,
                 sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, place)),
-                prefix=group.prefixes.get(place, ()),
+                prefix=group.prefixes.get(place, {}).get(0, ()),
             )
             for place in range(self._spec.rollout.group_size)
             if place not in group.scored and place not in group.unscored

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.pipeline.publisher import PublishReport
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.records import Rollout
 from asyncrl_cli.tasks.base import CORRECT
 from asyncrl_cli.train.records import StepReport, TrainingBatch
 
@@ -68,12 +71,18 @@ class StepClock:
 
 
 def batch_digest(batch: TrainingBatch) -> str:
-    """A digest of a batch's prompts, responses and versions: equal ones are equal token for token."""
+    """A digest of a batch's prompts, responses and versions: equal ones are equal token for token.
+
+    Batches of rollouts with one sequence each have had the same digest in all releases.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for group in batch.groups:
         for rollout in group.rollouts:
-            for part in (np.asarray(rollout.prompt_ids, np.int32), rollout.response_ids, rollout.versions):
-                digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
+            if rollout.branches:
+                digest.update(len(rollout.branches).to_bytes(4, "little"))
+            for sequence in rollout.sequences:
+                for part in (np.asarray(sequence.prompt_ids, np.int32), sequence.response_ids, sequence.versions):
+                    digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
     return digest.hexdigest()
 
 
@@ -83,14 +92,16 @@ def step_metrics(
     published: PublishReport | None,
     window: Window,
     counts: Counts,
+    task_names: Sequence[str] = (),
 ) -> dict[str, float]:
-    """All metrics of one step."""
+    """All metrics of one step. ``task_names`` are those of a mix, in which a prompt's uid is ``TASK/UID``."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     rewards = np.array([reward for group in batch.groups for reward in group.rewards])
-    lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
-    lags = batch.version - np.concatenate([rollout.versions for rollout in rollouts])
-    crossed = [rollout.versions[0] != rollout.versions[-1] for rollout in rollouts]
-    metrics = {
+    versions = [rollout.sampled_versions for rollout in rollouts]
+    lengths = np.array([len(sampled) for sampled in versions])
+    lags = batch.version - np.concatenate(versions)
+    crossed = [len(sampled) > 0 and sampled.min() != sampled.max() for sampled in versions]
+    metrics = _task_metrics(batch, task_names) | {
         "reward/mean": float(rewards.mean()),
         "reward/correct": float((rewards >= CORRECT).mean()),
         "response/tokens_mean": float(lengths.mean()),
@@ -124,4 +135,29 @@ def step_metrics(
             "publish/probe_gap": published.gap,
             "publish/probe_change": published.change,
         }
+    if episodes := [rollout for rollout in rollouts if not rollout.prompt_ids]:
+        metrics |= {
+            "response/calls_mean": float(np.mean([_calls(rollout) for rollout in episodes])),
+            "response/branches_mean": float(np.mean([len(rollout.branches) for rollout in episodes])),
+        }
     return metrics | report.metrics
+
+
+def _calls(rollout: Rollout) -> int:
+    """How many times the policy was called: runs of sampled tokens."""
+    masks = [sequence.sampled for sequence in rollout.sequences]
+    return sum(int((mask & np.diff(mask, prepend=False)).sum()) for mask in masks)
+
+
+def _task_metrics(batch: TrainingBatch, task_names: Sequence[str]) -> dict[str, float]:
+    """What tasks measured, averaged over the rollouts that have it; and the rewards of each task of a mix."""
+    measured: defaultdict[str, list[float]] = defaultdict(list)
+    for group in batch.groups:
+        for of_rollout in group.metrics:
+            for name, value in of_rollout.items():
+                measured[f"task/{name}"].append(value)
+        task = group.uid.partition("/")[0]
+        if task in task_names:
+            measured[f"reward/{task}"] += group.rewards
+            measured[f"reward/{task}/correct"] += [reward >= CORRECT for reward in group.rewards]
+    return {name: float(np.mean(values)) for name, values in measured.items()}

@@ -1,9 +1,9 @@
 """Going on with a rollout where an engine left it, in token space.
 
-Invariant: a rollout is its segments one after another, from token 0 on, without gaps, overlaps or a fall of the weight
-version. ``cut`` makes segments, ``join`` puts them together and is the one place that checks this; cutting anywhere
-and joining gives the same arrays back. Text never takes part, except to find a stop string of which two engines
-generated the halves.
+Invariant: a sequence is its segments one after another, from token 0 on, without gaps or overlaps. From one sampled
+segment to the next the weight version never falls; ``GIVEN`` segments may stand anywhere between them. ``cut`` makes
+segments, ``join`` puts them together and is the one place that checks this; cutting anywhere and joining gives the same
+arrays back. Text never takes part, except to find a stop string of which two engines generated the halves.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.rollout.records import Sampling, Segment
+from asyncrl_cli.rollout.records import GIVEN, Sampling, Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """The generated tokens of a rollout, with one entry per token in each array (as in ``Rollout``)."""
+    """The tokens of a sequence, with one entry per token in each array (as in ``Rollout``)."""
 
     response_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -56,9 +56,9 @@ def cut(
     logprobs: Sequence[float] | NDArray[Any],
     version_starts: Sequence[tuple[int, int]],
 ) -> list[Segment]:
-    """Tokens ``start``, ``start + 1``, ... of a rollout, one segment for each weight version.
+    """Tokens ``start``, ``start + 1``, ... of a sequence, one segment for each run of one weight version or ``GIVEN``.
 
-    ``version_starts`` has (version, index of its first token) in ascending order, of the whole rollout or of more of
+    ``version_starts`` has (version, index of its first token) by ascending index, of the whole sequence or of more of
     it than these tokens. Raises ``RuntimeError`` for a token without a log-prob or a version.
     """
     end = start + len(response_ids)
@@ -77,17 +77,17 @@ def cut(
 
 
 def join(segments: Iterable[Segment]) -> Tokens:
-    """Segments put together; raises ``ValueError`` when they are not one rollout from token 0 on."""
+    """Segments put together; raises ``ValueError`` when they are not one sequence from token 0 on."""
     segments = list(segments)
-    end, version = 0, -1
+    end, version = 0, GIVEN  # which is below every version
     for segment in segments:
         if segment.start != end:
             raise ValueError(
                 f"rollout {segment.rollout_id} has a segment from token {segment.start} after {end} tokens"
             )
-        if segment.version < version:
+        if GIVEN != segment.version < version:
             raise ValueError(f"rollout {segment.rollout_id} falls from weight version {version} to {segment.version}")
-        end, version = segment.end, segment.version
+        end, version = segment.end, max(segment.version, version)
     return Tokens(
         np.concatenate([np.empty(0, np.int32), *(segment.response_ids for segment in segments)]),
         np.concatenate([np.empty(0, np.float32), *(segment.logprobs for segment in segments)]),

@@ -25,7 +25,7 @@ DUMMY_TOKENS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One rollout as the trainer needs it. Arrays are of the response's length.
+    """One sequence of a rollout as the trainer needs it. Arrays are of the response's length.
 
     Args:
         prompt_ids: token ids, at least one.
@@ -47,6 +47,11 @@ class TrainingRow:
     def __len__(self) -> int:
         """Tokens of prompt and response together."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that count in the loss."""
+        return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

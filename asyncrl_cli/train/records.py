@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ from asyncrl_cli.rollout.records import Rollout
 class TrainingGroup:
     """The finished rollouts of one prompt with their rewards, in the order of the rollouts' places.
 
-    ``version`` is the weight version that the group was admitted at.
+    ``version`` is the weight version that the group was admitted at. ``metrics`` are what the task measured beside
+    the reward, a mapping per rollout; empty when it measures nothing.
     """
 
     group_id: int
@@ -23,6 +25,7 @@ class TrainingGroup:
     version: int
     rollouts: tuple[Rollout, ...]
     rewards: tuple[float, ...]
+    metrics: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,12 +43,15 @@ class _Sums:
 
 
 def training_rows(groups: Sequence[TrainingGroup], batch: TrainingBatch, spec: ExperimentSpec) -> list[TrainingRow]:
-    """The rows that have something to teach, in the order of groups and rollouts.
+    """The rows that have something to teach, in the order of groups, rollouts and their sequences.
+
+    Every sequence of a rollout has the rollout's advantage. Only tokens that the policy sampled count; those that
+    were given to it are context.
 
     A token is on-policy when the trainer's weights at the start of the step are the very ones it was sampled
     with: those of its version, which the trainer has only in the first step after a publish. With ``keep``
-    that takes a whole rollout of that version, as later tokens of another one saw keys and values of older
-    weights.
+    that takes a sequence whose sampled tokens are all of that version, as later tokens of another one saw keys and
+    values of older weights.
     """
     at_a_version = batch.step % spec.pipeline.publish_every == 0
     keeps_cache = spec.pipeline.weight_update == "keep"
@@ -60,16 +64,25 @@ def training_rows(groups: Sequence[TrainingGroup], batch: TrainingBatch, spec: E
         if spec.algorithm.uniform_groups == "skip" and len(set(group.rewards)) == 1:
             continue
         for rollout, advantage in zip(group.rollouts, group_advantage, strict=True):
-            current = (rollout.versions == batch.version) & at_a_version
-            rows.append(
-                TrainingRow(
-                    prompt_ids=rollout.prompt_ids,
-                    response_ids=rollout.response_ids,
-                    behaviour_logprobs=rollout.logprobs,
-                    on_policy=current & (current.all() or not keeps_cache),
-                    advantage=advantage,
+            for sequence in rollout.sequences:
+                sampled = sequence.sampled
+                if not sampled.any():
+                    continue
+                current = (sequence.versions == batch.version) & at_a_version
+                whole = current[sampled].all()
+                # What was given before the first sampled token is its prompt; what came after the last one is not read.
+                first, last = np.flatnonzero(sampled)[[0, -1]]
+                response = slice(first, last + 1)
+                rows.append(
+                    TrainingRow(
+                        prompt_ids=(*sequence.prompt_ids, *sequence.response_ids[:first].tolist()),
+                        response_ids=sequence.response_ids[response],
+                        behaviour_logprobs=sequence.logprobs[response],
+                        on_policy=(current & (whole or not keeps_cache))[response],
+                        advantage=advantage,
+                        loss_mask=sampled[response],
+                    )
                 )
-            )
     return rows
 
 
@@ -111,7 +124,7 @@ def train_batch(
             metrics["train/gradient_norm"] = float(norm)
     if sums is not None:
         metrics |= _metrics(_over_ranks(sums, engine.device), trainer.ranks * metrics["train/updates"])
-    trained = sum(len(row.response_ids) for rows, _ in minibatches for row in rows)
+    trained = sum(row.loss_tokens for rows, _ in minibatches for row in rows)
     return StepReport(metrics, time.monotonic() - started, trained), updates
 
 
@@ -148,7 +161,7 @@ def _update(
     microbatches: list[Microbatch],
 ) -> _Sums:
     algorithm = spec.algorithm
-    count = len(rows) if algorithm.aggregation == "sequence_mean" else sum(len(row.response_ids) for row in rows)
+    count = len(rows) if algorithm.aggregation == "sequence_mean" else sum(row.loss_tokens for row in rows)
     # DeepSpeed averages gradients over ranks, the loss is a mean over all of them.
     denominator = count / spec.trainer.ranks
     total: _Sums | None = None

@@ -71,6 +71,12 @@ def extended(of: Rollout, more: Rollout) -> Rollout:
     )
 
 
+def episode(sequences: Iterable[Rollout]) -> Rollout:
+    """A rollout of these sequences. How a branch ended is not recorded, so that it ends like the first one here."""
+    root, *branches = sequences
+    return replace(root, branches=tuple(replace(branch, finish_reason=root.finish_reason) for branch in branches))
+
+
 def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
     """Segments that follow one another from token 0 on, put together."""
     so_far = rollout(rollout_id, ())
@@ -93,13 +99,13 @@ def tokens(of: Rollout) -> tuple[str, Any, ...]:
 
 def whole(of: Rollout) -> tuple[Any, ...]:
     """A whole rollout bit for bit, to be compared."""
-    return (*tokens(of), of.prompt_ids, of.finish_reason)
+    return (*tokens(of), of.prompt_ids, of.finish_reason, tuple(map(whole, of.branches)))
 
 
 def content(batch: TrainingBatch) -> tuple[Any, ...]:
     """A batch bit for bit, to be compared."""
     groups = tuple(
-        (group.group_id, group.uid, group.version, tuple(map(whole, group.rollouts)), group.rewards)
+        (group.group_id, group.uid, group.version, tuple(map(whole, group.rollouts)), group.rewards, group.metrics)
         for group in batch.groups
     )
     return (batch.step, batch.version, groups)

@@ -14,6 +14,7 @@ from buffer_stand_ins import (
     candidates,
     commit,
     content,
+    episode,
     finish,
     group_outcomes,
     group_rollouts,
@@ -29,7 +30,7 @@ from buffer_stand_ins import (
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import LedgerError
 from asyncrl_cli.buffer.records import BufferSettings, Opening, Outcome, StepRecord
-from asyncrl_cli.rollout.records import Segment
+from asyncrl_cli.rollout.records import GIVEN, Segment
 
 
 @pytest.fixture
@@ -52,9 +53,9 @@ def reopened(book: DurableLedger, path: Path) -> tuple[DurableLedger, Opening]:
     return opened(path)
 
 
-def prefix(opening: Opening, group_id: int, place: int) -> tuple[Segment, ...]:
+def prefix(opening: Opening, group_id: int, place: int, branch: int = 0) -> tuple[Segment, ...]:
     (group,) = (group for group in opening.groups if group.admission.group_id == group_id)
-    return group.prefixes.get(place, ())
+    return group.prefixes.get(place, {}).get(branch, ())
 
 
 def test_a_new_journal_begins_at_the_beginning(path: Path) -> None:
@@ -99,6 +100,56 @@ def test_a_rollout_generated_again_replaces_what_was_recorded_of_it(path: Path) 
     book, opening = reopened(book, path)
     assert [segment.end for segment in prefix(opening, 0, 0)] == [3, 4]
     assert tokens(joined("0-0", prefix(opening, 0, 0)[:1])) == tokens(part(again, 0, 3))
+
+
+def test_the_sequences_of_an_episode_are_recorded_each_by_itself(path: Path) -> None:
+    book, _ = opened(path, replace(SETTINGS, max_staleness=4))
+    book.admit(candidates(1, 2))
+    root = rollout("0-1", [GIVEN, GIVEN, 0, 0, GIVEN, 1, 1])
+    branch, dropped = rollout("0-1.1", [GIVEN, 2, 2, GIVEN]), rollout("0-1.2", [GIVEN, 3])
+    book.grown([*pieces(root, 0, 4), *pieces(branch, 0, 2), *pieces(dropped), *pieces(root, 4, 6)])
+    again = rollout("0-1.1", [GIVEN, 2, 2, GIVEN], seed=1)
+    book.grown(pieces(again, 0, 1))  # voids what followed in this sequence, and in no other
+    book, opening = reopened(book, path)
+    found = {branch: joined(of[0].rollout_id, of) for branch, of in opening.groups[0].prefixes[1].items()}
+    assert [tokens(found[at]) for at in range(3)] == [
+        tokens(part(root, 0, 6)),
+        tokens(part(again, 0, 1)),
+        tokens(dropped),
+    ]
+    row = "SELECT tokens, oldest, newest FROM rollouts WHERE group_id = 0 AND place = 1"
+    assert book.journal._connection.execute(row).fetchone() == (4, 0, 3), "given tokens have no version"
+
+    ended = episode([root, branch])
+    book.record([ended], [Outcome("0-1", 0.5, metrics={"turns": 2.0, "tool_errors": 0.0})])
+    book.grown(pieces(dropped))  # too late
+    book, opening = reopened(book, path)
+    assert opening.groups[0].scored == {1}
+    assert book.journal._connection.execute(row).fetchone() == (6, 0, 2)
+    assert book.journal._connection.execute("SELECT count(*) FROM segments WHERE branch = 2").fetchone() == (0,)
+    book.record([rollout("0-0", [GIVEN, 0])], [Outcome("0-0", 1.0)])
+    finish(book, 1)
+    assert book.take(0) is None
+    commit(book)
+    first, second = book.journal.batch(0).groups
+    assert whole(first.rollouts[1]) == whole(ended)
+    assert [one.rollout_id for one in first.rollouts[1].sequences] == ["0-1", "0-1.1"]
+    assert first.metrics == ({}, {"turns": 2.0, "tool_errors": 0.0})
+    assert second.metrics == (), "nothing was measured"
+
+
+def test_an_episode_waits_for_its_reward_with_all_its_sequences(path: Path) -> None:
+    book, _ = opened(path)
+    book.admit(candidates(1, 1))
+    ended = episode([rollout("0-0", [GIVEN, 0, 0]), rollout("0-0.1", [GIVEN, 0]), rollout("0-0.2", [GIVEN, GIVEN, 0])])
+    book.record([ended])
+    book, opening = reopened(book, path)
+    assert whole(opening.groups[0].unscored[0]) == whole(ended)
+    book.record([episode([rollout("0-0", [GIVEN, 0])])])  # told again, by somebody who forgot
+    book.judge([Outcome("0-0", 1.0, metrics={"turns": 3.0})])
+    commit(book)
+    found = book.journal._connection.execute("SELECT tokens, reward, metrics FROM rollouts").fetchall()
+    assert found == [(4, 1.0, '{"turns": 3.0}')]
 
 
 def test_a_segment_without_what_comes_before_it_is_passed_over(path: Path) -> None:

@@ -1,7 +1,9 @@
 """What is acknowledged survives a crash at any moment, and telling it again changes nothing.
 
 The machine plays the driver and its engines against a ledger with a journal. ``Known`` is what the journal must
-hold: it is kept beside it, saved at every commit (which may come after any call) and put back at every crash.
+hold: it is kept beside it, saved at every commit (which may come after any call) and put back at every crash. Rollouts
+may be episodes of several sequences, with given tokens anywhere; ``engines``, ``delivered`` and ``prefixes`` go by the
+ids of sequences.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from buffer_stand_ins import (
     candidates,
     commit,
     content,
+    episode,
     extended,
     joined,
     part,
@@ -35,7 +38,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import Batch, OnStale
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, Settled
-from asyncrl_cli.rollout.records import Rollout, Segment, place_of, training_rollout_id
+from asyncrl_cli.rollout.records import GIVEN, Rollout, Segment, branch_id, place_of, sequence_of, training_rollout_id
 from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
 
 
@@ -47,7 +50,7 @@ class Known:
     serial: int = 0
     recorded: dict[str, Rollout] = field(default_factory=dict)
     prefixes: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
-    rewards: dict[str, float] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
     uids: dict[int, str] = field(default_factory=dict)
     batches: dict[int, tuple[Batch, TrainingBatch]] = field(default_factory=dict)
 
@@ -56,7 +59,7 @@ class Known:
             self,
             recorded=dict(self.recorded),
             prefixes=dict(self.prefixes),
-            rewards=dict(self.rewards),
+            outcomes=dict(self.outcomes),
             uids=dict(self.uids),
             batches=dict(self.batches),
         )
@@ -72,6 +75,7 @@ class Crashes(RuleBasedStateMachine):
         on_stale=st.sampled_from(["wait", "wait", "requeue", "train"]),
         group_size=st.integers(1, 3),
         reject_uniform=st.booleans(),
+        episodes=st.booleans(),
         random=st.randoms(use_true_random=False),
     )
     def start(
@@ -82,8 +86,10 @@ class Crashes(RuleBasedStateMachine):
         on_stale: OnStale,
         group_size: int,
         reject_uniform: bool,
+        episodes: bool,
         random: Random,
     ) -> None:
+        self.episodes = episodes
         self.settings: BufferSettings = replace(
             SETTINGS,
             groups_per_step=groups,
@@ -121,11 +127,11 @@ class Crashes(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 3), told=st.booleans())
     def generate(self, data: st.DataObject, count: int, told: bool) -> None:
         """Engines add tokens to some rollouts; ``told`` sends them, and those not told of before."""
-        names = data.draw(st.lists(st.sampled_from(self._running()), min_size=1, max_size=4, unique=True))
+        running = data.draw(st.lists(st.sampled_from(self._running()), min_size=1, max_size=4, unique=True))
+        branches = st.integers(0, 2 if self.episodes else 0)
+        names = [branch_id(name, data.draw(branches)) for name in running]
         for name in names:
-            self.seed += 1
-            more = rollout(name, [self.book.ledger.version] * count, self.seed)
-            self.engines[name] = extended(self.engines.get(name, rollout(name, ())), more)
+            self.engines[name] = extended(self.engines.get(name, rollout(name, ())), self._more(name, count))
         if told:
             self._tell(names)
 
@@ -137,8 +143,7 @@ class Crashes(RuleBasedStateMachine):
         told = self.delivered[name]
         ends = [segment.end for segment in self.known.prefixes.get(name, ()) if segment.end < told]
         self.delivered[name] = data.draw(st.sampled_from([0, *ends]))
-        self.seed += 1
-        more = rollout(name, [self.book.ledger.version] * data.draw(st.integers(1, told + 1)), self.seed)
+        more = self._more(name, data.draw(st.integers(1, told + 1)))
         self.engines[name] = extended(part(self.engines[name], 0, self.delivered[name]), more)
         self._tell([name])
 
@@ -147,13 +152,15 @@ class Crashes(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, count: int) -> None:
         """Rollouts end; one that has no token yet has none in the end."""
         ended = data.draw(st.lists(st.sampled_from(self._running()), max_size=count, unique=True))
-        self._call("record", [self.engines.get(name, rollout(name, ())) for name in ended])
+        self._call("record", [self._whole(name) for name in ended])
 
     @precondition(lambda self: self._unscored())
     @rule(data=st.data(), rewards=st.lists(st.sampled_from([0.0, 1.0, 1 / 3]), min_size=1, max_size=6))
     def score(self, data: st.DataObject, rewards: list[float]) -> None:
         names = data.draw(st.permutations(self._unscored()))
-        self._call("judge", [Outcome(name, reward) for name, reward in zip(names, rewards, strict=False)])
+        metrics = [{"turns": float(at)} if at % 2 else {} for at in range(len(names))]
+        judged = zip(names, rewards, metrics, strict=False)
+        self._call("judge", [Outcome(name, reward, metrics=measured) for name, reward, measured in judged])
 
     @precondition(lambda self: self._running() or self._unscored())
     @rule(data=st.data())
@@ -221,7 +228,7 @@ class Crashes(RuleBasedStateMachine):
         """Any call, except that the tokens of a rollout that goes on come in their order."""
         method, argument = data.draw(st.sampled_from(self.calls))
         if method == "grown":
-            argument = [segment for segment in argument if segment.rollout_id in self.known.recorded]
+            argument = [segment for segment in argument if _rollout_of(segment.rollout_id) in self.known.recorded]
         self._repeat([(method, argument)])
 
     @precondition(lambda self: self.known.ledger["next_id"])
@@ -231,7 +238,8 @@ class Crashes(RuleBasedStateMachine):
         self._die()
         self.known = self.saved.copy()
         opening = self._opened_as_saved()
-        prefixes = [prefix for group in opening.groups for prefix in group.prefixes.values()]
+        places = [place for group in opening.groups for place in group.prefixes.values()]
+        prefixes = [prefix for branches in places for prefix in branches.values()]
         self.engines = {prefix[0].rollout_id: joined(prefix[0].rollout_id, prefix) for prefix in prefixes}
         self.delivered = {prefix[0].rollout_id: prefix[-1].end for prefix in prefixes}
         self.calls = []
@@ -287,15 +295,22 @@ class Crashes(RuleBasedStateMachine):
             group_id = group.admission.group_id
             assert group.admission.prompt.uid == known.uids[group_id]
             for place, name in enumerate(self._names(group_id)):
-                assert (place in group.scored) == (name in known.rewards)
-                assert (place in group.unscored) == (name in known.recorded and name not in known.rewards)
+                assert (place in group.scored) == (name in known.outcomes)
+                assert (place in group.unscored) == (name in known.recorded and name not in known.outcomes)
                 if place in group.unscored:
                     assert whole(group.unscored[place]) == whole(known.recorded[name])
-                assert tokens(joined(name, group.prefixes.get(place, ()))) == tokens(
-                    joined(name, known.prefixes.get(name, ()))
-                )
+                found = group.prefixes.get(place, {})
+                assert {
+                    branch_id(name, branch): tokens(joined(branch_id(name, branch), found[branch])) for branch in found
+                } == {
+                    one: tokens(joined(one, prefix))
+                    for one, prefix in known.prefixes.items()
+                    if _rollout_of(one) == name
+                }
             assert self.book.journal.rewards(group_id) == {
-                place_of(name)[1]: reward for name, reward in known.rewards.items() if place_of(name)[0] == group_id
+                place_of(name)[1]: outcome.reward
+                for name, outcome in known.outcomes.items()
+                if place_of(name)[0] == group_id
             }
         for step, (_, batch) in known.batches.items():
             assert content(self.book.journal.batch(step)) == content(batch)
@@ -322,11 +337,22 @@ class Crashes(RuleBasedStateMachine):
                 self.known.uids[new] = self.known.uids[old]
         self.known.ledger = self.book.ledger.snapshot()
         alive = set(self._running())
-        self.engines = {name: so_far for name, so_far in self.engines.items() if name in alive}
-        self.delivered = {name: count for name, count in self.delivered.items() if name in alive}
+        self.engines = {name: so_far for name, so_far in self.engines.items() if _rollout_of(name) in alive}
+        self.delivered = {name: count for name, count in self.delivered.items() if _rollout_of(name) in alive}
         if self.random.random() < 0.5:
             self._commit()
         return answer
+
+    def _more(self, name: str, count: int) -> Rollout:
+        """New tokens of a sequence, the first of them given ones in an episode."""
+        self.seed += 1
+        given = self.random.randint(0, 2) if self.episodes else 0
+        return rollout(name, [GIVEN] * given + [self.book.ledger.version] * count, self.seed)
+
+    def _whole(self, name: str) -> Rollout:
+        """A rollout as it ends, with what its branches have by then."""
+        others = sorted((one for one in self.engines if _rollout_of(one) == name != one), key=sequence_of)
+        return episode([self.engines.get(name, rollout(name, ())), *(self.engines[one] for one in others)])
 
     def _tell(self, names: list[str]) -> None:
         """Send the tokens that the engines have added since the last time."""
@@ -353,16 +379,18 @@ class Crashes(RuleBasedStateMachine):
     def _recorded(self, ended: list[Rollout]) -> None:
         for one in ended:
             self.known.recorded.setdefault(one.rollout_id, one)  # the first one counts
-            self.known.prefixes.pop(one.rollout_id, None)
+            for name in [name for name in self.known.prefixes if _rollout_of(name) == one.rollout_id]:
+                del self.known.prefixes[name]
 
     def _judged(self, outcomes: list[Outcome], settled: Settled) -> None:
         for outcome in outcomes:
             if outcome.reward is not None:
-                self.known.rewards.setdefault(outcome.rollout_id, outcome.reward)
+                self.known.outcomes.setdefault(outcome.rollout_id, outcome)
         rejected = {place_of(outcome.rollout_id)[0]: "failed" for outcome in outcomes if outcome.reward is None}
         finished = set()
         for group_id in {place_of(outcome.rollout_id)[0] for outcome in outcomes} - rejected.keys():
-            rewards = [self.known.rewards.get(name) for name in self._names(group_id)]
+            outcomes = [self.known.outcomes.get(name) for name in self._names(group_id)]
+            rewards = [outcome and outcome.reward for outcome in outcomes]
             if self.settings.reject_uniform and None not in rewards and len(set(rewards)) == 1:
                 rejected[group_id] = "uniform"
             elif None not in rewards:
@@ -370,20 +398,15 @@ class Crashes(RuleBasedStateMachine):
         assert (set(settled.finished), dict(settled.rejected)) == (finished, rejected)
 
     def _expected(self, batch: Batch) -> TrainingBatch:
-        return TrainingBatch(
-            batch.step,
-            batch.version,
-            tuple(
-                TrainingGroup(
-                    group_id,
-                    self.known.uids[group_id],
-                    version,
-                    tuple(self.known.recorded[name] for name in self._names(group_id)),
-                    tuple(self.known.rewards[name] for name in self._names(group_id)),
-                )
-                for group_id, version in zip(batch.group_ids, batch.group_versions, strict=True)
-            ),
-        )
+        groups = []
+        for group_id, version in zip(batch.group_ids, batch.group_versions, strict=True):
+            rollouts = tuple(self.known.recorded[name] for name in self._names(group_id))
+            outcomes = [self.known.outcomes[name] for name in self._names(group_id)]
+            rewards = tuple(outcome.reward for outcome in outcomes if outcome.reward is not None)
+            metrics = tuple(outcome.metrics for outcome in outcomes)
+            uid = self.known.uids[group_id]
+            groups.append(TrainingGroup(group_id, uid, version, rollouts, rewards, metrics if any(metrics) else ()))
+        return TrainingBatch(batch.step, batch.version, tuple(groups))
 
     def _names(self, *group_ids: int) -> list[str]:
         places = range(self.settings.group_size)
@@ -395,7 +418,11 @@ class Crashes(RuleBasedStateMachine):
 
     def _unscored(self) -> list[str]:
         recorded = [name for name in self._names(*self.book.ledger.running) if name in self.known.recorded]
-        return [name for name in recorded if name not in self.known.rewards]
+        return [name for name in recorded if name not in self.known.outcomes]
+
+
+def _rollout_of(sequence_id: str) -> str:
+    return training_rollout_id(*place_of(sequence_id))
 
 
 TestCrashes = Crashes.TestCase
