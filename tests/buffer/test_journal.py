@@ -17,6 +17,7 @@ from buffer_stand_ins import (
     commit,
     content,
     finish,
+    joined,
     pieces,
     publish_record,
     rollout,
@@ -29,6 +30,7 @@ from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal import read_batch
 from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.buffer.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
+from asyncrl_cli.rollout.records import GIVEN
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.train.records import TrainingBatch
 
@@ -331,6 +333,52 @@ def test_an_older_schema_is_brought_up_to_date_by_the_writer_alone(path: Path, m
         assert count(connection, "batches") == 1
     with closing(open_for_reading(path)) as connection:
         assert count(connection, "newer") == 0
+
+
+def as_schema_1(new: Path, old: Path) -> None:
+    """The same run as the first schema's writer left it."""
+    with closing(sqlite3.connect(old)) as connection:
+        connection.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1; ATTACH '{new}' AS new;")
+        tables = [name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")]
+        for table in tables:
+            columns = ", ".join(row[1] for row in connection.execute(f"PRAGMA main.table_info({table})"))
+            connection.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
+        connection.commit()
+
+
+def layout(path: Path) -> set[tuple[str, str, str]]:
+    """Tables and indexes of a journal, with what their columns are."""
+    with closing(sqlite3.connect(path)) as connection:
+        named = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+        return {
+            (kind, name, str(connection.execute(f"PRAGMA table_info({name})").fetchall()) if kind == "table" else sql)
+            for kind, name, sql in named
+        }
+
+
+def test_a_journal_of_the_first_schema_goes_on(tmp_path: Path, path: Path) -> None:
+    book = book_with_steps(tmp_path / "new.db", 2)
+    snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(2)]
+    book.journal.close()
+    as_schema_1(tmp_path / "new.db", path)
+    with pytest.raises(JournalError, match="schema 1, and this version reads 2"):
+        open_for_reading(path)
+
+    book = DurableLedger(path, SETTINGS)
+    assert book.ledger.snapshot() == snapshot
+    assert [content(book.journal.batch(step)) for step in range(2)] == batches
+    half = book.opening().groups[0]
+    assert whole(half.unscored[0]) == whole(rollout(f"{half.admission.group_id}-0"))
+    name = f"{half.admission.group_id}-1"
+    assert tokens(joined(name, half.prefixes[1][0])) == tokens(rollout(name))
+    assert layout(path) == layout(tmp_path / "new.db")
+    more = rollout(f"{name}.1", [GIVEN, 3])
+    book.grown(pieces(more))
+    commit(book)
+    assert {at: len(of) for at, of in DurableLedger(path, SETTINGS).opening().groups[0].prefixes[1].items()} == {
+        0: 1,
+        1: 2,
+    }
 
 
 def read_all(path: Path) -> None:

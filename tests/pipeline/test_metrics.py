@@ -12,7 +12,7 @@ from stand_ins import client_over, rollout
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.pipeline.metrics import StepClock, Window, batch_digest, step_metrics
 from asyncrl_cli.pipeline.publisher import PublishReport
-from asyncrl_cli.rollout.records import EngineActivity
+from asyncrl_cli.rollout.records import EngineActivity, Rollout, branch_id
 from asyncrl_cli.train.records import StepReport, TrainingBatch, TrainingGroup
 
 
@@ -82,6 +82,9 @@ WINDOW = Window(
 )
 
 
+COUNTS = Counts(0, 0, 0, 0, 0, 0)
+
+
 def test_the_numbers_of_a_step() -> None:
     metrics = step_metrics(
         batch=BATCH,
@@ -126,8 +129,56 @@ def test_the_numbers_of_a_step() -> None:
     assert all(type(value) is float for value in metrics.values()), "JSON and MLflow take no numpy numbers"
 
 
+def episode(name: str, *sequences: tuple[int, ...]) -> Rollout:
+    """A rollout whose sequences have these versions."""
+    root, *branches = (replace(rollout(branch_id(name, at), of), prompt_ids=()) for at, of in enumerate(sequences))
+    return replace(root, branches=tuple(branches))
+
+
+def test_given_tokens_are_in_no_number_of_an_episode() -> None:
+    groups = (
+        TrainingGroup(
+            *(4, "sums/a", 1),
+            (episode("4-0", (-1, -1, 1, -1, 3, 3)), episode("4-1", (-1, 2, 2), (-1, 1, -1, -1, 2, -1))),
+            *((1.0, 0.0), ({"turns": 2.0}, {"turns": 4.0, "late": 1.0})),
+        ),
+        TrainingGroup(5, "words/a", 3, (rollout("5-0", (3,)), rollout("5-1", (3, 3))), (0.5, 0.0)),
+    )
+    metrics = step_metrics(TrainingBatch(7, 3, groups), StepReport(), None, WINDOW, COUNTS, ("sums", "words", "none"))
+    assert {
+        "reward/mean": 0.375,
+        "reward/sums": 0.5,
+        "reward/sums/correct": 0.5,
+        "reward/words": 0.25,
+        "reward/words/correct": 0.0,
+        "response/tokens_mean": (3 + 4 + 1 + 2) / 4,
+        "response/tokens_max": 4,
+        "response/calls_mean": (2 + 3) / 2,
+        "response/branches_mean": 0.5,
+        "staleness/tokens_mean": (2 + 0 + 0 + 1 + 1 + 2 + 1) / 10,
+        "staleness/tokens_max": 2,
+        "staleness/rollouts_crossed": 0.5,
+        "task/turns": 3,
+        "task/late": 1,
+    }.items() <= metrics.items()
+    assert not [name for name in metrics if "none" in name]
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_a_digest_knows_which_sequences_are_one_rollout() -> None:
+    one, other = (1, -1, 2), (-1, 2)
+    pairs = [
+        (episode("4-0", one, other), episode("4-1", one)),
+        (episode("4-0", one), episode("4-1", other, one)),
+        (episode("4-0", one, one), episode("4-1", other)),
+        (episode("4-0", one), episode("4-1", one)),
+    ]
+    digests = {batch_digest(TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=pair),))) for pair in pairs}
+    assert len(digests) == len(pairs)
+
+
 def test_without_a_publish_nothing_is_said_about_it() -> None:
-    metrics = step_metrics(BATCH, StepReport(), None, WINDOW, Counts(0, 0, 0, 0, 0, 0))
+    metrics = step_metrics(BATCH, StepReport(), None, WINDOW, COUNTS)
     assert not [name for name in metrics if name.startswith("publish/")]
 
 

@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.rollout.continuation import Tokens, cut, join, rest_of, stopped_at
-from asyncrl_cli.rollout.records import Sampling, Segment
+from asyncrl_cli.rollout.records import GIVEN, Rollout, Sampling, Segment, segments_of
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> tuple[list[int], list[float], list[tuple[int, int]]]:
-    """Token ids, log-probs, and where versions start."""
+    """Token ids, log-probs, and where versions start; in every other rollout with given tokens between them."""
     ids = draw(IDS)
     logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=len(ids), max_size=len(ids)))
-    starts = sorted(draw(st.sets(st.integers(1, max(len(ids) - 1, 1)), max_size=4)))
+    starts = sorted(draw(st.sets(st.integers(1, max(len(ids) - 1, 1)), max_size=6)))
     versions = sorted(draw(st.sets(st.integers(0, 99), min_size=len(starts) + 1, max_size=len(starts) + 1)))
+    for at in range(draw(st.integers(0, 1)), len(versions), 2) if draw(st.booleans()) else ():
+        versions[at] = GIVEN
     return ids, logprobs, list(zip(versions, [0, *starts], strict=True))
 
 
@@ -40,7 +42,7 @@ def test_cut_anywhere_and_joined_a_rollout_is_itself_again(
     whole = join(cut("1-0", 0, ids, logprobs, starts))
     assert whole.response_ids.tolist() == ids
     assert whole.logprobs.tolist() == logprobs
-    assert (np.diff(whole.versions) >= 0).all()
+    assert (np.diff(whole.versions[whole.versions != GIVEN]) >= 0).all()
     for (version, first), last in zip(starts, [*(first for _, first in starts[1:]), len(ids)], strict=True):
         assert set(whole.versions[first:last].tolist()) <= {version}
 
@@ -49,6 +51,9 @@ def test_cut_anywhere_and_joined_a_rollout_is_itself_again(
     segments = [segment for piece in pieces for segment in piece]
     assert same(join(segments), whole)
     assert all(len(segment.response_ids) > 0 for segment in segments)
+    again = segments_of(Rollout("1-0", (), whole.response_ids, whole.logprobs, whole.versions, "", "stop"))
+    assert same(join(again), whole)
+    assert all(one.version != other.version for one, other in pairwise(again))
     assert [len(piece) > 0 for piece in pieces] == [True] * (len(bounds) - 1)
     for count in range(len(ids) + 1):
         assert same(whole.first(count), join(cut("1-0", 0, ids[:count], logprobs[:count], starts)))
@@ -67,12 +72,19 @@ def test_only_a_whole_beginning_can_be_joined(
             join(wrong)
 
 
-def test_versions_do_not_fall() -> None:
-    old, new = (Segment("1-0", 0, v, np.array([5], np.int32), np.zeros(1, np.float32)) for v in (3, 4))
-    later = Segment("1-0", 1, 3, np.array([6], np.int32), np.zeros(1, np.float32))
-    assert join([old, later]).versions.tolist() == [3, 3]
+def of_versions(*versions: int) -> list[Segment]:
+    return [Segment("1-0", at, v, np.array([5], np.int32), np.zeros(1, np.float32)) for at, v in enumerate(versions)]
+
+
+@pytest.mark.parametrize("versions", [(3, 3), (GIVEN, 3, GIVEN, 3, 4, GIVEN), (GIVEN, GIVEN)])
+def test_given_tokens_stand_anywhere(versions: tuple[int, ...]) -> None:
+    assert join(of_versions(*versions)).versions.tolist() == list(versions)
+
+
+@pytest.mark.parametrize("versions", [(4, 3), (4, GIVEN, 3)])
+def test_versions_do_not_fall(versions: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="falls from weight version 4 to 3"):
-        join([new, later])
+        join(of_versions(*versions))
 
 
 @given(
