@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import tempfile
 import time
@@ -182,7 +183,7 @@ def deal(seed: int) -> Iterator[tuple[str, list[str]]]:
                 if not deck:
                     deck = order.sample(BLOWS, len(BLOWS))
                 blow = deck.pop()
-                blows.append(blow.replace("core", "engine") if kind == TWINNED else blow)
+                blows.append(re.sub(r"\bcore\b", "engine", blow) if kind == TWINNED else blow)
             # What comes last can only be struck last.
             yield kind, sorted(blows, key=lambda blow: blow.endswith("last"))
 
