@@ -162,7 +162,8 @@ class PoolsSpec(Section):
     """Training prompts that are solved are left out (online filtering)."""
 
     retire_after: Count = Field(
-        1, description="Visits in a row in which every rollout of the group was right, after which a prompt is left out."
+        1,
+        description="Visits in a row in which every rollout of the group was right, after which a prompt is left out.",
     )
     revisit: Fraction = Field(
         0.0, description="Share of its turns that a prompt keeps then; one that is not solved any more comes back."
@@ -243,6 +244,16 @@ class SamplingSpec(Section):
     stop: list[str] = Field(default_factory=list, description="Strings that end a response, beside the end token.")
 
 
+class GatewaySpec(Section):
+    """The OpenAI-compatible server in front of the engines."""
+
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address to listen on. Others than loopback can be seen by other hosts."
+    )
+    port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    max_body_mb: Count = Field(16, description="Largest body of a request in MiB.")
+
+
 class RolloutSpec(Section):
     """The vLLM engines and what they generate."""
 
@@ -266,6 +277,9 @@ class RolloutSpec(Section):
     max_failures: int = Field(16, ge=0, description="Groups that may be lost to failed rollouts before the run stops.")
     hang_seconds: float = Field(
         120.0, gt=0, description="An engine that has rollouts to generate and gives no token for so long is restarted."
+    )
+    gateway: GatewaySpec = Field(
+        default_factory=GatewaySpec, description="OpenAI-compatible access, for agents and `asyncrl serve`."
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
