@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.rollout.records import Rollout, training_rollout_id
+from asyncrl_cli.rollout.records import GIVEN, Rollout, branch_id, training_rollout_id
 from asyncrl_cli.runs.directory import RunDirectory
 
 STARTED = 1_790_000_000.0
@@ -49,6 +50,9 @@ class RecordedRun:
     Group g runs for ``seconds(g)``; ``concurrency`` groups run at once; its rollouts cross a version when one is
     published while they run. ``response`` is what each rollout answers, in token ids; rewards are 0, 1, 0, 1, ...
     """
+
+    prompt_ids: tuple[int, ...] = (9, 9, 9)
+    metrics: Mapping[str, float] = {}  # what the task measures
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class RecordedRun:
             self._serial += 1
             prompt = Prompt(f"p{self._serial}", f"question {self._serial}?", {"answer": "7"})
             where = {"epoch": 0, "position": self._serial}
-            (admission,) = self.book.admit([Candidate(self._serial, prompt, (9, 9, 9), where)]).admissions
+            (admission,) = self.book.admit([Candidate(self._serial, prompt, self.prompt_ids, where)]).admissions
             self._started(admission.group_id)
         self.commit()
 
@@ -128,7 +132,7 @@ class RecordedRun:
         versions = [self._admitted_at[group_id]] * half + [self.book.ledger.version] * (len(self._response) - half)
         return Rollout(
             rollout_id=training_rollout_id(group_id, place),
-            prompt_ids=(9, 9, 9),
+            prompt_ids=self.prompt_ids,
             response_ids=np.array(self._response, np.int32),
             logprobs=-np.arange(len(versions), dtype=np.float32) / 4,
             versions=np.array(versions, np.int32),
@@ -148,7 +152,9 @@ class RecordedRun:
         self.now, group_id = heappop(self._ends)
         places = range(self.settings.group_size)
         self.book.record(self.rollout(group_id, place) for place in places)
-        self.book.judge(Outcome(training_rollout_id(group_id, place), float(place % 2)) for place in places)
+        self.book.judge(
+            Outcome(training_rollout_id(group_id, place), float(place % 2), metrics=self.metrics) for place in places
+        )
         self.fill()
 
     def _publish_record(self, version: int) -> None:
@@ -162,6 +168,40 @@ class RecordedRun:
         book.opening()
         book.journal.commit(book.journal.noted())
         return book
+
+
+class EpisodeRun(RecordedRun):
+    """A run of episodes: two calls with two tokens of ``tool`` between them, and a branch of one call.
+
+    A call before a publish answers half of ``response``, one after it the other half; the branch answers all of it.
+    """
+
+    prompt_ids = ()
+    metrics: Mapping[str, float] = {"turns": 3.0, "seconds": 0.5}
+    asked: Sequence[int] = (11, 12, 13)
+    tool: Sequence[int] = (14, 15)
+
+    def rollout(self, group_id: int, place: int) -> Rollout:
+        """As the base class has it, with what the policy was given between."""
+        answered = super().rollout(group_id, place)
+        half = len(self._response) // 2
+        calls = answered.response_ids[:half], answered.response_ids[half:]
+        old, new = answered.versions[:half].tolist(), answered.versions[half:].tolist()
+        root = self._episode(
+            answered, [*self.asked, *calls[0], *self.tool, *calls[1]], [GIVEN] * 3 + old + [GIVEN] * 2 + new
+        )
+        ids = [*self.asked, *answered.response_ids]
+        branch = self._episode(answered, ids, [GIVEN] * 3 + [self.book.ledger.version] * len(self._response))
+        return replace(root, branches=(replace(branch, rollout_id=branch_id(root.rollout_id, 1)),))
+
+    def _episode(self, of: Rollout, ids: Sequence[int], versions: Sequence[int]) -> Rollout:
+        logprobs = [0.0 if version == GIVEN else -0.25 for version in versions]
+        return replace(
+            of,
+            response_ids=np.array(ids, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=np.array(versions, np.int32),
+        )
 
 
 def make_run(runs_dir: Path, run_id: str = "run-1", **state: object) -> RunDirectory:

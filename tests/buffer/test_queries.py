@@ -10,12 +10,13 @@ import pytest
 
 from asyncrl_cli.buffer import queries
 from asyncrl_cli.buffer.history import history, recording
+from asyncrl_cli.buffer.journal import read_batch
 from asyncrl_cli.buffer.queries import GroupFilter, GroupState, group_record, groups_called, list_groups, overview
 from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.buffer.schema import JournalError, open_for_writing
 from asyncrl_cli.buffer.staleness import StepLags, in_ranges, staleness_report
-from asyncrl_cli.rollout.records import segments_of
-from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, RecordedRun, settings
+from asyncrl_cli.rollout.records import GIVEN, segments_of
+from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, EpisodeRun, RecordedRun, settings
 
 
 @pytest.fixture
@@ -191,6 +192,40 @@ def test_a_group_whole(run: RecordedRun, journal: sqlite3.Connection) -> None:
     assert first.segments[0].version == row.version
     with pytest.raises(LookupError, match="no group 10000"):
         group_record(journal, 10_000)
+
+
+@pytest.fixture
+def episodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> EpisodeRun:
+    """The same run, of episodes."""
+    run = EpisodeRun(path, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), concurrency=4)
+    for _ in range(3):
+        run.step()
+    return run
+
+
+def test_given_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: Path) -> None:
+    with queries.snapshot(path) as connection:
+        lengths = {row.state: row for row in overview(connection).lengths}
+        report = staleness_report(connection)
+        crossed = next(row for row in list_groups(connection, GroupFilter("trained"), 100) if row.lag)
+        record = group_record(connection, crossed.group_id)
+        batches = [read_batch(connection, step.first) for step in report.steps]
+    assert (lengths["trained"].minimum, lengths["trained"].maximum) == (8, 8), "two calls and a branch"
+    assert crossed.tokens == 16
+    assert report.breaches == ()
+    for step, batch in zip(report.steps, batches, strict=True):
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        versions = [version for rollout in rollouts for version in rollout.sampled_versions.tolist()]
+        assert sorted(step.tokens.elements()) == sorted(batch.version - version for version in versions)
+        assert step.crossed == sum(len(set(rollout.sampled_versions.tolist())) == 2 for rollout in rollouts)
+    first = record.rollouts[0]
+    assert (first.tokens, first.metrics) == (8, {"turns": 3.0, "seconds": 0.5})
+    parts = [(segment.rollout_id, segment.start, segment.version == GIVEN) for segment in first.segments]
+    name = first.rollout_id
+    assert parts == [
+        *((name, 0, True), (name, 3, False), (name, 5, True), (name, 7, False)),
+        *((f"{name}.1", 0, True), (f"{name}.1", 3, False)),
+    ]
 
 
 def test_pieces_of_one_version_are_one_segment(run: RecordedRun, path: Path) -> None:

@@ -23,7 +23,7 @@ from asyncrl_cli.observe.pages import WIDTH, duration, number, paragraph, table
 from asyncrl_cli.rollout.records import segments_of
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.tokenizer import CHARACTERS, EOS, PAD, UNK
-from tests.buffer.recorded_run import RecordedRun, make_run, settings
+from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 
 PAGES = (
     ("inspect", "buffer"),
@@ -225,6 +225,52 @@ def test_a_rollout_shows_text_versions_logprobs_and_reward(run: RecordedRun, asy
     assert '| "3" -0.00 "+" -0.25 "4" -0.50' in out
     assert '"<eos>" -3.75' in out
     assert '{"answer": "7"}' in out
+
+
+def test_an_episode_shows_what_was_given_apart_from_what_was_sampled(
+    asyncrl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_run(tmp_path / "runs")
+    (directory.path / "skeleton").mkdir()
+    characters().save(str(directory.path / "skeleton" / "tokenizer.json"))
+    monkeypatch.setattr(EpisodeRun, "asked", character_ids("3+4")[:-1])
+    monkeypatch.setattr(EpisodeRun, "tool", character_ids("=7")[:-1])
+    path = directory.path / "journal.db"
+    run = EpisodeRun(path, monkeypatch, settings(), lambda _: 3.0, response=character_ids("ask:ans"))
+    run.step()
+    lines = asyncrl("inspect", "buffer", "--rollout", "0-1")[1].splitlines()
+    assert "prompt   of an episode: see what its rollouts were given" in lines
+    at = next(at for at, line in enumerate(lines) if line.startswith("rollout 0-1"))
+    assert lines[at:] == [
+        "rollout 0-1: reward 1; 16 tokens in 3 call(s), 8 given, 1 branch(es), ended by the model",
+        "  metrics: seconds 0.5, turns 3",
+        "  given, 3 tokens",
+        "  > 3+4",
+        "  version 0, 4 tokens, log-prob mean -0.250, lowest -0.250",
+        "    ask:",
+        '    | "a" -0.25 "s" -0.25 "k" -0.25 ":" -0.25',
+        "  given, 2 tokens",
+        "  > =7",
+        "  version 0, 4 tokens, log-prob mean -0.250, lowest -0.250",
+        "    ans<eos>",
+        '    | "a" -0.25 "n" -0.25 "s" -0.25 "<eos>" -0.25',
+        "  branch 1: another conversation of the same rollout in 1 call(s), 3 given",
+        "  given, 3 tokens",
+        "  > 3+4",
+        "  version 0, 8 tokens, log-prob mean -0.250, lowest -0.250",
+        "    ask:ans<eos>",
+        '    | "a" -0.25 "s" -0.25 "k" -0.25 ":" -0.25 "a" -0.25 "n" -0.25 "s" -0.25 "<eos>" -0.25',
+    ]
+    (document,) = json.loads(asyncrl("inspect", "buffer", "--rollout", "0-1", "--json")[1])["rollouts"]
+    assert document["metrics"] == {"turns": 3, "seconds": 0.5}
+    parts = [(part["branch"], part["start"], part["version"], part["text"]) for part in document["segments"]]
+    assert parts == [
+        *((0, 0, None, "3+4"), (0, 3, 0, "ask:"), (0, 7, None, "=7"), (0, 9, 0, "ans<eos>")),
+        *((1, 0, None, "3+4"), (1, 3, 0, "ask:ans<eos>")),
+    ]
+    (directory.path / "skeleton" / "tokenizer.json").unlink()
+    out = asyncrl("inspect", "buffer", "--rollout", "0-1")[1]
+    assert f"  > {' '.join(map(str, EpisodeRun.asked))}\n" in out
 
 
 def test_a_group_by_uid_and_why_it_was_rejected(run: RecordedRun, asyncrl: Any) -> None:

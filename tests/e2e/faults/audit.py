@@ -17,6 +17,7 @@ import numpy as np
 from asyncrl_cli.buffer.journal import read_batch
 from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.pipeline.metrics import batch_digest
+from asyncrl_cli.rollout.records import GIVEN, branch_id, training_rollout_id
 from asyncrl_cli.train.records import TrainingBatch
 
 
@@ -58,7 +59,7 @@ def audit(connection: sqlite3.Connection, steps: int, uid_of: Callable[[int], st
         for group in batch.groups:
             trained[f"{group.uid} of group {group.group_id}"] += 1
             rollouts += len(group.rollouts)
-            cut += sum(len(set(rollout.versions.tolist())) > 1 for rollout in group.rollouts)
+            cut += sum(len(set(rollout.sampled_versions.tolist())) > 1 for rollout in group.rollouts)
     violations += [f"{group} is trained {count} times" for group, count in trained.items() if count > 1]
     return Audit(groups, rollouts, cut, staleness, tuple(violations))
 
@@ -108,18 +109,24 @@ def _leftovers(connection: sqlite3.Connection) -> Iterator[str]:
 
 
 def _segments(connection: sqlite3.Connection) -> Iterator[str]:
-    """The segments of a rollout follow one another from token 0 on, and are as many tokens as it says."""
-    ends: dict[tuple[int, int], int] = {}
-    for group_id, place, start, tokens in connection.execute(
-        "SELECT group_id, place, start, length(tokens) / 4 FROM segments ORDER BY group_id, place, start"
+    """The segments of a sequence follow one another from token 0 on, and those of a rollout have as many sampled tokens
+    as it says."""
+    ends: dict[tuple[int, int, int], int] = {}
+    sampled: Counter[tuple[int, int]] = Counter()
+    for *sequence, start, version, tokens in connection.execute(
+        "SELECT group_id, place, branch, start, version, length(tokens) / 4 FROM segments "
+        "ORDER BY group_id, place, branch, start"
     ):
-        if start != ends.get((group_id, place), 0):
-            yield f"rollout {group_id}-{place} has a segment from token {start} on, where others end"
-        ends[group_id, place] = start + tokens
+        group_id, place, branch = sequence
+        if start != ends.get((group_id, place, branch), 0):
+            name = branch_id(training_rollout_id(group_id, place), branch)
+            yield f"rollout {name} has a segment from token {start} on, where others end"
+        ends[group_id, place, branch] = start + tokens
+        sampled[group_id, place] += tokens if version != GIVEN else 0
     for group_id, place, tokens in connection.execute("SELECT group_id, place, tokens FROM rollouts"):
-        if tokens != ends.pop((group_id, place), 0):
+        if tokens != sampled.pop((group_id, place), 0):
             yield f"rollout {group_id}-{place} has other segments than its {tokens} tokens"
-    yield from (f"rollout {group_id}-{place} has segments, and no row" for group_id, place in ends)
+    yield from (f"rollout {group_id}-{place} has segments, and no row" for group_id, place in sampled)
 
 
 def _batch(connection: sqlite3.Connection, batch: TrainingBatch, settings: BufferSettings) -> Iterator[str]:
@@ -146,10 +153,13 @@ def _group(step: int, version: int, group: Any, settings: BufferSettings) -> Ite
     for rollout in group.rollouts:
         if rollout.finish_reason is None:
             yield f"{name}: an unfinished rollout"
-        lengths = {len(rollout.response_ids), len(rollout.logprobs), len(rollout.versions)}
-        if len(lengths) > 1:
-            yield f"{name}: tokens, log-probs and versions of different lengths"
-        elif np.any(np.diff(rollout.versions) < 0):
-            yield f"{name}: versions that fall"
-        elif len(rollout.versions) and not group.version <= rollout.versions[0] <= rollout.versions[-1] <= version:
-            yield f"{name}: tokens of versions {rollout.versions[0]} to {rollout.versions[-1]}"
+        for sequence in rollout.sequences:
+            lengths = {len(sequence.response_ids), len(sequence.logprobs), len(sequence.versions)}
+            # A rollout that has its prompt is no episode: nothing else was given to it.
+            versions = sequence.versions if rollout.prompt_ids else sequence.versions[sequence.sampled]
+            if len(lengths) > 1:
+                yield f"{name}: tokens, log-probs and versions of different lengths"
+            elif np.any(np.diff(versions) < 0):
+                yield f"{name}: versions that fall"
+            elif len(versions) and not group.version <= versions[0] <= versions[-1] <= version:
+                yield f"{name}: tokens of versions {versions[0]} to {versions[-1]}"

@@ -125,7 +125,7 @@ def _rollouts(connection: sqlite3.Connection) -> dict[Place, RecordedRollout]:
     rows = connection.execute(
         "SELECT r.group_id, r.place, r.finish_reason, r.reward, s.version, s.tokens, s.logprobs FROM rollouts r "
         "LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place "
-        "ORDER BY r.group_id, r.place, s.start"
+        "ORDER BY r.group_id, r.place, s.branch, s.start"
     )
     found = {}
     for place, parts in groupby(rows, key=lambda row: (row[0], row[1])):
