@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
+from asyncrl_cli.data.sources import names_a_file
+from asyncrl_cli.spec.catalogue import keys
 from asyncrl_cli.spec.explain import explain
 from asyncrl_cli.spec.layers import override, read_layers
 from asyncrl_cli.spec.problems import Place, Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.sections import CHARACTERS, NUL, ExperimentSpec
+from asyncrl_cli.spec.sections import CHARACTERS, NUL, ExperimentSpec, SplitSpec
 from asyncrl_cli.spec.source import SCALARS, Node
 
-FILE_KEYS = ("data.train.path", "data.eval.path", "task.mix.train.path", "task.mix.eval.path")
 MODEL_KEYS = ("model.path", "model.init.tokenizer")
 """Keys that hold a path or a name; ``looks_like_path`` tells which."""
 
@@ -67,8 +68,11 @@ def _load(path: str, overrides: Sequence[str], problems: list[Problem], files: l
         return None
     for assignment in overrides:
         root = override(root, assignment, problems)
-    for key in (*FILE_KEYS, *MODEL_KEYS):
-        root = _absolute(root, key.split("."), must_be_file=key in FILE_KEYS)
+    for name in MODEL_KEYS:
+        root = _absolute(root, name.split("."), looks_like_path)
+    for name, key in keys().items():
+        if key.holder is SplitSpec and name.endswith(".path"):
+            root = _absolute(root, name.split("."), lambda text, _: names_a_file(text))
     blamed = [problem.path for problem in problems]
 
     def add(problem: Problem, key: bool) -> None:
@@ -87,20 +91,23 @@ def _load(path: str, overrides: Sequence[str], problems: list[Problem], files: l
     return spec
 
 
-def _absolute(node: Node, keys: list[str], must_be_file: bool) -> Node:
-    """The tree with the path under ``keys`` made absolute, from the folder of the file that states it."""
-    if keys and isinstance(node.value, list):  # a list of sections: each has the keys
-        return replace(node, value=[_absolute(item, keys, must_be_file) for item in node.value])
-    if keys:
-        below = node.child(keys[0])
-        if below is None or not isinstance(node.value, dict):
+def _absolute(node: Node, parts: list[str], is_path: Callable[[str, str], bool]) -> Node:
+    """The tree with what stands under a key made absolute, from the folder of the file that states it.
+
+    ``is_path`` says of a text and of the path that it would be whether it means one.
+    """
+    if parts:
+        first, *rest = parts
+        if isinstance(node.value, list) and first == "*":
+            return replace(node, value=[_absolute(item, rest, is_path) for item in node.value])
+        if not isinstance(node.value, dict):
             return node
-        return replace(node, value=node.value | {keys[0]: _absolute(below, keys[1:], must_be_file)})
+        chosen = {name: _absolute(below, rest, is_path) for name, below in node.value.items() if first in ("*", name)}
+        return replace(node, value=node.value | chosen)
     if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
     path = os.path.abspath(node.place.folder / os.path.expanduser(node.value))
-    is_path = must_be_file or looks_like_path(node.value, path)
-    return replace(node, value=path) if is_path else node
+    return replace(node, value=path) if is_path(node.value, path) else node
 
 
 def looks_like_path(text: str, path: str) -> bool:

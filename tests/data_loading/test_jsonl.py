@@ -75,7 +75,7 @@ def test_whatever_json_can_say_comes_back(folder: Path, rows: list[tuple[str, An
         ('{"prompt": []}', "empty"),
         ('{"prompt": ["hi"]}', "message without"),
         ('{"prompt": [{"role": "user"}]}', "message without"),
-        ('{"prompt": "a", "uid": 3}', "`uid` that is a number"),
+        ('{"prompt": "a", "uid": 3.5}', "`uid` that is a number"),
         ('{"prompt": "a", "uid": ""}', "`uid` that is empty"),
         ('{"prompt": "a", "uid": "first"}', "stands in line 1 too"),
     ],

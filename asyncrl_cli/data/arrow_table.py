@@ -1,0 +1,179 @@
+"""Prompts from an Arrow table, each made when it is asked for: Parquet files and data sets of Hugging Face `datasets`.
+
+The table stays what Arrow keeps, packed columns (mapped from disk where it can be); Python objects exist for the rows
+in use alone. What can be wrong with a column is found when the table is opened, by looking at the columns whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, overload
+
+from asyncrl_cli.data.errors import DataError
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def read_parquet(path: Path, size: int | None = None, form: RowForm | None = None) -> ArrowPrompts:
+    """The prompts of the first ``size`` rows of a Parquet file (all of them by default).
+
+    Raises ``DataError`` if the file cannot be read, has fewer rows than ``size``, or has a row that is no prompt.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path, memory_map=True) as file:
+            groups: list[int] = []
+            rows = 0
+            for group in range(file.num_row_groups):
+                if size is None or rows < size:
+                    groups.append(group)
+                    rows += file.metadata.row_group(group).num_rows
+            table = file.read_row_groups(groups)
+    except (OSError, pa.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise DataError(f"{path} cannot be read: {reason}", mend="correct the path in the spec, or the file") from error
+    return ArrowPrompts(table, str(path), size, form or RowForm())
+
+
+class ArrowPrompts(Sequence[Prompt]):
+    """The first ``size`` rows of a table as prompts. Columns with bytes (images, sounds) are left out: fields are JSON.
+
+    ``source`` is what errors call the table; rows are counted from 1.
+    """
+
+    def __init__(self, table: pa.Table, source: str, size: int | None, form: RowForm) -> None:
+        """Raises ``DataError`` for a column that is missing or holds no prompts or uids."""
+        check_size(len(table), source, size)
+        self._source = source
+        self._form = form
+        self._table = _readable(table.slice(0, size))
+        self._check_columns()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(len(self))[index]]
+        row = range(len(self))[operator.index(index)]
+        values = self._table.slice(row, 1).to_pylist()[0]
+        content = values.get(self._form.prompt_column)
+        if isinstance(content, list):  # Arrow gives each message the keys of all
+            values[self._form.prompt_column] = [_without_nulls(message) for message in content]
+        return self._form.prompt(values, self._source, "row", row + 1)
+
+    def field(self, name: str) -> list[Any]:
+        """The values of one column, in the order of rows; None for each when there is no such column."""
+        if name not in self._table.column_names:
+            return [None] * len(self)
+        values: list[Any] = self._table.column(name).to_pylist()
+        return values
+
+    def _check_columns(self) -> None:
+        import pyarrow.compute as pc
+
+        names = self._table.column_names
+        if missing := sorted(self._form.needed - set(names)):
+            raise DataError(
+                f"there is no column `{missing[0]}`",
+                place=self._source,
+                mend=f"the columns are {', '.join(names)}; name one of them in the split's keys",
+            )
+        if self._form.template is None:
+            self._check_prompts(self._table.column(self._form.prompt_column))
+        if self._form.uid_column in names:
+            uids = self._table.column(self._form.uid_column)
+            self._check_uids(uids)
+            if pc.count_distinct(uids).as_py() < len(uids) - uids.null_count:
+                self._refuse_twins(uids)
+
+    def _check_prompts(self, column: pa.ChunkedArray) -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        name, kind = self._form.prompt_column, column.type
+        if pa.types.is_null(kind):
+            self._refuse(0, f"has a `{name}` that is null", "give every row a prompt")
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if not text and not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            raise DataError(
+                f"the column `{name}` holds {kind}",
+                place=self._source,
+                mend="name a column of texts or of lists of messages, or write a template",
+            )
+        empty = pc.equal(pc.utf8_length(column) if text else pc.list_value_length(column), 0)
+        self._refuse_first(pc.is_null(column), f"has a `{name}` that is null", "give every row a prompt")
+        self._refuse_first(empty, f"has an empty `{name}`", "give every row a prompt")
+
+    def _check_uids(self, column: pa.ChunkedArray) -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        name, kind = self._form.uid_column, column.type
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if not (text or pa.types.is_integer(kind) or (pa.types.is_null(kind) and name == UID)):
+            raise DataError(
+                f"the column `{name}` holds {kind}",
+                place=self._source,
+                mend="make uids texts or whole numbers, or rename the column",
+            )
+        mend = "name every row"
+        if name != UID:
+            self._refuse_first(pc.is_null(column), f"has a `{name}` that is null", mend)
+        if text:
+            self._refuse_first(pc.equal(pc.utf8_length(column), 0), f"has a `{name}` that is empty", mend)
+
+    def _refuse_twins(self, uids: pa.ChunkedArray) -> NoReturn:
+        first: dict[Any, int] = {}
+        for row, uid in enumerate(uids.to_pylist()):
+            if uid is not None and uid in first:
+                same_uid(uid, self._source, "row", first[uid] + 1, row + 1)
+            first[uid] = row
+        raise AssertionError("the uids are distinct")
+
+    def _refuse_first(self, wrong: pa.ChunkedArray, fault: str, mend: str) -> None:
+        import pyarrow.compute as pc
+
+        row = pc.index(wrong, True).as_py()
+        if row >= 0:
+            self._refuse(row, fault, mend)
+
+    def _refuse(self, row: int, fault: str, mend: str) -> NoReturn:
+        raise DataError(f"the row {fault}", place=f"{self._source}:{row + 1}", mend=mend)
+
+
+def _readable(table: pa.Table) -> pa.Table:
+    """The table without columns of bytes, and with categories written out."""
+    import pyarrow as pa
+
+    def has_bytes(kind: Any) -> bool:
+        if any(
+            is_kind(kind) for is_kind in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+        ):
+            return True
+        return any(has_bytes(kind.field(index).type) for index in range(kind.num_fields))
+
+    for name in table.column_names:
+        index, kind = table.column_names.index(name), table.schema.field(name).type
+        if has_bytes(kind):
+            table = table.remove_column(index)
+        elif pa.types.is_dictionary(kind):
+            table = table.set_column(index, name, table.column(name).cast(kind.value_type))
+    return table
+
+
+def _without_nulls(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
