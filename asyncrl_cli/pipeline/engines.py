@@ -47,14 +47,12 @@ class EngineKeeper:
             await self._publisher.bring_up((engine.name, engine.process.actor), serve)
         except RunError as error:
             raise EngineLost(error.message) from error
-        await self._client.flush()
         self._on_serving()
 
     async def _restart(self, engine: EngineState, cause: str) -> None:
         while True:
             self._client.take_back(engine)
             await self._faults.restarting("engine", engine.name, cause)
-            await self._client.flush()
             try:
                 await engine.process.replace(self._skeleton)
             except RunError as error:

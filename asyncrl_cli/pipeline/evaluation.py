@@ -87,9 +87,8 @@ class Evaluator:
                 stop=tuple(rollout.sampling.stop),
             )
             request = RolloutRequest(rollout_id, prompts[index][1], sampling)
-            self._client.enqueue(self._client.least_loaded(), [request], on_end)
+            self._client.enqueue([request], on_end)
         try:
-            await self._client.flush()
             await complete
         except asyncio.CancelledError:
             complete.cancel()

@@ -97,7 +97,6 @@ class GroupSource:
                     self._candidates.popleft()
                 for admission in admitted.admissions:
                     self._start(OpenGroup(admission, frozenset()))
-                await self._client.flush()
 
     def resume(self, opening: Opening) -> None:
         """Go on with what the journal knows, at the start."""
@@ -126,18 +125,13 @@ class GroupSource:
             if (old := self._open.pop(old_id, None)) is not None:  # or the buffer was opened again meanwhile
                 self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
                 await self._cancel(old_id)
-        await self._client.flush()
 
     def note_segments(self, segments: list[Segment]) -> None:
         """New tokens of unfinished rollouts, to be recorded."""
         self._spawn(self._buffer.call("record", [], segments, []))
 
     def _free_groups(self) -> int:
-        rollout = self._spec.rollout
-        return sum(
-            max(0, rollout.max_running_rollouts - len(engine.pending)) // rollout.group_size
-            for engine in self._client.serving()
-        )
+        return self._client.free // self._spec.rollout.group_size
 
     def _start(self, group: OpenGroup) -> None:
         """Request what is missing of a group, and judge what is there without a reward."""
@@ -149,11 +143,13 @@ class GroupSource:
                 prompt_ids=admission.prompt_ids,
                 sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, place)),
                 prefix=group.prefixes.get(place, {}).get(0, ()),
+                priority=admission.group_id,
+                affinity=str(admission.group_id),
             )
             for place in range(self._spec.rollout.group_size)
             if place not in group.scored and place not in group.unscored
         ]
-        self._client.enqueue(self._client.least_loaded(), requests, self._on_end)
+        self._client.enqueue(requests, self._on_end)
         if group.unscored:
             decode = self._prompts.encoder.decode
             finished = [replace(rollout, text=decode(rollout.response_ids)) for rollout in group.unscored.values()]

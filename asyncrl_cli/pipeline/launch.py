@@ -7,7 +7,6 @@ Everything that can be refused is refused before the first process starts; whate
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from asyncrl_cli.pipeline.conductor import Conductor, Parts
 from asyncrl_cli.pipeline.evaluation import Evaluator
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_fleet
+from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
 from asyncrl_cli.pipeline.preflight import check_machine
 from asyncrl_cli.pipeline.prompting import PromptEncoder, PromptSource
 from asyncrl_cli.pipeline.scoring import Scoring
@@ -44,10 +44,6 @@ MODEL = "model"
 """The final model's folder in that of the run."""
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may spend on saving where it is."""
-
-
-class Interrupted(Exception):
-    """The user stopped the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +124,14 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
     tracking: Tracking | None = None
     factory = ActorFactory(spec, run.path, experiment.search_path)
     engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
-    stop = _stop_on_signals()
+    stop = stop_on_signals()
     try:
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
         reporter = Reporter(run, view, tracker)
-        conductor = await _until_stopped(_start(experiment, run, factory, engines, start, reporter), stop)
+        conductor = await until_stopped(_start(experiment, run, factory, engines, start, reporter), stop)
         run.update(phase="running", steps=spec.stop.steps)
-        await _until_stopped(conductor.run(), stop)
+        await until_stopped(conductor.run(), stop)
         status = "FINISHED"
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(
@@ -196,7 +192,14 @@ async def _start(
         raise
     encoder = await asyncio.to_thread(_encoder, model_dir, spec.rollout.max_prompt_tokens)
     watchdog = Watchdog(limit_s, reporter.warn)
-    client = GenerationClient(engines, spec.rollout.retries, spec.rollout.hang_seconds, watchdog.progress)
+    client = GenerationClient(
+        engines,
+        slots=spec.rollout.max_running_rollouts,
+        retries=spec.rollout.retries,
+        hang_s=spec.rollout.hang_seconds,
+        decode=encoder.decode,
+        on_progress=watchdog.progress,
+    )
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle)
     parts = Parts(
         run=run,
@@ -232,32 +235,6 @@ def _encoder(model_dir: str, max_tokens: int) -> PromptEncoder:
     from transformers import AutoTokenizer
 
     return PromptEncoder(AutoTokenizer.from_pretrained(model_dir), max_tokens)
-
-
-def _stop_on_signals() -> asyncio.Event:
-    """An event that Ctrl-C and SIGTERM set. A second Ctrl-C ends the process at once."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    return stop
-
-
-async def _until_stopped(work: Any, stop: asyncio.Event) -> Any:
-    """The result of ``work``; raises ``Interrupted`` when ``stop`` comes first."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if working.done():
-        stopping.cancel()
-        return working.result()
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
-    raise Interrupted
 
 
 async def _save_before_leaving(conductor: Conductor | None, view: View) -> None:

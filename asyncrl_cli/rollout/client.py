@@ -1,28 +1,59 @@
-"""Routes rollout requests to engines and what comes back to whoever asked.
+"""The generation client: callers ask for a rollout and get one, whatever happens in between.
 
-A request ends exactly once: as a rollout, or as a failure after its retries. When its engine is lost it goes on
-elsewhere, or there after the restart, from the tokens that were reported of it.
+Abort and continue. When an engine gives a request up (told to, by failing or by dying), the tokens that were delivered
+of it become its prefix, and it goes on from there, there or elsewhere, with what is left of its budget. A request that
+lost no token is sent again unchanged; one whose budget is spent ends here. Tokens, log-probs and versions are joined in
+token space, and text is decoded once, from all ids (``continuation.finished``).
+
+An engine gets about as many requests as it runs at once. The others wait here, where any engine can have them, and the
+lowest priority goes first; none is ever dropped. Invariant: an open request waits, or is with one engine; it ends
+exactly once, as a rollout or as a failure after its retries, unless it is cancelled.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl_cli.rollout.records import Delivery, EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment
-from asyncrl_cli.runs.remote import ActorDied, NoAnswer, wait_for
+from asyncrl_cli.rollout.continuation import finished
+from asyncrl_cli.rollout.records import (
+    EVALUATION,
+    Delivery,
+    EngineActivity,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Segment,
+)
+from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.remote import ActorDied, wait_for
 
-OnEnd = Callable[[list[tuple[RolloutRequest, Rollout | RolloutFailure]]], None]
+Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
+OnEnd = Callable[[Ended], None]
 """Called with everything of one owner that ended together."""
+OnSegments = Callable[[list[Segment]], None]
 
 POLL_S = 5.0
 """Seconds after which ``collect`` answers with nothing, so that a dead engine is noticed."""
+AHEAD = 0.25
+"""So many more requests than it runs at once does an engine get, as a share: a slot that falls free is filled on the
+spot, before the news of it has travelled."""
+MOST_HOMES = 10_000
+"""Affinities remembered; of more, those that are longest unused lose their engine."""
 
 
 class EngineLost(Exception):
     """An engine died, hangs, or does not serve what it should."""
+
+
+class GenerationFailed(Exception):
+    """A request failed more often than it may be tried again; the text is the last reason."""
 
 
 class EngineHandle(Protocol):
@@ -39,101 +70,169 @@ class EngineHandle(Protocol):
         """End the process, also one that hangs."""
 
 
-@dataclass(slots=True)
-class _Pending:
-    request: RolloutRequest
-    on_end: OnEnd
-    attempt: int = 0
-    segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
-
-    def continued(self) -> RolloutRequest:
-        """The request for what is still missing."""
-        self.request = replace(self.request, prefix=(*self.request.prefix, *self.segments))
-        self.segments = []
-        return self.request
-
-
 @dataclass(slots=True, eq=False)
 class EngineState:
     """One engine as the driver sees it. ``activity`` adds up over the run.
 
-    Requests of an engine that is not ``serving`` stay in its outbox. ``condemned`` says why it has to go.
+    ``pending`` are the requests that it has; of these, those in ``outbox`` have not been sent. ``unwanted`` are ids
+    that it has yet to be told to stop. ``condemned`` says why it has to go.
     """
 
     process: EngineHandle
-    pending: dict[str, _Pending] = field(default_factory=dict)
-    outbox: list[RolloutRequest] = field(default_factory=list)
+    pending: dict[str, _Open] = field(default_factory=dict)
+    outbox: dict[str, RolloutRequest] = field(default_factory=dict)
+    unwanted: set[str] = field(default_factory=set)
+    aborting: bool = False
     activity: EngineActivity = field(default_factory=EngineActivity)
     serving: bool = False
     condemned: str = ""
+    telling: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
         return self.process.name
 
 
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that has not ended. ``engine`` has it; None while it waits."""
+
+    request: RolloutRequest
+    order: int
+    on_end: OnEnd
+    on_segments: OnSegments | None
+    engine: EngineState | None = None
+    attempt: int = 0
+    segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
+
+    def __lt__(self, other: _Open) -> bool:
+        return (self.request.priority, self.order) < (other.request.priority, other.order)
+
+
 class GenerationClient:
-    """Requests in, ended requests out, over any number of engines."""
+    """Requests in, whole rollouts out, over any number of engines."""
 
     def __init__(
         self,
         engines: Iterable[EngineHandle],
+        *,
+        slots: int,
         retries: int,
         hang_s: float,
-        on_progress: Callable[[], None],
+        decode: Callable[[Any], str],
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
+        """``slots``: requests that an engine runs at once.
 
-        ``on_progress`` hears that tokens were made. ``on_segments`` gets the new tokens of unfinished rollouts and
-        ``on_room`` hears that requests have ended; whoever starts training groups sets the two.
+        ``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
+        ``decode(ids)`` gives the text of a response. ``on_progress`` hears that tokens were made. For what is
+        enqueued, ``on_segments`` gets the new tokens of unfinished training rollouts; ``on_room`` hears that there may
+        be room for more. Whoever starts training groups sets the two.
         """
         self.engines = [EngineState(process) for process in engines]
+        self._slots = slots
+        self._limit = slots + max(1, int(slots * AHEAD))
         self._retries = retries
         self._hang_s = hang_s
-        self.on_room: Callable[[], None] = lambda: None
-        self.on_segments: Callable[[list[Segment]], None] = lambda _: None
+        self._decode = decode
         self._on_progress = on_progress
+        self.on_room: Callable[[], None] = lambda: None
+        self.on_segments: OnSegments = lambda _: None
+        self._open: dict[str, _Open] = {}
+        self._waiting: list[_Open] = []  # a heap; what is not open any more is skipped
+        self._order = count()
+        self._homes: OrderedDict[str, EngineState] = OrderedDict()
+        self._paused = False
+        self._dispatch_due = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- asking
+
+    async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
+        """The whole of one request, across updates, pauses, aborts and deaths of engines.
+
+        ``on_segments`` gets the request's new tokens now and then, often if it is ``streamed``; those generated since
+        the last time come with the rollout alone. Cancelling the task that waits cancels the request. Raises
+        ``GenerationFailed`` after the retries, and ``ValueError`` when a request of this id is open.
+        """
+        if request.rollout_id in self._open:
+            raise ValueError(f"request {request.rollout_id} is under way already")
+        ended: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
+
+        def on_end(batch: Ended) -> None:
+            if not ended.done():
+                ended.set_result(batch[0][1])
+
+        mine = self._add(replace(request, awaited=True), on_end, on_segments)
+        try:
+            result = await ended
+        finally:
+            if self._open.get(request.rollout_id) is mine:
+                self._drop(request.rollout_id)
+        if isinstance(result, RolloutFailure):
+            raise GenerationFailed(result.reason)
+        return result
+
+    def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd) -> None:
+        """Have these generated; they are sent at the event loop's next turn. One of an open request's id takes that
+        one's place."""
+        for request in requests:
+            self._drop(request.rollout_id)
+            recorded = not request.rollout_id.startswith(EVALUATION)
+            self._add(request, on_end, self._record if recorded else None)
+
+    async def cancel(self, rollout_ids: Iterable[str]) -> None:
+        """Forget these requests and stop generating them."""
+        for rollout_id in rollout_ids:
+            self._drop(rollout_id)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Return when what could be sent by now has been taken by its engine."""
+        self._dispatch()
+        if telling := [engine.telling for engine in self.engines if engine.telling is not None]:
+            await asyncio.wait(telling)
+
+    async def pause(self) -> None:
+        """Stop generating: what runs is aborted and keeps its tokens, and nothing is sent until ``resume``.
+
+        Returns when no engine generates any more.
+        """
+        self._paused = True
+        for engine in self.engines:
+            for rollout_id in list(engine.outbox):
+                self._send_elsewhere(engine.pending[rollout_id])
+            engine.aborting = engine.serving
+        await self.flush()
+
+    async def resume(self) -> None:
+        """Go on with everything that waits."""
+        self._paused = False
+        self._dispatch_soon()
+        self.on_room()
+
+    # -- how things stand
 
     @property
     def running(self) -> int:
-        """Requests that have not ended."""
-        return sum(len(engine.pending) for engine in self.engines)
+        """Requests that have not ended, those that wait included."""
+        return len(self._open)
+
+    @property
+    def free(self) -> int:
+        """Requests that the serving engines could run beside those that are open; 0 while paused."""
+        return 0 if self._paused else max(0, self._slots * len(self.serving()) - self.running)
 
     def serving(self) -> list[EngineState]:
         """The engines that serve."""
         return [engine for engine in self.engines if engine.serving]
 
-    def least_loaded(self) -> EngineState:
-        """The engine with the fewest requests; one that serves, if any does."""
-        return min(self.serving() or self.engines, key=lambda engine: len(engine.pending))
-
-    def enqueue(self, engine: EngineState, requests: Iterable[RolloutRequest], on_end: OnEnd) -> None:
-        """Put requests in an engine's outbox; ``flush`` sends them."""
-        for request in requests:
-            engine.pending[request.rollout_id] = _Pending(request, on_end)
-            engine.outbox.append(request)
-
-    async def flush(self) -> None:
-        """Send what lies in the outboxes of serving engines."""
-        for engine in self.engines:
-            if engine.serving and engine.outbox:  # as of now: sending takes its time
-                requests, engine.outbox = engine.outbox, []
-                await self._tell(engine, "submit", requests)
-
-    async def cancel(self, rollout_ids: Iterable[str]) -> None:
-        """Forget these requests and stop generating them."""
-        wanted = set(rollout_ids)
-        for engine in self.engines:
-            if found := wanted & engine.pending.keys():
-                for rollout_id in found:
-                    del engine.pending[rollout_id]
-                engine.outbox = [request for request in engine.outbox if request.rollout_id not in found]
-                if engine.serving:
-                    await self._tell(engine, "cancel", sorted(found))
+    # -- engines
 
     async def collect(self, engine: EngineState) -> None:
         """Hand on what ends on a serving engine, until it is lost: raises ``EngineLost``."""
         while True:
+            self._dispatch()
             limit_s = POLL_S + self._hang_s
             try:
                 delivery: Delivery = await wait_for(engine.process.actor.collect.remote(POLL_S), engine.name, limit_s)
@@ -146,7 +245,6 @@ class GenerationClient:
             self._hand_on(engine, delivery)
             if delivery.activity.silent_s > self._hang_s:
                 raise EngineLost(f"it has made no token for {delivery.activity.silent_s:.0f} s")
-            await self.flush()
 
     def condemn(self, name: str, cause: str) -> None:
         """An engine does not do what it should: end its process, so that it is found lost."""
@@ -156,42 +254,154 @@ class GenerationClient:
                 engine.process.kill()
 
     def take_back(self, engine: EngineState) -> None:
-        """An engine is lost: its requests go on elsewhere from the tokens reported, or wait in its outbox."""
-        engine.serving, engine.condemned = False, ""
-        pending, engine.pending, engine.outbox = engine.pending, {}, []
-        for rollout_id, entry in pending.items():
-            target = self.least_loaded()
-            target.pending[rollout_id] = entry
-            target.outbox.append(entry.continued())
+        """An engine is lost: its requests go on from the tokens reported, elsewhere or when it serves again."""
+        engine.serving, engine.condemned, engine.aborting, engine.telling = False, "", False, None
+        engine.unwanted.clear()
+        self._go_on(list(engine.pending.values()))
+        self._dispatch_soon()
 
-    async def _tell(self, engine: EngineState, method: str, argument: object) -> None:
+    # -- sending
+
+    def _add(self, request: RolloutRequest, on_end: OnEnd, on_segments: OnSegments | None) -> _Open:
+        entry = _Open(request, next(self._order), on_end, on_segments)
+        self._open[request.rollout_id] = entry
+        heappush(self._waiting, entry)
+        self._dispatch_soon()
+        return entry
+
+    def _drop(self, rollout_id: str) -> None:
+        entry = self._open.pop(rollout_id, None)
+        if entry is not None and (engine := entry.engine) is not None:
+            del engine.pending[rollout_id]
+            if engine.outbox.pop(rollout_id, None) is None:
+                engine.unwanted.add(rollout_id)
+            self._dispatch_soon()
+
+    def _dispatch_soon(self) -> None:
+        """Whatever is asked for in one turn of the event loop travels together."""
+        if not self._dispatch_due:
+            self._dispatch_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatch_due = False
+        while self._waiting and not self._paused:
+            entry = self._waiting[0]
+            if self._open.get(entry.request.rollout_id) is entry:
+                engine = self._place_for(entry.request)
+                if engine is None:
+                    break
+                entry.engine = engine
+                engine.pending[entry.request.rollout_id] = entry
+                engine.outbox[entry.request.rollout_id] = entry.request
+            heappop(self._waiting)
+        for engine in self.engines:
+            if engine.serving and engine.telling is None and (engine.outbox or engine.unwanted or engine.aborting):
+                engine.telling = asyncio.create_task(self._tell_all(engine))
+                self._tasks.add(engine.telling)
+                engine.telling.add_done_callback(self._tasks.discard)
+
+    def _place_for(self, request: RolloutRequest) -> EngineState | None:
+        """The engine that a request goes to now, if any has room for it."""
+        places = [engine for engine in self.engines if engine.serving and len(engine.pending) < self._limit]
+        home = self._homes.get(request.affinity)
+        if home not in places:
+            home = min(places, key=lambda engine: len(engine.pending), default=None)
+        if request.affinity and home is not None:
+            self._homes[request.affinity] = home
+            self._homes.move_to_end(request.affinity)
+            if len(self._homes) > MOST_HOMES:
+                self._homes.popitem(last=False)
+        return home
+
+    async def _tell_all(self, engine: EngineState) -> None:
+        """Tell an engine what there is to tell, one call after another: it takes them in their order."""
+        actor = engine.process.actor
+        while engine.serving and engine.process.actor is actor:
+            if engine.unwanted:
+                unwanted, engine.unwanted = sorted(engine.unwanted), set()
+                await self._tell(engine, actor.cancel.remote(unwanted))
+            elif engine.aborting:
+                engine.aborting = False
+                await self._tell(engine, actor.abort.remote())
+            elif engine.outbox:
+                requests, engine.outbox = list(engine.outbox.values()), {}
+                await self._tell(engine, actor.submit.remote(requests))
+            else:
+                break
+        if engine.process.actor is actor:
+            engine.telling = None
+
+    async def _tell(self, engine: EngineState, call: Any) -> None:
+        actor = engine.process.actor
         try:
-            await wait_for(getattr(engine.process.actor, method).remote(argument), engine.name, self._hang_s)
+            await wait_for(call, engine.name, self._hang_s)
         except ActorDied:
             return  # whoever collects from it sees to its requests
-        except NoAnswer as error:
-            self.condemn(engine.name, error.message)
+        except UserError as error:
+            if engine.process.actor is actor:
+                self.condemn(engine.name, error.message)
+
+    # -- receiving
+
+    def _record(self, segments: list[Segment]) -> None:
+        self.on_segments(segments)
 
     def _note_segments(self, engine: EngineState, segments: list[Segment]) -> None:
-        known = [segment for segment in segments if segment.rollout_id in engine.pending]
-        for segment in known:
-            engine.pending[segment.rollout_id].segments.append(segment)
-        if known:
-            self.on_segments(known)
+        heard: dict[OnSegments, list[Segment]] = {}
+        for segment in segments:
+            if (entry := engine.pending.get(segment.rollout_id)) is not None:
+                entry.segments.append(segment)
+                if entry.on_segments is not None:
+                    heard.setdefault(entry.on_segments, []).append(segment)
+        for on_segments, news in heard.items():
+            on_segments(news)
 
     def _hand_on(self, engine: EngineState, delivery: Delivery) -> None:
-        by_owner: dict[OnEnd, list[tuple[RolloutRequest, Rollout | RolloutFailure]]] = {}
-        all_ended: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
-        for ended in all_ended:
-            pending = engine.pending.get(ended.rollout_id)
-            if pending is None:  # cancelled while it was on its way
+        ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
+        interrupted = [engine.pending[name] for name in delivery.aborted if name in engine.pending]
+        results: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
+        for result in results:
+            entry = engine.pending.get(result.rollout_id)
+            if entry is None:  # cancelled while it was on its way
                 continue
-            if isinstance(ended, RolloutFailure) and pending.attempt < self._retries:
-                pending.attempt += 1
-                engine.outbox.append(pending.continued())
-                continue
-            del engine.pending[ended.rollout_id]
-            by_owner.setdefault(pending.on_end, []).append((pending.request, ended))
+            if isinstance(result, RolloutFailure) and entry.attempt < self._retries:
+                entry.attempt += 1
+                interrupted.append(entry)
+            else:
+                ended.append((entry, result))
+        self._end(ended)
+        self._go_on(interrupted)
+
+    def _go_on(self, interrupted: Iterable[_Open]) -> None:
+        """Requests that an engine gave up wait for their next one, with all their tokens as prefix."""
+        ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
+        for entry in interrupted:
+            if entry.segments:
+                entry.request = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
+                entry.segments = []
+            if entry.request.left:
+                self._send_elsewhere(entry)
+            else:
+                ended.append((entry, finished(entry.request, [], "length", self._decode)))
+        self._end(ended)
+
+    def _send_elsewhere(self, entry: _Open) -> None:
+        self._leave(entry)
+        heappush(self._waiting, entry)
+
+    def _leave(self, entry: _Open) -> None:
+        if entry.engine is not None:
+            del entry.engine.pending[entry.request.rollout_id]
+            entry.engine.outbox.pop(entry.request.rollout_id, None)
+            entry.engine = None
+
+    def _end(self, ended: Iterable[tuple[_Open, Rollout | RolloutFailure]]) -> None:
+        by_owner: dict[OnEnd, Ended] = {}
+        for entry, result in ended:
+            self._leave(entry)
+            del self._open[entry.request.rollout_id]
+            by_owner.setdefault(entry.on_end, []).append((entry.request, result))
         for on_end, batch in by_owner.items():
             on_end(batch)
         if by_owner:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.rollout.records import GIVEN, Sampling, Segment
+from asyncrl_cli.rollout.records import GIVEN, FinishReason, Rollout, RolloutRequest, Sampling, Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,3 +113,25 @@ def stopped_at(
     if not stop or not stopped(len(response_ids)):
         return None
     return bisect_left(range(len(response_ids)), True, key=stopped)
+
+
+def finished(
+    request: RolloutRequest, rest: Iterable[Segment], reason: FinishReason, decode: Callable[[Any], str]
+) -> Rollout:
+    """The rollout of a request, of which ``rest`` was generated after its prefix, or nothing.
+
+    ``reason`` says how the rest ended. A stop string that began in the prefix ends the rollout, too; text is decoded
+    once, from all ids. Raises ``ValueError`` when prefix and rest are not one sequence.
+    """
+    tokens = join([*request.prefix, *rest])
+    if request.prefix and (end := stopped_at(decode, tokens.response_ids, request.sampling.stop)) is not None:
+        tokens, reason = tokens.first(end), "stop"
+    return Rollout(
+        rollout_id=request.rollout_id,
+        prompt_ids=request.prompt_ids,
+        response_ids=tokens.response_ids,
+        logprobs=tokens.logprobs,
+        versions=tokens.versions,
+        text=decode(tokens.response_ids),
+        finish_reason=reason,
+    )

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl_cli.rollout.continuation import cut, join, rest_of, stopped_at
-from asyncrl_cli.rollout.records import Attestation, FinishReason, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.continuation import cut, finished, join, rest_of
+from asyncrl_cli.rollout.records import Attestation, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.running import request_id, running_segments, running_tokens, sampled_logprobs
+from asyncrl_cli.rollout.slots import Aborted, Slots
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
+ABORT_LOOK_S = 0.02
+"""Seconds that an abort waits for the requests to come back before it looks whether vLLM got another one."""
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 
@@ -121,38 +125,50 @@ class Engine:
         self._probes = 0
         # vLLM gets no more requests than it runs at once, and none while it loads weights. So a request's
         # cache salt, chosen when vLLM gets it, names the version that it starts under.
-        self._slots = asyncio.Semaphore(spec.rollout.max_running_rollouts)
+        self._slots = Slots(spec.rollout.max_running_rollouts)
         self._loading = True
-        self._loaded = asyncio.Condition()
+        self._aborts = 0
+        self._changed = asyncio.Condition()  # one of the two, or the version
+        self._scheduler = asyncio.Lock()  # whoever pauses vLLM, or must not be paused, has it
+        self._handed_over = 0  # requests that vLLM has
+        self._all_returned = asyncio.Event()
         self._ended_tokens = 0
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Generate one rollout, or the rest of one, across any number of weight updates.
 
-        Raises ``ValueError`` when the request's prefix is no beginning of a rollout.
+        Raises ``Aborted`` when ``abort`` ended it first, and ``ValueError`` when the request's prefix is no beginning
+        of a rollout.
         """
-        tokens = join(request.prefix)
+        prefix_ids = tuple(join(request.prefix).response_ids.tolist())
         rest = rest_of(request.sampling, request.generated)
-        finish: FinishReason = "length"
-        if rest.max_tokens > 0:
-            async with self._slots:
-                output = await self._final_output(request, rest, tuple(tokens.response_ids.tolist()))
-            if output.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
-            self._ended_tokens += len(output.token_ids)
-            tokens = join([*request.prefix, *_segments(request, output)])
-            finish = "stop" if output.finish_reason == "stop" else "length"
-        if request.prefix and (end := stopped_at(self._decode, tokens.response_ids, rest.stop)) is not None:
-            tokens, finish = tokens.first(end), "stop"
-        return Rollout(
-            rollout_id=request.rollout_id,
-            prompt_ids=request.prompt_ids,
-            response_ids=tokens.response_ids,
-            logprobs=tokens.logprobs,
-            versions=tokens.versions,
-            text=self._decode(tokens.response_ids),
-            finish_reason=finish,
-        )
+        if not rest.max_tokens:
+            return finished(request, [], "length", self._decode)
+        aborts = self._aborts
+        async with self._slots.one(request.priority):
+            output = await self._final_output(request, rest, prefix_ids, aborts)
+        self._ended_tokens += len(output.token_ids)
+        segments = _segments(request, output)
+        if output.finish_reason == "abort":
+            raise Aborted(segments)
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
+        return finished(request, segments, "stop" if output.finish_reason == "stop" else "length", self._decode)
+
+    async def abort(self) -> None:
+        """End every request that runs or waits: it raises ``Aborted``. When this returns, none of them is generated."""
+        core = self._vllm.engine_core
+        async with self._scheduler:
+            self._aborts += 1
+            self._slots.turn_away()
+            await self._wake()
+            try:
+                while self._handed_over:  # vLLM may get one more that was on its way to it
+                    await core.pause_scheduler_async(mode="abort", clear_cache=False)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._all_returned.wait(), ABORT_LOOK_S)
+            finally:
+                await core.resume_scheduler_async()
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
         """New tokens of the rollouts that run: from the token index on that ``since`` has for a rollout's id.
@@ -183,6 +199,12 @@ class Engine:
         ``source`` is what ``WeightMapping.describe`` says; ``policy`` is the spec's ``weight_update``. ``on_pause``
         is called before the weights load, when ``segments`` has all tokens of the version that is replaced.
         """
+        async with self._scheduler:
+            return await self._load(version, checksum, source, policy, on_pause)
+
+    async def _load(
+        self, version: int, checksum: str, source: dict[str, Any], policy: str, on_pause: Callable[[], None]
+    ) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         core = self._vllm.engine_core
@@ -205,9 +227,8 @@ class Engine:
             self._version = version
         finally:
             await core.resume_scheduler_async()
-            async with self._loaded:
-                self._loading = False
-                self._loaded.notify_all()
+            self._loading = False
+            await self._wake()
         return time.monotonic() - started
 
     async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
@@ -223,10 +244,11 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async for output in self._vllm.generate(
-            self._prompt(probe_ids), params, request_id=f"probe-{self._probes}", priority=0
-        ):
-            last = output
+        async with self._scheduler:
+            async for output in self._vllm.generate(
+                self._prompt(probe_ids), params, request_id=f"probe-{self._probes}", priority=0
+            ):
+                last = output
         logprobs = [entry[token].logprob for entry, token in zip(last.prompt_logprobs[1:], probe_ids[1:], strict=True)]
         return Attestation(self._version, np.asarray(logprobs, dtype=np.float32), stall_s)
 
@@ -235,7 +257,7 @@ class Engine:
         self._vllm.shutdown()
 
     async def _final_output(
-        self, request: RolloutRequest, rest: Sampling, prefix_ids: tuple[int, ...]
+        self, request: RolloutRequest, rest: Sampling, prefix_ids: tuple[int, ...], aborts: int
     ) -> CompletionOutput:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -252,15 +274,30 @@ class Engine:
         )
         # While weights travel, the engine that left the prefix may have been a version ahead of this one.
         newest = request.prefix[-1].version if request.prefix else 0
-        async with self._loaded:
-            await self._loaded.wait_for(lambda: not self._loading and self._version >= newest)
-        async for output in self._vllm.generate(
-            self._prompt(request.prompt_ids + prefix_ids),
-            params,
-            request_id=request_id(request.rollout_id, request.generated),
-        ):
-            last = output
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._aborts > aborts or (not self._loading and self._version >= newest)
+            )
+        if self._aborts > aborts:
+            raise Aborted([])
+        self._handed_over += 1
+        self._all_returned.clear()
+        try:
+            async for output in self._vllm.generate(
+                self._prompt(request.prompt_ids + prefix_ids),
+                params,
+                request_id=request_id(request.rollout_id, request.generated),
+            ):
+                last = output
+        finally:
+            self._handed_over -= 1
+            if not self._handed_over:
+                self._all_returned.set()
         return last.outputs[0]
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _decode(self, ids: Any) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

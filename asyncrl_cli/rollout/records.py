@@ -44,6 +44,19 @@ class Segment:
         """The index after the last token."""
         return self.start + len(self.response_ids)
 
+    def after(self, index: int) -> Segment | None:
+        """Its tokens from ``index`` on; None when there are none."""
+        skipped = max(index - self.start, 0)
+        if skipped >= len(self.response_ids):
+            return None
+        return Segment(
+            self.rollout_id,
+            self.start + skipped,
+            self.version,
+            self.response_ids[skipped:],
+            self.logprobs[skipped:],
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = _packed(self.response_ids, self.logprobs)
         return _unpack_segment, (self.rollout_id, self.start, self.version, *arrays)

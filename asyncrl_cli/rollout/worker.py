@@ -4,9 +4,9 @@ The conductor submits requests in bulk and collects what has ended in bulk: one 
 round instead of one per rollout, so that the cost of remote calls does not grow with short rollouts.
 
 A delivery also brings the tokens of rollouts that have not ended, so that they survive this process: at every weight
-update, every ``journal.segment_seconds``, and when a rollout failed. Invariant: for each training rollout that runs,
-the segments delivered so far and those that wait here are its tokens from the end of its prefix to
-``_taken[rollout_id]``, each once.
+update, every ``journal.segment_seconds``, and when a rollout failed or was aborted; those of streamed rollouts all the
+time. Invariant: for each rollout in ``_taken``, the segments delivered so far and those that wait here are its tokens
+from the end of its prefix to ``_taken[rollout_id]``, each once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from asyncrl_cli.rollout.activity import ActivityClock
@@ -26,11 +28,15 @@ from asyncrl_cli.rollout.records import (
     RolloutRequest,
     Segment,
 )
+from asyncrl_cli.rollout.slots import Aborted
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 COALESCE_S = 0.05
-"""Seconds that ``collect`` waits after the first finished rollout for others to join its delivery."""
+"""Seconds that ``collect`` waits after the first finished rollout for others to join its delivery, unless somebody
+waits for one of them."""
+STREAM_S = 0.05
+"""Seconds between two deliveries of a streamed rollout's new tokens, at most."""
 
 
 class RolloutWorker:
@@ -40,11 +46,15 @@ class RolloutWorker:
         redirect_output(log_dir, name)
         self._spec = spec
         self._ended: list[Rollout | RolloutFailure] = []
+        self._aborted: list[str] = []
         self._running: dict[str, asyncio.Task[None]] = {}
         self._taken: dict[str, int] = {}
         self._taken_at = time.monotonic()
+        self._streamed: set[str] = set()
+        self._streamed_at = time.monotonic()
         self._segments: dict[str, list[Segment]] = {}
         self._news = asyncio.Event()
+        self._awaited_news = asyncio.Event()
         self._clock = ActivityClock()
 
     async def preload(self) -> int:
@@ -65,7 +75,12 @@ class RolloutWorker:
     async def submit(self, requests: list[RolloutRequest]) -> None:
         """Begin to generate."""
         for request in requests:
-            if not request.rollout_id.startswith(EVALUATION):
+            if request.streamed:
+                if not self._streamed:  # ``collect`` has been waiting without it
+                    self._streamed_at = time.monotonic()
+                    self._news.set()
+                self._streamed.add(request.rollout_id)
+            if request.streamed or not request.rollout_id.startswith(EVALUATION):
                 self._taken[request.rollout_id] = request.generated
             self._running[request.rollout_id] = asyncio.create_task(self._run(request))
         self._clock.set_busy(bool(self._running))
@@ -78,6 +93,14 @@ class RolloutWorker:
             self._forget(rollout_id)
         self._clock.set_busy(bool(self._running))
 
+    async def abort(self) -> None:
+        """Give up all rollouts that run or wait. They are delivered as aborted, with all their tokens."""
+        given_up = list(self._running.values())
+        await asyncio.sleep(0)  # all of them have begun
+        await self._engine.abort()
+        if given_up:
+            await asyncio.wait(given_up)
+
     async def collect(self, timeout_s: float) -> Delivery:
         """Everything that ended since the last call, and the segments taken meanwhile; waits up to ``timeout_s`` for
         the first.
@@ -85,29 +108,30 @@ class RolloutWorker:
         When the engine's process dies, its rollouts have not failed: they go on elsewhere. What it had of them is
         delivered, and then ``collect`` raises ``RuntimeError``.
         """
-        segments_due = self._taken_at + self._spec.journal.segment_seconds
-        try:
-            await asyncio.wait_for(self._news.wait(), min(timeout_s, max(segments_due - time.monotonic(), 0.0)))
-            if self._running:
-                await asyncio.sleep(COALESCE_S)
-        except TimeoutError:
-            pass
+        await self._wait_for_news(timeout_s)
         ended, self._ended = self._ended, []
+        aborted, self._aborted = self._aborted, []
         rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         dead = self._engine.dead
-        if dead or failures or time.monotonic() >= segments_due:
-            self._take_segments()
+        now = time.monotonic()
+        if dead or failures or now >= self._segments_due:
+            self._take_segments(self._taken)
+            self._taken_at = self._streamed_at = now
+        elif now >= self._stream_due:
+            self._take_segments(self._streamed)
+            self._streamed_at = now
         for failure in failures:
-            self._taken.pop(failure.rollout_id, None)
+            self._untrack(failure.rollout_id)
         segments = [segment for taken in self._segments.values() for segment in taken]
         self._segments = {}
         if not dead:
             self._news.clear()
+            self._awaited_news.clear()
         elif not (rollouts or segments):
             raise RuntimeError("vLLM's core process has died")
         activity = self._clock.read(self._engine.sampled_tokens())
-        return Delivery(rollouts, [] if dead else failures, segments, activity)
+        return Delivery(rollouts, [] if dead else failures, segments, activity, aborted)
 
     async def update_weights(
         self, version: int, checksum: str, source: dict[str, Any], policy: str, probe_ids: tuple[int, ...]
@@ -125,10 +149,32 @@ class RolloutWorker:
         if hasattr(self, "_engine"):
             self._engine.shutdown()
 
+    @property
+    def _segments_due(self) -> float:
+        return self._taken_at + self._spec.journal.segment_seconds
+
+    @property
+    def _stream_due(self) -> float:
+        return self._streamed_at + STREAM_S if self._streamed else float("inf")
+
+    async def _wait_for_news(self, timeout_s: float) -> None:
+        """Until something ended and others had time to join it, or tokens are due, or time is up."""
+        latest = min(time.monotonic() + timeout_s, self._segments_due, self._stream_due)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), max(latest - time.monotonic(), 0.0))
+            if self._running:
+                joined_by = min(time.monotonic() + COALESCE_S, max(self._stream_due, time.monotonic()))
+                await asyncio.wait_for(self._awaited_news.wait(), joined_by - time.monotonic())
+
     async def _run(self, request: RolloutRequest) -> None:
         rollout_id = request.rollout_id
         try:
             rollout = await self._engine.generate(request)
+        except Aborted as aborted:
+            self._keep(aborted.segments)
+            self._clock.add_ended(sum(len(segment.response_ids) for segment in aborted.segments))
+            self._aborted.append(rollout_id)
+            self._untrack(rollout_id)
         except Exception as error:
             # Its last tokens may still be there, so the rollout is not forgotten yet.
             self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
@@ -139,19 +185,31 @@ class RolloutWorker:
         self._running.pop(rollout_id, None)
         self._clock.set_busy(bool(self._running))
         self._news.set()
+        if request.awaited or request.streamed:
+            self._awaited_news.set()
 
     def _on_pause(self) -> None:
         self._clock.begin_update()
-        self._take_segments()
+        self._take_segments(self._taken)
+        self._taken_at = time.monotonic()
         if self._segments:
             self._news.set()
 
-    def _take_segments(self) -> None:
-        for segment in self._engine.segments(self._taken):
-            self._taken[segment.rollout_id] = segment.end
-            self._segments.setdefault(segment.rollout_id, []).append(segment)
-        self._taken_at = time.monotonic()
+    def _take_segments(self, of: Iterable[str]) -> None:
+        self._keep(self._engine.segments({rollout_id: self._taken[rollout_id] for rollout_id in of}))
+
+    def _keep(self, segments: Iterable[Segment]) -> None:
+        """Have these delivered, as far as they have not been."""
+        for segment in segments:
+            new = segment.after(self._taken.get(segment.rollout_id, 0))
+            if new is not None:
+                self._taken[new.rollout_id] = new.end
+                self._segments.setdefault(new.rollout_id, []).append(new)
+
+    def _untrack(self, rollout_id: str) -> None:
+        self._taken.pop(rollout_id, None)
+        self._streamed.discard(rollout_id)
 
     def _forget(self, rollout_id: str) -> None:
-        self._taken.pop(rollout_id, None)
+        self._untrack(rollout_id)
         self._segments.pop(rollout_id, None)

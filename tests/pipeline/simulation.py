@@ -397,7 +397,14 @@ class Simulation:
             StandInProcess(f"engine-{index}", lambda: self._noted(Engine(self.fate)))
             for index in range(spec.rollout.engines)
         ]
-        client = GenerationClient(processes, spec.rollout.retries, spec.rollout.hang_seconds, watchdog.progress)
+        client = GenerationClient(
+            processes,
+            slots=spec.rollout.max_running_rollouts,
+            retries=spec.rollout.retries,
+            hang_s=spec.rollout.hang_seconds,
+            decode=Encoder().decode,
+            on_progress=watchdog.progress,
+        )
         scorer, encoder, data = Scorer(), Encoder(), prompts(PROMPTS)
         parts = Parts(
             run=run,

@@ -117,6 +117,7 @@ class StandInEngine(Actor):
         super().__init__()
         self.submitted: list[RolloutRequest] = []
         self.cancelled: list[str] = []
+        self.aborts = 0
         self.takes = asyncio.Event()
         self.takes.set()
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
@@ -133,6 +134,10 @@ class StandInEngine(Actor):
         self.cancelled += rollout_ids
 
     @remote
+    async def abort(self) -> None:
+        self.aborts += 1
+
+    @remote
     async def collect(self, timeout_s: float) -> Delivery:
         if self._deliveries.empty():
             self._idle.set()
@@ -144,12 +149,14 @@ class StandInEngine(Actor):
         *ended: Rollout | RolloutFailure,
         segments: Iterable[Segment] = (),
         activity: EngineActivity | None = None,
+        aborted: Iterable[str] = (),
     ) -> None:
         """Have these delivered."""
         rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
-        self._deliveries.put_nowait(Delivery(rollouts, failures, list(segments), activity or EngineActivity()))
+        activity = activity or EngineActivity()
+        self._deliveries.put_nowait(Delivery(rollouts, failures, list(segments), activity, list(aborted)))
 
     async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:
         """Have these delivered, and wait until the caller of ``collect`` has dealt with them."""
@@ -193,13 +200,21 @@ def client_over(
     hang_s: float = 600.0,
     on_progress: Callable[[], None] = lambda: None,
     make_actor: Callable[[], Actor] = StandInEngine,
+    slots: int = 256,
 ) -> GenerationClient:
     """A client whose engines are called ``engine-0`` and so on, and serve."""
     processes: list[Any] = [StandInProcess(f"engine-{index}", make_actor) for index in range(engines)]
-    client = GenerationClient(processes, retries, hang_s, on_progress)
+    client = GenerationClient(
+        processes, slots=slots, retries=retries, hang_s=hang_s, decode=text_of, on_progress=on_progress
+    )
     for engine in client.engines:
         engine.serving = True
     return client
+
+
+def text_of(ids: Iterable[int]) -> str:
+    """A text in which every token has its place."""
+    return "".join(f"<{token}>" for token in ids)
 
 
 def actors(client: GenerationClient) -> list[Any]:

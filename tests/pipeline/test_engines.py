@@ -64,7 +64,7 @@ class Scene:
         self.notes = Notes()
         self.processes = [FailingProcess(f"engine-{index}") for index in range(engines)]
         processes: list[Any] = [*self.processes]
-        self.client = GenerationClient(processes, 0, 600.0, lambda: None)
+        self.client = GenerationClient(processes, slots=8, retries=0, hang_s=600.0, decode=str)
         self.publisher = Publisher(spec(), self._publish)
         self.serving = asyncio.Semaphore(0)
         self.keeper = EngineKeeper(
@@ -89,7 +89,6 @@ class Scene:
     async def ask(self, *names: str) -> None:
         for name in names:
             self.client.enqueue(
-                self.client.least_loaded(),
                 [request(name)],
                 lambda ended: self.ended.extend(asked.rollout_id for asked, _ in ended),
             )
