@@ -21,7 +21,8 @@ INTERRUPTED = 130
 def drive(experiment: Experiment, run: RunDirectory, start: Start) -> None:
     """Run an experiment under the eyes of a person, and say how it ended."""
     from asyncrl_cli.observe.view import open_view
-    from asyncrl_cli.pipeline.launch import Interrupted, run_experiment
+    from asyncrl_cli.pipeline.interrupts import Interrupted
+    from asyncrl_cli.pipeline.launch import run_experiment
 
     spec = experiment.spec
     pipeline = spec.pipeline

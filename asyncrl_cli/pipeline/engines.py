@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from asyncrl_cli.pipeline.faults import Faults
-from asyncrl_cli.pipeline.publisher import Publisher
+from asyncrl_cli.pipeline.publisher import Engine
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.runs.directory import RunError
+
+
+class Weights(Protocol):
+    """Where engines have their weights from: a ``Publisher``, or the folder that they start on."""
+
+    async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
+        """Have a new engine get its weights, and call ``serve()``. Raises ``RunError`` when it cannot."""
+        ...
 
 
 class EngineKeeper:
@@ -17,14 +26,14 @@ class EngineKeeper:
     def __init__(
         self,
         client: GenerationClient,
-        publisher: Publisher,
+        weights: Weights,
         faults: Faults,
         skeleton: Path,
         on_serving: Callable[[], None],
     ) -> None:
-        """``on_serving`` hears that an engine has begun to serve."""
+        """``skeleton`` is the folder that engines start on. ``on_serving`` hears that one has begun to serve."""
         self._client = client
-        self._publisher = publisher
+        self._weights = weights
         self._faults = faults
         self._skeleton = skeleton
         self._on_serving = on_serving
@@ -44,7 +53,7 @@ class EngineKeeper:
             engine.serving = True
 
         try:
-            await self._publisher.bring_up((engine.name, engine.process.actor), serve)
+            await self._weights.bring_up((engine.name, engine.process.actor), serve)
         except RunError as error:
             raise EngineLost(error.message) from error
         self._on_serving()

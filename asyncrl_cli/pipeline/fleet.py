@@ -95,15 +95,19 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
         total_steps=spec.stop.steps,
         group_size=spec.rollout.group_size,
         reject_uniform=spec.algorithm.uniform_groups == "reject",
+        note_solved=spec.data.pools is not None,
     )
 
 
 class EngineProcess:
     """One engine's actor, and the ones that take its place after it."""
 
-    def __init__(self, factory: ActorFactory, name: str) -> None:
+    def __init__(self, factory: ActorFactory, name: str, version: int | None = None) -> None:
+        """``version``: what the weights in the folder that the engine is started on count as; None where it gets its
+        weights by publishing."""
         self.name = name
         self._factory = factory
+        self._version = version
         self._pid: int | None = None
         self.actor = factory.engine(name)
 
@@ -112,8 +116,8 @@ class EngineProcess:
         self._pid = await wait_for(self.actor.preload.remote(), self.name, START_TIMEOUT_S)
 
     async def start(self, folder: Path) -> str:
-        """Start the engine on a skeleton; returns the Ray node's id."""
-        node: str = await wait_for(self.actor.start.remote(str(folder)), self.name, START_TIMEOUT_S)
+        """Start the engine on a model's folder (a skeleton, where weights are published); returns the Ray node's id."""
+        node: str = await wait_for(self.actor.start.remote(str(folder), self._version), self.name, START_TIMEOUT_S)
         return node
 
     async def replace(self, folder: Path) -> None:
@@ -158,7 +162,7 @@ async def start_fleet(
     folder = asyncio.create_task(asyncio.to_thread(skeleton))
     starting = [
         asyncio.create_task(_start_trainers(trainers, checkpoint, progress, faults)),
-        *(asyncio.create_task(_start_engine(engine, folder, faults)) for engine in engines),
+        *(asyncio.create_task(start_engine(engine, folder, faults)) for engine in engines),
     ]
     try:
         model_dir, *nodes = await asyncio.gather(*starting)
@@ -191,7 +195,8 @@ async def _start_trainers(
             return model_dir
 
 
-async def _start_engine(engine: EngineProcess, folder: asyncio.Task[Path], faults: Faults) -> str:
+async def start_engine(engine: EngineProcess, folder: asyncio.Task[Path], faults: Faults) -> str:
+    """Start one engine on ``folder``, again when it dies meanwhile; returns the Ray node's id. Raises ``RunError``."""
     while True:
         try:
             await engine.preload()

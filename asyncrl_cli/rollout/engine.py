@@ -70,7 +70,7 @@ def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
     return max(spec.rollout.max_running_rollouts * blocks_each, least) * BLOCK_SIZE * per_token
 
 
-def engine_args(spec: ExperimentSpec, model_dir: str) -> AsyncEngineArgs:
+def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:
     """vLLM's arguments for a spec."""
     from transformers import AutoConfig
     from vllm.config import WeightTransferConfig
@@ -85,8 +85,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str) -> AsyncEngineArgs:
         "max_model_len": spec.model.max_length,
         "max_num_seqs": rollout.max_running_rollouts,
         "seed": spec.seed,
-        # The first publish brings the real weights, so none are read here.
-        "load_format": "dummy",
+        "load_format": load_format,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
@@ -111,14 +110,17 @@ def engine_args(spec: ExperimentSpec, model_dir: str) -> AsyncEngineArgs:
 
 
 class Engine:
-    """An engine with weights of a known version; none before the first ``update_weights``."""
+    """An engine with weights of a known version; none before the first ``update_weights`` or ``serve_own``."""
 
-    def __init__(self, spec: ExperimentSpec, model_dir: str) -> None:
-        """Start vLLM (seconds). Raises whatever vLLM raises when it cannot."""
+    def __init__(self, spec: ExperimentSpec, model_dir: str, own_weights: bool = False) -> None:
+        """Start vLLM (seconds). Raises whatever vLLM raises when it cannot.
+
+        ``own_weights``: read those in the folder. Otherwise the first publish brings them.
+        """
         from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._vllm = AsyncLLM.from_engine_args(engine_args(spec, model_dir))
+        self._vllm = AsyncLLM.from_engine_args(engine_args(spec, model_dir, "auto" if own_weights else "dummy"))
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._version = -1
         self._mapped: str | None = None
@@ -185,6 +187,12 @@ class Engine:
     def dead(self) -> bool:
         """Whether vLLM's core process is gone; ``segments`` still gives what had arrived from it."""
         return bool(self._vllm.errored)
+
+    async def serve_own(self, version: int) -> None:
+        """Serve the weights of the folder that the engine was started on, as ``version``."""
+        await self._vllm.update_weight_version(str(version))
+        self._version, self._loading = version, False
+        await self._wake()
 
     async def update_weights(
         self,

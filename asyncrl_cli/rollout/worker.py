@@ -63,13 +63,16 @@ class RolloutWorker:
 
         return os.getpid()
 
-    async def start(self, model_dir: str) -> str:
-        """Start the engine on a model directory's config and tokenizer; returns the Ray node's id."""
+    async def start(self, model_dir: str, version: int | None = None) -> str:
+        """Start the engine on a model directory's config and tokenizer, and with ``version`` on its weights, too, which
+        count as that; returns the Ray node's id."""
         import ray
 
         from asyncrl_cli.rollout.engine import Engine
 
-        self._engine = Engine(self._spec, model_dir)
+        self._engine = Engine(self._spec, model_dir, own_weights=version is not None)
+        if version is not None:
+            await self._engine.serve_own(version)
         return str(ray.get_runtime_context().get_node_id())
 
     async def submit(self, requests: list[RolloutRequest]) -> None:

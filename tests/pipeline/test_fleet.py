@@ -34,7 +34,7 @@ class EngineActor(Actor):
         return self.pid
 
     @remote
-    async def start(self, model_dir: str) -> str:
+    async def start(self, model_dir: str, version: int | None) -> str:
         self._fate(self)
         await asyncio.sleep(0)
         self.started_on = model_dir

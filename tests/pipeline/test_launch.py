@@ -11,20 +11,21 @@ import pytest
 from stand_ins import run
 
 from asyncrl_cli.pipeline import launch
-from asyncrl_cli.pipeline.launch import Interrupted, _save_before_leaving, _until_stopped
+from asyncrl_cli.pipeline.interrupts import Interrupted, until_stopped
+from asyncrl_cli.pipeline.launch import _save_before_leaving
 from asyncrl_cli.runs.directory import RunError
 
 
 def test_work_that_ends_first_has_its_result_or_its_error() -> None:
     async def check() -> None:
         stop = asyncio.Event()
-        assert await _until_stopped(asyncio.sleep(0, "done"), stop) == "done"
+        assert await until_stopped(asyncio.sleep(0, "done"), stop) == "done"
 
         async def fails() -> None:
             raise RunError("no memory")
 
         with pytest.raises(RunError, match="no memory"):
-            await _until_stopped(fails(), stop)
+            await until_stopped(fails(), stop)
 
     run(check())
 
@@ -43,7 +44,7 @@ def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_soon(stop.set)
         with pytest.raises(Interrupted):
-            await _until_stopped(works(), stop)
+            await until_stopped(works(), stop)
         assert ended == ["cleaned up"]
 
     run(check())
@@ -60,7 +61,7 @@ def test_what_work_raises_while_it_ends_is_nobodys_business(caplog: pytest.LogCa
         stop = asyncio.Event()
         asyncio.get_running_loop().call_soon(stop.set)
         with pytest.raises(Interrupted):
-            await _until_stopped(works(), stop)
+            await until_stopped(works(), stop)
 
     run(check())
     gc.collect()
