@@ -28,6 +28,7 @@ from asyncrl_cli.buffer.records import (
 from asyncrl_cli.buffer.schema import sound
 from asyncrl_cli.data.prompts import prompt_from
 from asyncrl_cli.rollout.records import Rollout, Segment, place_of
+from asyncrl_cli.tasks.base import CORRECT
 
 
 class DurableLedger:
@@ -82,6 +83,8 @@ class DurableLedger:
             waiting=tuple(prompt_from(row) for row in self._waiting()),
             evaluated=self.journal.accuracies(),
             counts=self.ledger.counts(),
+            evaluations=self.journal.evaluations(),
+            solved=self.journal.solved(CORRECT) if self._settings.note_solved else {},
         )
 
     def admit(self, candidates: Sequence[Candidate]) -> Admitted:
@@ -119,7 +122,7 @@ class DurableLedger:
 
         The last reward of a group finishes it, and a failure rejects it.
         """
-        finished, rejected = [], []
+        finished, rejected, solved = [], [], []
         for outcome in outcomes:
             group_id, place = place_of(outcome.rollout_id)
             rewards = self._rewards.get(group_id)
@@ -135,6 +138,8 @@ class DurableLedger:
             rewards[place] = outcome.reward
             if len(rewards) < self._settings.group_size:
                 continue
+            if min(rewards.values()) >= CORRECT:
+                solved.append(group_id)
             if self._settings.reject_uniform and len(set(rewards.values())) == 1:
                 self._reject(group_id, "uniform")
                 rejected.append((group_id, "uniform"))
@@ -143,7 +148,7 @@ class DurableLedger:
             self.ledger.finish(group_id)
             self.journal.ended(group_id, "finished")
             finished.append(group_id)
-        return Settled(tuple(finished), tuple(rejected), self.ledger.counts())
+        return Settled(tuple(finished), tuple(rejected), self.ledger.counts(), tuple(solved))
 
     def requeue(self, group_ids: Iterable[int]) -> list[tuple[int, int, int]]:
         """Give up overdue groups and start their prompts again; returns (old index, new index, version)."""

@@ -326,6 +326,26 @@ class Journal:
         """Greedy held-out accuracy by step."""
         return dict(self._rows("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
 
+    def evaluations(self) -> frozenset[tuple[int, str]]:
+        """Step and kind of every evaluation."""
+        return frozenset(self._rows("SELECT step, kind FROM evaluations"))
+
+    def solved(self, correct: float) -> dict[str, int]:
+        """By uid, in how many groups in a row up to the newest no rollout had a reward below ``correct``."""
+        in_a_row: dict[str, int] = {}
+        for uid, lowest in self._rows(
+            """
+            SELECT g.uid, min(r.reward) FROM groups g JOIN rollouts r ON r.group_id = g.id
+            WHERE g.state IN ('finished', 'taken') OR (g.state = 'rejected' AND g.reason = 'uniform')
+            GROUP BY g.id ORDER BY g.id
+            """
+        ):
+            if lowest >= correct:
+                in_a_row[uid] = in_a_row.get(uid, 0) + 1
+            else:
+                in_a_row.pop(uid, None)
+        return in_a_row
+
     def outstanding_prompts(self) -> list[Prompt]:
         """The prompts of groups that are admitted and not taken, in admission order."""
         rows = self._rows(f"SELECT uid, prompt, fields FROM groups WHERE {_OUTSTANDING} ORDER BY id")

@@ -22,6 +22,8 @@ class BufferSettings:
     total_steps: int
     group_size: int
     reject_uniform: bool
+    note_solved: bool = False
+    """Whether an opening says which prompts are solved, for which the whole history is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class Opening:
         waiting: prompts to be admitted before the loader's next one.
         evaluated: greedy held-out accuracy by step.
         counts: all groups by what became of them.
+        evaluations: step and kind of all evaluations that are done.
+        solved: by uid, in how many of its groups in a row, up to the newest, every rollout was right; prompts whose
+            newest group was not are left out. Empty unless ``BufferSettings.note_solved``.
     """
 
     step: int
@@ -99,6 +104,8 @@ class Opening:
     waiting: tuple[Prompt, ...]
     evaluated: Mapping[int, float]
     counts: Counts
+    evaluations: frozenset[tuple[int, str]] = frozenset()
+    solved: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +121,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Groups that outcomes have ended: finished ones, and rejected ones with the reason."""
+    """Groups that outcomes have ended: finished ones, and rejected ones with the reason. ``solved`` are those of
+    either in which every rollout was right."""
 
     finished: tuple[int, ...]
     rejected: tuple[tuple[int, str], ...]
     counts: Counts
+    solved: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
