@@ -1,0 +1,33 @@
+"""The environment of this task: the policy guesses a digit, and is told whether it was too low or too high."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl_cli.data.prompts import Message
+from asyncrl_cli.tasks.base import Step
+
+
+class GuessTheDigit:
+    """The other side of one conversation; each episode has one of its own."""
+
+    def __init__(self, prompt: dict[str, Any], turns: int = 4) -> None:
+        """``prompt`` is the row of the JSON Lines file, and the rest is what `task.options` says."""
+        self._question = prompt["prompt"]
+        self._secret = prompt["secret"]
+        self._turns = turns
+
+    def reset(self) -> Sequence[Message]:
+        """What the policy reads first."""
+        return [{"role": "user", "content": self._question}]
+
+    def step(self, reply: Message) -> Step:
+        """Answers a guess. The rewards of all steps add up: 1.0 for the digit, and a little for guessing at all, so
+        that a model with random weights has a direction."""
+        self._turns -= 1
+        guess = (reply.get("content") or "")[:1]
+        if guess == str(self._secret):
+            return Step(reward=1.0, done=True, metrics={"turns_left": float(self._turns)})
+        said = "?" if guess not in set("0123456789") else "low" if int(guess) < self._secret else "high"
+        return Step([{"role": "user", "content": said}], reward=0.0 if said == "?" else 0.05, done=self._turns == 0)

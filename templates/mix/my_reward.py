@@ -1,0 +1,13 @@
+"""The reward of one of the two tasks: is the response the word in capitals?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def reward(prompt: dict[str, Any], response: str) -> float:
+    """1.0 for the word, and up to 0.2 for capital letters, so that a model with random weights has a direction."""
+    if response == prompt["answer"]:
+        return 1.0
+    capitals = sum("A" <= character <= "Z" for character in response)
+    return 0.2 * capitals / max(1, len(response))

@@ -1,0 +1,231 @@
+"""A task that is played by other people's programs: the `openai` client, smolagents and openai-agents, unmodified.
+
+Each answers a sum of the task ``calculator`` with its own loop and its own way of telling the model about tools. What
+each was answered over HTTP is written to a log, a line per session, below whichever library asked: that is what the
+test holds against the journal.
+
+The module is copied beside the spec of the run and imported by its processes, so it imports nothing of the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+import os
+import re
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
+from asyncrl_cli.tasks.calculator import Calculator
+
+RETURN_IDS = {"return_token_ids": True}
+"""The one thing asked for beside what a library asks: the ids, for the log."""
+TURNS = 3
+SYSTEM = "Use the tool calc for one operation at a time. Answer with # and the number."
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def calc(e: str) -> str:
+    """One multiplication, addition or subtraction of integers.
+
+    Args:
+        e: such as 12*34, 408-56 or -7+9
+    """
+    found = re.fullmatch(r"\s*(-?\d{1,12})([*+-])(\d{1,12})\s*", e)
+    return str(OPERATIONS[found[2]](int(found[1]), int(found[3]))) if found else "error"
+
+
+class Log:
+    """What one session was answered, in the order of the answers."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+
+    async def hear(self, response: httpx.Response) -> None:
+        """The hook of an asynchronous client."""
+        await response.aread()
+        self._note(response)
+
+    def hear_now(self, response: httpx.Response) -> None:
+        """The hook of a synchronous client."""
+        response.read()
+        self._note(response)
+
+    def _note(self, response: httpx.Response) -> None:
+        if response.status_code != 200:
+            self.errors.append(f"{response.status_code}: {response.text[:500]}")
+        elif response.headers["content-type"].startswith("text/event-stream"):
+            lines = response.text.splitlines()
+            events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+            self._add([json.loads(event) for event in events if event != "[DONE]"], streamed=True)
+        else:
+            self._add([response.json()], streamed=False)
+
+    def _add(self, parts: Sequence[dict[str, Any]], streamed: bool) -> None:
+        if failed := [part["error"] for part in parts if part.get("error")]:
+            self.errors.append(f"in a stream: {failed[0]}")
+        choices = [choice for part in parts for choice in part.get("choices", ())]
+        (prompt,) = [part["prompt_token_ids"] for part in parts if part.get("prompt_token_ids")]
+        (usage,) = [part["usage"] for part in parts if part.get("usage")]
+        self.calls.append(
+            {
+                "prompt": prompt,
+                "sampled": [token for choice in choices for token in choice.get("token_ids") or ()],
+                "usage": [usage["prompt_tokens"], usage["completion_tokens"]],
+                "streamed": streamed,
+                "calls_a_tool": any(
+                    (choice.get("message") or choice.get("delta") or {}).get("tool_calls") for choice in choices
+                ),
+            }
+        )
+
+
+async def plain(question: str, access: ModelAccess, log: Log, streamed: bool = False) -> str:
+    """A loop over the `openai` client."""
+    import openai
+    from smolagents.models import get_tool_json_schema
+
+    definition = get_tool_json_schema(_smol_tool())
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    async with _client(access, log) as client:
+        text = ""
+        for _ in range(TURNS):
+            wanted: dict[str, Any] = {"model": access.model, "messages": messages, "tools": [definition]}
+            if streamed:
+                async with client.chat.completions.stream(
+                    **wanted, extra_body=RETURN_IDS, stream_options={"include_usage": True}
+                ) as stream:
+                    message = (await stream.get_final_completion()).choices[0].message
+            else:
+                completion = await client.chat.completions.create(**wanted, extra_body=RETURN_IDS)
+                message = completion.choices[0].message
+            text = message.content or ""
+            if not message.tool_calls:
+                return text
+            assert isinstance(client, openai.AsyncOpenAI)
+            calls = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call in message.tool_calls
+            ]
+            messages.append({"role": "assistant", "content": message.content, "tool_calls": calls})
+            for call in calls:
+                try:
+                    result = calc(**json.loads(call["function"]["arguments"]))
+                except (ValueError, TypeError):
+                    result = "error"
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return text
+
+
+async def streaming(question: str, access: ModelAccess, log: Log) -> str:
+    """The same, reading streams."""
+    return await plain(question, access, log, streamed=True)
+
+
+async def smolagents(question: str, access: ModelAccess, log: Log) -> str:
+    """smolagents' ``ToolCallingAgent``, which is synchronous, in a thread."""
+    from smolagents import AgentError, LogLevel, OpenAIServerModel, ToolCallingAgent
+    from smolagents.utils import AgentGenerationError
+
+    def run() -> str:
+        with httpx.Client(event_hooks={"response": [log.hear_now]}, timeout=600) as http:
+            model = OpenAIServerModel(
+                access.model,
+                api_base=access.base_url,
+                api_key=access.api_key,
+                client_kwargs={"http_client": http, "max_retries": 0},
+                extra_body=RETURN_IDS,
+            )
+            agent = ToolCallingAgent([_smol_tool()], model, max_steps=TURNS - 1, verbosity_level=LogLevel.OFF)
+            try:
+                return str(agent.run(question))
+            except AgentGenerationError:
+                raise  # from the server
+            except AgentError:
+                return ""  # about what the model wrote
+
+    return await asyncio.to_thread(run)
+
+
+async def openai_agents(question: str, access: ModelAccess, log: Log) -> str:
+    """openai-agents' ``Runner``."""
+    from agents import (
+        Agent,
+        MaxTurnsExceeded,
+        ModelBehaviorError,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+
+    set_tracing_disabled(True)
+    async with _client(access, log) as client:
+        agent = Agent(
+            name="calculator",
+            instructions=SYSTEM,
+            tools=[function_tool(calc)],
+            model=OpenAIChatCompletionsModel(access.model, client),
+            model_settings=ModelSettings(extra_body=RETURN_IDS),
+        )
+        try:
+            return str((await Runner.run(agent, question, max_turns=TURNS)).final_output)
+        except (MaxTurnsExceeded, ModelBehaviorError):
+            return ""  # about what the model wrote
+
+
+LIBRARIES: tuple[Callable[[str, ModelAccess, Log], Awaitable[str]], ...] = (plain, streaming, smolagents, openai_agents)
+
+
+class LibraryAgents:
+    """Sums, each answered by one of the libraries."""
+
+    def __init__(self, log: str) -> None:
+        """``log`` is the file that gets a line per session."""
+        self._log = log
+        self._sums = Calculator()
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        """Those of the task ``calculator``."""
+        return self._sums.prompts(split, size)
+
+    async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
+        """One session; its reward is 1.0 for the right number behind a ``#``."""
+        library = LIBRARIES[zlib.crc32(model.base_url.encode()) % len(LIBRARIES)]
+        log, text = Log(), ""
+        try:
+            text = await library(str(prompt.content), model, log)
+        except Exception as error:
+            log.errors.append(f"{type(error).__name__}: {error}")
+        line = {"library": library.__name__, "base_url": model.base_url, "uid": prompt.uid, **vars(log)}
+        descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(descriptor, json.dumps(line).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+        return RewardResult(float(text.strip() == f"#{prompt.fields['answer']}"), {"calls": float(len(log.calls))})
+
+
+def _client(access: ModelAccess, log: Log) -> Any:
+    from openai import AsyncOpenAI
+
+    http = httpx.AsyncClient(event_hooks={"response": [log.hear]}, timeout=600)
+    return AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http, max_retries=0)
+
+
+def _smol_tool() -> Any:
+    from smolagents import tool
+
+    return tool(calc)

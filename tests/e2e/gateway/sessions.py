@@ -1,0 +1,165 @@
+"""Sessions of other people's agents during training, held against the journal.
+
+What every call of a session was answered (prompt ids, sampled ids, usage) comes from the agents' side
+(``library_agents.Log``); what was trained on comes from the journal. The two must tell the same story:
+
+- nobody saw an error;
+- the tokens that the agents were charged for are the rollout's sampled tokens, all of them, each once;
+- the ids of each call stand in a sequence of the rollout, unchanged: a later turn either begins with the exact ids of
+  an earlier one, reply included, or begins a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from asyncrl_cli.buffer.queries import group_record, snapshot
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.rollout.records import GIVEN
+from tests.e2e.conftest import ROOT, Runs, rows
+
+GROUPS_A_STEP, GROUP_SIZE = 5, 4
+LOG = "sessions.jsonl"
+HERE = Path(__file__).parent
+
+
+def write_spec(runs: Runs, sessions: int) -> Path:
+    """A spec whose training is so many sessions, and more up to a whole step. It lies in a folder of its own, with the
+    agents."""
+    folder = runs.folder / "agents"
+    folder.mkdir(exist_ok=True)
+    for name in ("library_agents.py", "library_agents.jinja"):
+        shutil.copy(HERE / name, folder)
+    spec: dict[str, Any] = {
+        "name": "library-agents",
+        "extends": str(ROOT / "specs/calculator-agent.yaml"),
+        "runs_dir": str(runs.folder),
+        "model": {
+            "warm_start": {"steps": 500, "clean_fraction": 1.0},
+            "chat_template": "library_agents.jinja",
+            "max_length": 2048,
+        },
+        "task": {
+            "use": "library_agents:LibraryAgents",
+            "options": {"log": str(folder / LOG), "min_terms": None, "max_terms": None, "careful": None},
+            "episode": {"max_calls": 8, "timeout_s": 300},
+        },
+        "data": {"eval": {"size": 4}},
+        "rollout": {"group_size": GROUP_SIZE, "max_running_rollouts": 40},
+        "trainer": {"tokens_per_microbatch": 8192},
+        "pipeline": {"groups_per_step": GROUPS_A_STEP, "max_staleness": 1},
+        "evaluation": {"every": 0, "prompts": None},
+        "tracking": {"mlflow": False},
+        "stop": {"steps": -(-sessions // (GROUPS_A_STEP * GROUP_SIZE))},
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was found. ``problems`` is empty when all holds."""
+
+    sessions: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    continued: int = 0
+    branches: int = 0
+    tool_calls: int = 0
+    crossed: int = 0
+    sampled: int = 0
+    versions: int = 0
+    publish_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.sessions.items()))
+        return (
+            f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} of them with tool "
+            f"calls; {self.continued} went on from an earlier turn, {self.branches} began a branch; {self.sampled} "
+            f"tokens; {self.versions} weight updates, {self.publish_s:.1f} s apart, {self.crossed} sessions across "
+            f"one; {len(self.problems)} problems"
+        )
+
+
+def audit(run: Path) -> Audit:
+    """Hold the log of a finished run's agents against its journal."""
+    found = Audit()
+    logged: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for session in rows(run.parent / "agents", LOG):
+        (name,) = re.findall(r"/sessions/([^/]+)/v1$", session["base_url"])
+        logged[name].append(session)
+        found.problems += [f"{name}, {session['library']}: {error}" for error in session["errors"]]
+    with snapshot(run / FILE) as journal:
+        recorded = {
+            rollout.rollout_id: rollout
+            for (group,) in journal.execute("SELECT id FROM groups WHERE step IS NOT NULL ORDER BY id").fetchall()
+            for rollout in group_record(journal, group).rollouts
+        }
+        times = [at for (at,) in journal.execute("SELECT at FROM publishes ORDER BY version")]
+    found.versions = len(times) - 1
+    found.publish_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+    for name, rollout in recorded.items():
+        if len(logged[name]) != 1:
+            found.problems.append(f"{name}: {len(logged[name])} sessions")
+            continue
+        (session,) = logged[name]
+        found.sessions[session["library"]] += 1
+        found.sampled += rollout.tokens
+        sampled = {segment.version for segment in rollout.segments if segment.version != GIVEN}
+        found.crossed += len(sampled) > 1
+        found.problems += [f"{name}, {session['library']}: {problem}" for problem in _compare(session, rollout, found)]
+    return found
+
+
+def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
+    """What does not fit between a session and its rollout."""
+    problems = []
+    ids: defaultdict[str, list[int]] = defaultdict(list)
+    versions: defaultdict[str, list[int]] = defaultdict(list)
+    for segment in rollout.segments:
+        ids[segment.rollout_id] += segment.response_ids.tolist()
+        versions[segment.rollout_id] += [segment.version] * len(segment.response_ids)
+    charged = sum(completion for _, completion in (call["usage"] for call in session["calls"]))
+    if charged != rollout.tokens:
+        problems.append(f"{charged} tokens were charged, {rollout.tokens} recorded")
+    accounted: Counter[str] = Counter()
+    begun: list[list[int]] = []
+    for number, call in enumerate(session["calls"]):
+        prompt, reply = call["prompt"], call["sampled"]
+        found.calls += 1
+        found.tool_calls += call["calls_a_tool"]
+        if [len(prompt), len(reply)] != call["usage"]:
+            problems.append(f"call {number} has {len(prompt)} + {len(reply)} ids, and usage {call['usage']}")
+        whole = [*prompt, *reply]
+        holders = [
+            name
+            for name, sequence in ids.items()
+            if sequence[: len(whole)] == whole
+            and GIVEN not in versions[name][len(prompt) : len(whole)]
+            and (np.array(versions[name][len(prompt) - 1 : len(prompt)]) == GIVEN).all()
+        ]
+        if not holders:
+            problems.append(f"the ids of call {number} are not in the rollout")
+            continue
+        accounted[holders[0]] += len(reply)
+        if any(prompt[: len(earlier)] == earlier for earlier in begun):
+            found.continued += 1
+        elif number:
+            found.branches += 1
+            if max(versions[holders[0]][: len(prompt)]) != GIVEN:
+                problems.append(f"call {number} goes on from a sequence whose ids its prompt does not have")
+        begun.append(whole)
+    if sum(accounted.values()) != sum(version != GIVEN for one in versions.values() for version in one):
+        problems.append(f"calls account for {dict(accounted)} sampled tokens")
+    if len(ids) > 1 and len(begun) < len(ids):
+        problems.append(f"{len(ids)} sequences, and {len(begun)} calls")
+    return problems
