@@ -297,7 +297,8 @@ class AlgorithmSpec(Section):
     clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 + this.")
     aggregation: Literal["token_mean", "sequence_mean"] = Field(
         "token_mean",
-        description="`token_mean` weighs every response token of a minibatch alike; `sequence_mean` every rollout.",
+        description="`token_mean` weighs every sampled token of a minibatch alike; `sequence_mean` every sequence: a "
+        "rollout of one turn is one, an episode is as many as it has conversations.",
     )
     importance_cap: float | None = Field(
         2.0,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from asyncrl_cli.rollout.records import Rollout
+from asyncrl_cli.rollout.records import GIVEN, Rollout
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import gathered, join_process_group, start_engine, trainer_environment
 from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
@@ -19,25 +20,34 @@ from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
 SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
 
 
+def sequence(rng: np.random.Generator, name: str, step: int, episode: bool) -> Rollout:
+    """One sequence. In an episode tokens were given to the policy first, and here and there later."""
+    length = int(rng.integers(2, 30))
+    versions = np.full(length, step, np.int32)
+    if episode:
+        versions[rng.random(length) < 0.5] = versions[0] = GIVEN
+    return Rollout(
+        rollout_id=name,
+        prompt_ids=() if episode else tuple(rng.integers(3, 90, 8).tolist()),
+        response_ids=rng.integers(3, 90, length).astype(np.int32),
+        logprobs=rng.uniform(-6, -3, length).astype(np.float32),
+        versions=versions,
+        text="",
+        finish_reason="stop",
+    )
+
+
 def batch(step: int, groups: int) -> TrainingBatch:
-    """Rollouts of random tokens, lengths and rewards; the same at every call."""
+    """Rollouts of random tokens, lengths and rewards, some of them episodes; the same at every call."""
     rng = np.random.default_rng(step)
     made = []
     for group_id in range(groups):
         rollouts = []
         for index in range(8):
-            length = int(rng.integers(2, 30))
-            rollouts.append(
-                Rollout(
-                    rollout_id=f"{group_id}-{index}",
-                    prompt_ids=tuple(rng.integers(3, 90, 8).tolist()),
-                    response_ids=rng.integers(3, 90, length).astype(np.int32),
-                    logprobs=rng.uniform(-6, -3, length).astype(np.float32),
-                    versions=np.full(length, step, np.int32),
-                    text="",
-                    finish_reason="stop",
-                )
-            )
+            one = sequence(rng, f"{group_id}-{index}", step, episode=index % 3 == 2)
+            if index == 5:
+                one = replace(one, branches=(sequence(rng, f"{group_id}-{index}.1", step, episode=True),))
+            rollouts.append(one)
         rewards = tuple(rng.integers(0, 2, 8).astype(float).tolist())
         made.append(TrainingGroup(group_id, "uid", version=step, rollouts=tuple(rollouts), rewards=rewards))
     return TrainingBatch(step, step, tuple(made))
