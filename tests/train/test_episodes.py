@@ -1,0 +1,197 @@
+"""Training on episodes: what the policy was given is context, and every sequence has its rollout's advantage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.rollout.records import GIVEN, Rollout, branch_id
+from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
+from asyncrl_cli.train.initial_model import build_initial_model
+from asyncrl_cli.train.policy import Policy
+from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
+from asyncrl_cli.train.step import train_batch, training_rows
+
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+
+
+def experiment(**sections: Any) -> ExperimentSpec:
+    smallest: dict[str, Any] = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 10}}
+    return ExperimentSpec.model_validate({**smallest, "trainer": {"tokens_per_microbatch": 24}, **sections})
+
+
+def sequence(name: str, versions: tuple[int, ...], prompt: tuple[int, ...] = ()) -> Rollout:
+    random = np.random.default_rng(sum(map(ord, name)))
+    sampled = np.array(versions) != GIVEN
+    return Rollout(
+        rollout_id=name,
+        prompt_ids=prompt,
+        response_ids=random.integers(3, 90, len(versions)).astype(np.int32),
+        logprobs=np.where(sampled, random.uniform(-6, -3, len(versions)), 0.0).astype(np.float32),
+        versions=np.array(versions, np.int32),
+        text="",
+        finish_reason="stop",
+    )
+
+
+def episode(name: str, *sequences: tuple[int, ...]) -> Rollout:
+    root, *branches = (sequence(branch_id(name, at), versions) for at, versions in enumerate(sequences))
+    return replace(root, branches=tuple(branches))
+
+
+G = GIVEN
+ROLLOUTS = (
+    episode("0-0", (G, G, 3, 3, G, G, 4, 4, G), (G, 4, 4), (G, G)),
+    sequence("0-1", (3, 4), prompt=(5, 6)),
+    episode("0-2", (G, G, G, 4)),
+    episode("0-3", (G, G)),
+)
+BATCH = TrainingBatch(4, 4, (TrainingGroup(0, "a", 3, ROLLOUTS, (1.0, 0.0, 0.0, 0.5)),))
+
+
+def test_rows_are_sequences_from_the_first_sampled_token_to_the_last() -> None:
+    rows = training_rows(BATCH.groups, BATCH, experiment())
+    root, single, short = ROLLOUTS[:3]
+    trained = [root, root.branches[0], single, short]
+    spans = [(2, 8), (1, 3), (0, 2), (3, 4)]
+    for row, of, (first, last) in zip(rows, trained, spans, strict=True):
+        assert [*row.prompt_ids, *row.response_ids] == [*of.prompt_ids, *of.response_ids[:last]]
+        assert len(row.response_ids) == last - first
+        np.testing.assert_array_equal(row.behaviour_logprobs, of.logprobs[first:last])
+        np.testing.assert_array_equal(row.loss_mask, of.sampled[first:last])
+    assert [row.loss_tokens for row in rows] == [4, 2, 2, 1]
+    assert rows[0].advantage == rows[1].advantage > 0 > rows[2].advantage == rows[3].advantage
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        ("keep", [[0, 0, 0, 0, 0, 0], [1, 1], [0, 0], [1]]),
+        ("recompute", [[0, 0, 0, 0, 1, 1], [1, 1], [0, 1], [1]]),
+    ],
+)
+def test_only_sampled_tokens_are_on_policy(update: str, expected: list[list[int]]) -> None:
+    spec = experiment(pipeline={"weight_update": update})
+    assert [row.on_policy.tolist() for row in training_rows(BATCH.groups, BATCH, spec)] == expected
+    # Given tokens between those of the version do not make a sequence stale.
+    current = TrainingGroup(0, "a", 4, (episode("0-0", (G, 4, G, 4)), ROLLOUTS[1]), (1.0, 0.0))
+    assert training_rows((current,), BATCH, spec)[0].on_policy.tolist() == [True, False, True]
+
+
+@given(st.lists(st.sampled_from([G, 2, 3]), min_size=1, max_size=12))
+def test_whatever_was_given_the_sampled_tokens_are_the_ones_that_count(drawn: list[int]) -> None:
+    versions = (G, *(version for version in drawn if version != 3), *(version for version in drawn if version == 3))
+    one = sequence("0-0", versions)
+    group = TrainingGroup(0, "a", 2, (one, ROLLOUTS[1]), (1.0, 0.0))
+    *rows, _ = training_rows((group,), BATCH, experiment())
+    if one.sampled.any():
+        (row,) = rows
+        assert row.loss_mask is not None
+        assert row.response_ids[row.loss_mask].tolist() == one.response_ids[one.sampled].tolist()
+        assert row.behaviour_logprobs[row.loss_mask].tolist() == one.logprobs[one.sampled].tolist()
+        assert row.loss_mask[[0, -1]].all()
+        assert len(row.prompt_ids) >= 1
+    else:
+        assert rows == []
+
+
+class OneRank:
+    """As much of DeepSpeed's engine as a step calls; the gradient stays on the weights."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.device = torch.device("cpu")
+        self.optimizer = SimpleNamespace(param_groups=[{}])
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.policy(*arguments)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def set_gradient_accumulation_boundary(self, _: bool) -> None: ...
+
+    def step(self) -> None: ...
+
+    def get_global_grad_norm(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    init = ModelInit(architecture="qwen3", config=CONFIG, tokenizer="characters")
+    build_initial_model(init, 64, 0, Path(folder))
+    return Policy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), temperature=1.0)
+
+
+def gradient(policy: Policy, spec: ExperimentSpec, batch: TrainingBatch) -> tuple[torch.Tensor, int, float]:
+    """The step's gradient, all of it in one row; the tokens trained; the loss."""
+    policy.zero_grad()
+    report, _ = train_batch(OneRank(policy), None, spec, batch, rank=0, updates=0)
+    found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    return found.clone(), report.trained_tokens, report.metrics["train/loss"]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation: str) -> None:
+    spec = experiment(algorithm={"aggregation": aggregation}, pipeline={"weight_update": "recompute"})
+    advantages = torch.tensor([1.0, 0.0, 0.0, 0.5])
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-6)
+    sequences = [(one, a) for rollout, a in zip(ROLLOUTS, advantages, strict=True) for one in rollout.sequences]
+    sequences = [(one, advantage) for one, advantage in sequences if one.sampled.any()]
+    policy.zero_grad()
+    tokens = sum(int(one.sampled.sum()) for one, _ in sequences)
+    by_hand = torch.zeros(())
+    for one, advantage in sequences:
+        ids = torch.tensor([*one.prompt_ids, *one.response_ids.tolist()])
+        logprobs = policy.model(ids[None]).logits[0, :-1].log_softmax(-1)
+        logprobs = logprobs.gather(-1, ids[1:, None])[-len(one.response_ids) + (not one.prompt_ids) :, 0]
+        sampled = torch.tensor(one.sampled)[not one.prompt_ids :]
+        behaviour = torch.tensor(one.logprobs)[not one.prompt_ids :]
+        fresh = torch.tensor(one.versions)[not one.prompt_ids :] == 4
+        weights = torch.where(fresh, 1.0, (logprobs.detach() - behaviour).exp().clamp(max=2.0))
+        terms = (-advantage * weights * (logprobs - logprobs.detach()).exp())[sampled]
+        by_hand = by_hand + (terms.sum() / tokens if aggregation == "token_mean" else terms.mean() / len(sequences))
+    by_hand.backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).clone()
+    found, trained, loss = gradient(policy, spec, BATCH)
+    assert trained == tokens == 9
+    assert loss == pytest.approx(by_hand.item(), abs=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert expected.abs().max() > 1e-3
+
+
+def test_what_is_said_of_given_tokens_changes_nothing(policy: Policy) -> None:
+    spec = experiment(pipeline={"weight_update": "recompute"})
+
+    def spoilt(of: Rollout) -> Rollout:
+        logprobs = np.where(of.sampled, of.logprobs, np.float32("nan"))
+        # Tokens after the last sampled one are read by nobody.
+        end = int(np.flatnonzero(of.sampled)[-1]) + 1 if of.sampled.any() else len(of.versions)
+        ids = np.where(np.arange(len(of.versions)) < end, of.response_ids, 7).astype(np.int32)
+        return replace(of, logprobs=logprobs, response_ids=ids, branches=tuple(map(spoilt, of.branches)))
+
+    changed = replace(BATCH.groups[0], rollouts=tuple(map(spoilt, ROLLOUTS)))
+    found, trained, loss = gradient(policy, spec, BATCH)
+    again, trained_again, loss_again = gradient(policy, spec, replace(BATCH, groups=(changed,)))
+    assert (trained, loss) == (trained_again, loss_again)
+    assert torch.equal(found, again)
