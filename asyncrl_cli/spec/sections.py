@@ -90,6 +90,10 @@ class ModelSpec(Section):
         None, description="Train on the task's demonstrations first. The result is cached by content."
     )
     max_length: Count = Field(1024, description="Longest sequence in tokens, prompt and response together.")
+    chat_template: Annotated[str | None, SystemPath] = Field(
+        None,
+        description="A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file).",
+    )
 
 
 class EpisodeSpec(Section):
@@ -280,6 +284,11 @@ class RolloutSpec(Section):
     )
     gateway: GatewaySpec = Field(
         default_factory=GatewaySpec, description="OpenAI-compatible access, for agents and `asyncrl serve`."
+    )
+    tool_parser: str | None = Field(
+        None,
+        description="How the model writes tool calls: the name of a tool parser of vLLM. Left out: `hermes`, "
+        "`<tool_call>{\"name\": ..., \"arguments\": {...}}</tool_call>`.",
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
