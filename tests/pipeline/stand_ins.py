@@ -44,6 +44,12 @@ def run(test: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(test, LIMIT_S))
 
 
+async def turns(count: int = 10) -> None:
+    """Let everything that can go on go on."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 class Actor:
     """Calls begin in their order, and go on when nobody waits for them any more. After ``die`` every call fails, also
     one that is under way."""
@@ -115,6 +121,7 @@ class StandInEngine(Actor):
 
     def __init__(self) -> None:
         super().__init__()
+        self.submits = 0
         self.submitted: list[RolloutRequest] = []
         self.cancelled: list[str] = []
         self.aborts = 0
@@ -127,6 +134,7 @@ class StandInEngine(Actor):
     @remote
     async def submit(self, requests: list[RolloutRequest]) -> None:
         await self.takes.wait()
+        self.submits += 1
         self.submitted += requests
 
     @remote
@@ -135,6 +143,7 @@ class StandInEngine(Actor):
 
     @remote
     async def abort(self) -> None:
+        await self.takes.wait()
         self.aborts += 1
 
     @remote
@@ -164,8 +173,9 @@ class StandInEngine(Actor):
         await self.dealt_with()
 
     async def dealt_with(self) -> None:
-        """Return when everything is delivered, and ``collect`` is called again."""
+        """Return when everything is delivered, and ``collect`` is called again, and what follows has been sent."""
         await self._idle.wait()
+        await turns()
 
     def forget_collector(self) -> None:
         """Whoever called ``collect`` is gone, and gets nothing any more."""
@@ -315,8 +325,8 @@ class BufferActors:
 # -- records
 
 
-def request(rollout_id: str) -> RolloutRequest:
-    return RolloutRequest(rollout_id, (1, 2), Sampling(1.0, 8))
+def request(rollout_id: str, max_tokens: int = 8, **more: Any) -> RolloutRequest:
+    return RolloutRequest(rollout_id, (1, 2), Sampling(1.0, max_tokens), **more)
 
 
 def rollout(

@@ -1,4 +1,4 @@
-"""Routing: every request ends exactly once, or is cancelled, however often its engine fails or is lost."""
+"""Routing in bulk: every request ends exactly once, or is cancelled, however often its engine fails or is lost."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment
 from asyncrl_cli.runs.directory import RunError
+from tests.pipeline.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 
@@ -36,9 +36,8 @@ class Owner:
 
 
 async def asked(client: GenerationClient, owner: Owner, *names: str) -> None:
-    """Send requests, each to the least loaded engine, all at once."""
-    for name in names:
-        client.enqueue(client.least_loaded(), [request(name)], owner.on_end)
+    """Have these generated, and return when engines have them."""
+    client.enqueue(map(request, names), owner.on_end)
     await client.flush()
 
 
@@ -69,25 +68,25 @@ async def restart(engine: EngineState) -> StandInEngine:
 # -- while all goes well
 
 
-def test_requests_go_to_the_least_loaded_engine_and_only_on_flush() -> None:
+def test_requests_go_to_the_least_loaded_engine_all_at_once_and_only_once() -> None:
     async def check() -> None:
         client = client_over(2)
         first, second = actors(client)
         owner = Owner()
-        for size in (3, 1, 1, 2):
-            engine = client.least_loaded()
-            offset = client.running
-            client.enqueue(engine, [request(f"r{offset + i}") for i in range(size)], owner.on_end)
+        client.enqueue(map(request, "abc"), owner.on_end)
+        client.enqueue(map(request, "de"), owner.on_end)
         assert (first.ids, second.ids) == ([], [])
         await client.flush()
-        assert (first.ids, second.ids) == (["r0", "r1", "r2"], ["r3", "r4", "r5", "r6"])
-        assert client.running == 7
+        assert (first.ids, second.ids) == (["a", "c", "e"], ["b", "d"])
+        assert (first.submits, second.submits) == (1, 1)
+        assert client.running == 5
         await client.flush()
-        assert len(first.ids + second.ids) == 7, "sent once"
+        assert len(first.ids + second.ids) == 5, "sent once"
         async with collecting(client):
-            await second.deliver(*map(rollout, second.ids))
-        assert client.least_loaded().name == "engine-1"
-        assert client.running == 3
+            await first.deliver(rollout("a"), rollout("c"))
+            await asked(client, owner, "f")
+        assert first.ids[-1] == "f"
+        assert client.running == 4
 
     run(check())
 
@@ -151,9 +150,9 @@ def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
         first, second = actors(client)
         owner = Owner()
         await asked(client, owner, "a", "b", "c")
-        client.enqueue(client.engines[1], [request("d")], owner.on_end)
+        client.enqueue([request("d")], owner.on_end)
         await client.cancel(["a", "b", "d", "unknown"])
-        assert (first.cancelled, second.cancelled) == (["a"], ["b", "d"])
+        assert (first.cancelled, second.cancelled) == (["a"], ["b"])
         await client.flush()
         assert second.ids == ["b"], "d had not been sent"
         assert client.running == 1
@@ -173,9 +172,9 @@ def test_what_the_owner_enqueues_when_told_is_sent_at_once() -> None:
 
         def on_end(ended: Ended) -> None:
             if len(engine.ids) < 4:
-                client.enqueue(client.engines[0], [request(f"r{len(engine.ids)}")], on_end)
+                client.enqueue([request(f"r{len(engine.ids)}")], on_end)
 
-        client.enqueue(client.engines[0], [request("r0")], on_end)
+        client.enqueue([request("r0")], on_end)
         await client.flush()
         async with collecting(client):
             for number in range(4):
@@ -240,7 +239,8 @@ def test_an_error_of_the_owner_ends_the_collection() -> None:
         def on_end(ended: Ended) -> None:
             raise RunError("too many failures")
 
-        client.enqueue(client.engines[0], [request("a")], on_end)
+        client.enqueue([request("a")], on_end)
+        await client.flush()
         engine.put(rollout("a"))
         with pytest.raises(RunError, match="too many failures"):
             await client.collect(client.engines[0])
@@ -349,8 +349,9 @@ def test_an_engine_that_falls_silent_is_lost_after_what_it_had_is_handed_on() ->
         engine.put(rollout("a"), segments=[segment("b", 0, 1)], activity=EngineActivity(silent_s=31.0))
         assert await lost(client, 0) == "it has made no token for 31 s"
         assert owner.ended == ["a"]
-        (waiting,) = client.engines[0].outbox
-        assert ranges(waiting) == [(0, 1)]
+        restarted = await restart(client.engines[0])
+        await client.flush()
+        assert [ranges(asked) for asked in restarted.submitted] == [[(0, 1)]]
 
     run(check())
 
@@ -386,15 +387,14 @@ def test_an_engine_that_is_lost_while_others_get_their_requests_gets_none() -> N
         sending = asyncio.create_task(asked(client, Owner(), "a", "b"))
         for _ in range(5):
             await asyncio.sleep(0)
+        client.take_back(client.engines[1])
         restarted = await restart(client.engines[1])
         client.engines[1].serving = False  # it has no weights yet
-        client.enqueue(client.engines[1], [request("c")], Owner().on_end)
+        client.enqueue([request("c")], Owner().on_end)
         slow.takes.set()
         await sending
         assert restarted.ids == []
-        client.engines[1].serving = True
-        await client.flush()
-        assert "c" in restarted.ids
+        assert slow.ids == ["a", "b", "c"]
 
     run(check())
 
@@ -449,10 +449,8 @@ def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retr
         failed: Counter[str] = Counter()
         cancelled: set[str] = set()
         for group, size in enumerate(sizes):
-            loads = [len(engine.pending) for engine in client.engines]
-            engine = client.least_loaded()
-            assert len(engine.pending) == min(loads)
-            client.enqueue(engine, [request(f"{group}-{i}") for i in range(size)], owner.on_end)
+            requests = [request(f"{group}-{i}", max_tokens=10_000) for i in range(size)]
+            client.enqueue(requests, owner.on_end)
         await client.flush()
         while client.running:
             number = data.draw(st.integers(0, engines - 1))

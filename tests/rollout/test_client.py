@@ -1,0 +1,440 @@
+"""Abort and continue: whatever engines give up, callers get one whole rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.rollout.client import EngineLost, GenerationClient, GenerationFailed
+from asyncrl_cli.rollout.continuation import finished
+from asyncrl_cli.rollout.records import (
+    EVALUATION,
+    FinishReason,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Sampling,
+    Segment,
+)
+from tests.pipeline.stand_ins import (
+    StandInEngine,
+    actors,
+    client_over,
+    collecting,
+    request,
+    rollout,
+    run,
+    segment,
+    text_of,
+    turns,
+)
+
+
+def scene(check: Callable[[GenerationClient], Awaitable[None]], engines: int = 1, **settings: Any) -> None:
+    """Run a check with a client that collects from its engines."""
+
+    async def body() -> None:
+        client = client_over(engines, **settings)
+        async with collecting(client):
+            await check(client)
+
+    run(body())
+
+
+async def begun(client: GenerationClient, *requests: RolloutRequest, **more: Any) -> list[asyncio.Task[Rollout]]:
+    """Callers that wait for these."""
+    tasks = [asyncio.create_task(client.generate(one, **more)) for one in requests]
+    await turns()
+    return tasks
+
+
+def whole(asked: RolloutRequest, *rest: Segment, reason: FinishReason = "stop") -> Rollout:
+    """What an engine answers to a request of which it generated the rest."""
+    return finished(asked, rest, reason, text_of)
+
+
+def at(client: GenerationClient, rollout_id: str) -> StandInEngine:
+    """The engine that has a request."""
+    found: list[StandInEngine] = [engine.process.actor for engine in client.engines if rollout_id in engine.pending]
+    (engine,) = found
+    return engine
+
+
+# -- abort and continue
+
+
+def test_aborted_with_one_token_then_with_none_then_stopped() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        (asking,) = await begun(client, request("a"))
+        await engine.deliver(segments=[segment("a", 0, 1)], aborted=["a"])
+        await engine.deliver(aborted=["a"])
+        assert [asked.left for asked in engine.submitted] == [8, 7, 7]
+        assert engine.submitted[1] == engine.submitted[2], "an abort without a token changes nothing"
+        await engine.deliver(whole(engine.submitted[2], segment("a", 1, 3, version=1)))
+        answer = await asking
+        assert answer.response_ids.tolist() == [5, 6, 7, 8]
+        assert answer.versions.tolist() == [0, 1, 1, 1]
+        assert answer.logprobs.tolist() == [-0.5] * 4
+        assert answer.text == "<5><6><7><8>"
+        assert answer.finish_reason == "stop"
+
+    scene(check)
+
+
+def test_a_budget_that_is_spent_at_the_abort_ends_the_rollout_there() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        (asking,) = await begun(client, request("a"))
+        await engine.deliver(segments=[segment("a", 0, 3)], aborted=["a"])
+        await engine.deliver(segments=[segment("a", 3, 5, version=2)], aborted=["a"])
+        answer = await asking
+        assert [asked.left for asked in engine.submitted] == [8, 5], "nothing is asked for 0 tokens"
+        assert answer.finish_reason == "length"
+        assert answer.versions.tolist() == [0] * 3 + [2] * 5
+        assert answer.text == text_of(range(5, 13))
+        assert client.running == 0
+
+    scene(check)
+
+
+def test_a_stop_string_over_a_boundary_ends_the_rollout_there() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        asked = replace(request("a"), sampling=Sampling(1.0, 8, stop=("7><8",)))
+        (asking,) = await begun(client, asked)
+        await engine.deliver(segments=[segment("a", 0, 3)], aborted=["a"])
+        await engine.deliver(segments=[segment("a", 3, 5)], aborted=["a"])
+        answer = await asking
+        assert (answer.text, answer.finish_reason) == ("<5><6><7><8>", "stop")
+        assert len(answer.logprobs) == len(answer.versions) == 4
+
+    scene(check)
+
+
+def test_a_character_of_several_tokens_survives_a_boundary() -> None:
+    """Each token is a byte; the text is decoded once, from all of them."""
+    letters = "é🙂".encode()
+    parts = [letters[:1], letters[1:4], letters[4:]]
+
+    def decode(ids: Any) -> str:
+        return bytes(ids.tolist()).decode()
+
+    asked = RolloutRequest("a", (1,), Sampling(1.0, 8))
+    for part in parts:
+        tail = segment("a", asked.generated, len(part))
+        asked = replace(asked, prefix=(*asked.prefix, replace(tail, response_ids=tail.response_ids * 0 + list(part))))
+    assert finished(asked, [], "length", decode).text == "é🙂"
+
+
+def test_pauses_abort_everywhere_and_nothing_is_sent_before_the_resumption() -> None:
+    async def check(client: GenerationClient) -> None:
+        first, second = actors(client)
+        asking = await begun(client, request("a"), request("b"), request("c"))
+        for pause in (1, 2):
+            running = [list(engine.pending) for engine in client.engines]
+            sent = len(first.ids + second.ids)
+            await client.pause()
+            assert (first.aborts, second.aborts) == (pause, pause)
+            for actor, names in zip((first, second), running, strict=True):
+                news = [segment(name, pause - 1, 1, version=pause) for name in names if name in "ab"]
+                await actor.deliver(segments=news, aborted=names)
+            asking += await begun(client, request(f"later-{pause}"))
+            assert client.free == 0
+            assert len(first.ids + second.ids) == sent
+            await client.resume()
+            await turns()
+            assert len(first.ids + second.ids) == sent + 3 + pause
+        last = {asked.rollout_id: asked for engine in (first, second) for asked in engine.submitted}
+        assert [last[name].left for name in ("a", "b", "c", "later-1", "later-2")] == [6, 6, 8, 8, 8]
+        for name, asked in last.items():
+            rest = segment(name, asked.generated, asked.left, version=3)
+            await at(client, name).deliver(whole(asked, rest, reason="length"))
+        answers = await asyncio.gather(*asking)
+        assert [answer.versions.tolist()[:3] for answer in answers[:3]] == [[1, 2, 3], [1, 2, 3], [3, 3, 3]]
+        assert all(answer.response_ids.tolist() == list(range(5, 13)) for answer in answers)
+
+    scene(check, engines=2)
+
+
+def test_what_was_not_sent_at_the_pause_waits_unchanged() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        engine.takes.clear()
+        first = await begun(client, request("a"))
+        second = await begun(client, request("b"))  # while the engine has not taken the first
+        pausing = asyncio.create_task(client.pause())
+        await turns()
+        assert not pausing.done()
+        engine.takes.set()
+        await pausing
+        assert (engine.ids, engine.aborts) == (["a"], 1), "first it takes what it was sent, then it is told"
+        await engine.deliver(aborted=["a"])
+        await client.resume()
+        await turns()
+        assert engine.ids == ["a", "a", "b"], "in their order"
+        await engine.deliver(rollout("a"), rollout("b"))
+        await asyncio.gather(*first, *second)
+
+    scene(check)
+
+
+def test_an_engine_that_does_not_abort_is_condemned_and_its_requests_go_on_elsewhere() -> None:
+    async def check() -> None:
+        client = client_over(2, hang_s=0.01)
+        first, second = actors(client)
+        client.enqueue([request("a"), request("b")], lambda ended: None)
+        await client.flush()
+        first.takes.clear()
+        await client.pause()
+        assert first.dead
+        with pytest.raises(EngineLost):
+            await client.collect(client.engines[0])
+        client.take_back(client.engines[0])
+        assert second.ids == ["b"]
+        await client.resume()
+        await client.flush()
+        assert second.ids == ["b", "a"]
+
+    run(check())
+
+
+def test_an_engine_that_comes_back_in_a_pause_gets_nothing_before_its_end() -> None:
+    async def check() -> None:
+        client = client_over(1)
+        (engine,) = actors(client)
+        client.enqueue([request("a")], lambda ended: None)
+        await client.flush()
+        await client.pause()
+        engine.die()
+        with pytest.raises(EngineLost):
+            await client.collect(client.engines[0])
+        client.take_back(client.engines[0])
+        process: Any = client.engines[0].process
+        await process.replace(None)
+        client.engines[0].serving = True
+        await client.flush()
+        assert process.actor.ids == []
+        await client.resume()
+        await client.flush()
+        assert process.actor.ids == ["a"]
+
+    run(check())
+
+
+# -- callers
+
+
+def test_a_failure_is_raised_after_the_retries() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        (asking,) = await begun(client, request("a"))
+        await engine.deliver(RolloutFailure("a", "first"), segments=[segment("a", 0, 2)])
+        assert [asked.left for asked in engine.submitted] == [8, 6]
+        await engine.deliver(RolloutFailure("a", "second"))
+        with pytest.raises(GenerationFailed, match="second"):
+            await asking
+        assert client.running == 0
+
+    scene(check, retries=1)
+
+
+def test_a_caller_that_is_cancelled_frees_the_engine() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        tasks = await begun(client, *(request(name) for name in ("a", "b", "waits", "stays")))
+        assert engine.ids == ["a", "b"]
+        for task in (tasks[0], tasks[2]):
+            task.cancel()
+        await turns()
+        assert engine.cancelled == ["a"], "what waits is nobody's"
+        assert engine.ids == ["a", "b", "stays"], "its place is taken"
+        await engine.deliver(rollout("a"), rollout("b"), rollout("stays"))
+        assert [task.cancelled() for task in tasks] == [True, False, True, False]
+        again = await begun(client, request("a"))
+        await engine.deliver(rollout("a"))
+        assert (await again[0]).rollout_id == "a"
+
+    scene(check, slots=1)
+
+
+def test_two_callers_may_not_use_one_id_at_a_time() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        (first,) = await begun(client, request("a"))
+        with pytest.raises(ValueError, match="request a is under way"):
+            await client.generate(request("a"))
+        await engine.deliver(rollout("a"))
+        await first
+
+    scene(check)
+
+
+def test_callers_hear_of_their_own_tokens_and_the_journal_of_what_was_enqueued() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        heard: list[Segment] = []
+        recorded: list[Segment] = []
+        client.on_segments = recorded.extend
+        calls = await begun(client, request("7-0/0"), request("quiet"), on_segments=None)
+        calls += await begun(client, request("7-1/0"), on_segments=heard.extend)
+        client.enqueue([request("7-2"), request(f"{EVALUATION}0")], lambda ended: None)
+        await turns()
+        news = [segment(name, 0, 2) for name in ("7-0/0", "7-1/0", "7-2", f"{EVALUATION}0")]
+        await engine.deliver(segments=news)
+        assert heard == [news[1]]
+        assert recorded == [news[2]]
+        for call in calls:
+            call.cancel()
+
+    scene(check)
+
+
+# -- which engine, and when
+
+
+def test_an_engine_gets_little_more_than_it_runs_at_once_and_old_work_first() -> None:
+    async def check(client: GenerationClient) -> None:
+        (engine,) = actors(client)
+        names = [f"{number}" for number in range(1000)]
+        tasks = await begun(client, *(request(name, priority=-int(name) // 2) for name in names))
+        assert client.running == 1000
+        assert client.free == 0
+        assert len(engine.ids) == 10, "8, and a quarter"
+        while len(engine.ids) < 1000:
+            await engine.deliver(*(rollout(name) for name in engine.ids[-10:]))
+        priorities = [asked.priority for asked in engine.submitted]
+        assert priorities == sorted(priorities)
+        among_equals = [int(name) for name in engine.ids if name != "0"]
+        assert among_equals[:4] == [999, 997, 998, 995], "the first that came first"
+        await engine.deliver(*(rollout(name) for name in engine.ids[-10:]))
+        assert {(await task).rollout_id for task in tasks} == set(names)
+        assert client.free == 8
+
+    scene(check, slots=8)
+
+
+def test_what_waits_goes_to_whichever_engine_has_room() -> None:
+    async def check(client: GenerationClient) -> None:
+        busy, quick = actors(client)
+        tasks = await begun(client, *(request(f"{number}") for number in range(9)))
+        assert (len(busy.ids), len(quick.ids)) == (2, 2)
+        while len(quick.ids) < 7:
+            await quick.deliver(rollout(quick.ids[-1]))
+        assert len(busy.ids) == 2
+        for task in tasks:
+            task.cancel()
+
+    scene(check, engines=2, slots=1)
+
+
+def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_room() -> None:
+    async def check(client: GenerationClient) -> None:
+        first, second = actors(client)
+        tasks = await begun(client, request("a/0", affinity="a"), request("b/0", affinity="b"))
+        assert (first.ids, second.ids) == (["a/0"], ["b/0"])
+        await second.deliver(rollout("b/0"))
+        tasks += await begun(client, request("a/1", affinity="a"), request("a/2", affinity="a"))
+        assert first.ids == ["a/0", "a/1", "a/2"], "though the other has nothing to do"
+        tasks += await begun(client, request("a/3", affinity="a"))
+        assert second.ids[1:] == ["a/3"], "the first is full"
+        tasks += await begun(client, request("a/4", affinity="a"))
+        assert second.ids[1:] == ["a/3", "a/4"], "it has moved"
+        client.condemn("engine-1", "it is slow")
+        client.take_back(client.engines[1])
+        await first.deliver(*map(rollout, ("a/0", "a/1", "a/2")))
+        assert first.ids[3:] == ["a/3", "a/4"]
+        for task in tasks:
+            task.cancel()
+
+    async def body() -> None:
+        client = client_over(2, slots=2)
+        async with asyncio.TaskGroup() as group:
+            collectors = [group.create_task(collected(client, number)) for number in range(2)]
+            await check(client)
+            for collector in collectors:
+                collector.cancel()
+
+    run(body())
+
+
+async def collected(client: GenerationClient, number: int) -> None:
+    """Collect from an engine until it is lost."""
+    with suppress(EngineLost):
+        await client.collect(client.engines[number])
+
+
+# -- all of it
+
+
+@given(data=st.data(), engines=st.integers(1, 2), budgets=st.lists(st.integers(1, 8), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=40)
+def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
+    data: st.DataObject, engines: int, budgets: list[int]
+) -> None:
+    """Aborts, failures, deaths and pauses, with any number of tokens before them: nothing is lost or sampled twice."""
+
+    async def check() -> None:
+        client = client_over(engines, retries=10_000, slots=2)
+        requests = [request(f"r{number}", max_tokens=budget) for number, budget in enumerate(budgets)]
+        heard: list[Segment] = []
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(client.generate(asked, heard.extend)) for asked in requests]
+            collectors = {number: group.create_task(collected(client, number)) for number in range(engines)}
+            await turns()
+            version = 0
+            while client.running:
+                event = data.draw(st.sampled_from(["finish", "abort", "grow", "fail", "die", "pause"]))
+                version += data.draw(st.integers(0, 1))
+                if event == "pause":
+                    await client.pause()
+                number = data.draw(st.integers(0, engines - 1))
+                actor, pending = actors(client)[number], client.engines[number].pending
+                news, ends = [], []
+                for name, entry in pending.items():
+                    told = sum(len(part.response_ids) for part in entry.segments)
+                    start, left = entry.request.generated + told, entry.request.left - told
+                    new = left if event == "finish" else data.draw(st.integers(0, left))
+                    part = [segment(name, start, new, version=version)] if new else []
+                    if event == "finish":
+                        ends.append(whole(entry.request, *entry.segments, *part, reason="length"))
+                    else:
+                        news += part
+                gone = list(pending) if event in ("abort", "pause") else []
+                failures = [RolloutFailure(name, "no") for name in pending] if event == "fail" else []
+                await actor.deliver(*ends, *failures, segments=news, aborted=gone)
+                if event == "die":
+                    actor.die()
+                    await collectors[number]
+                    client.take_back(client.engines[number])
+                    process: Any = client.engines[number].process
+                    await process.replace(None)
+                    client.engines[number].serving = True
+                    collectors[number] = group.create_task(collected(client, number))
+                if event == "pause":
+                    for other in set(range(engines)) - {number}:
+                        await actors(client)[other].deliver(aborted=list(client.engines[other].pending))
+                    await client.resume()
+                await turns()
+            for number, collector in collectors.items():
+                collector.cancel()
+                actors(client)[number].forget_collector()
+        for asked, task in zip(requests, tasks, strict=True):
+            answer = task.result()
+            assert answer.response_ids.tolist() == list(range(5, 5 + asked.sampling.max_tokens))
+            assert answer.finish_reason == "length"
+            assert answer.text == text_of(answer.response_ids)
+            assert sorted(answer.versions) == answer.versions.tolist()
+        for actor in actors(client):
+            assert all(asked.left > 0 for asked in actor.submitted)
+        ranges = [(part.rollout_id, token) for part in heard for token in range(part.start, part.end)]
+        assert len(ranges) == len(set(ranges)), "each token is told once"
+
+    run(check())
