@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import checkpoint, init, inspect, replay, resume, runs, staleness, track, train, validate_spec
+from asyncrl_cli.cli import checkpoint, init, inspect, replay, resume, runs, serve, staleness, track, train, validate_spec
 from asyncrl_cli.runs.errors import UserError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("init")(init.init)
 app.command("train")(train.train)
 app.command("resume")(resume.resume)
 app.command("replay")(replay.replay)
+app.command("serve")(serve.serve)
 app.command("runs")(runs.runs)
 app.command("track")(track.track)
 app.add_typer(inspect.app, name="inspect")

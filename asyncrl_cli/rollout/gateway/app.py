@@ -4,7 +4,7 @@ A request ends in bounded time: its body must arrive within ``BODY_S``, and its 
 limits and by the engines' watch over each other; it is cancelled when its client is gone.
 """
 
-from __future__ import annotations
+# Annotations are not postponed here: FastAPI reads those of functions inside of functions.
 
 import asyncio
 import secrets
@@ -128,19 +128,21 @@ def _openai(service: Service, session_name: Callable[..., Awaitable[str | None]]
     created = int(time.time())
     SessionName = Annotated[str | None, Depends(session_name)]
 
-    def described() -> Model:
+    def described(session_name: str | None) -> Model:
+        if session_name is not None:
+            service.sessions.get(session_name)  # says it when there is none
         return {"id": service.model, "object": "model", "created": created, "owned_by": "asyncrl"}
 
-    @router.get("/models", responses=document.ERRORS)
+    @router.get("/models", responses=document.ERRORS | document.SESSION_ERRORS)
     async def models(session: SessionName) -> ModelList:
         """The one model there is."""
-        return {"object": "list", "data": [described()]}
+        return {"object": "list", "data": [described(session)]}
 
-    @router.get("/models/{model:path}", responses=document.ERRORS | document.NOT_FOUND)
+    @router.get("/models/{model:path}", responses=document.ERRORS | document.SESSION_ERRORS)
     async def model(model: str, session: SessionName) -> Model:
         """The model, by its name."""
         _check_model(service, model)
-        return described()
+        return described(session)
 
     @router.post("/chat/completions", **document.CHAT)
     async def chat_completions(request: Request, session: SessionName) -> Response:

@@ -20,16 +20,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorAnswer, "description": "No API key, or a wrong one."},
 }
 """What any path that needs the key may answer."""
-NOT_FOUND: dict[int | str, dict[str, Any]] = {
-    404: {"model": ErrorAnswer, "description": "No such model, or no such session."}
-}
 METRICS: dict[int | str, dict[str, Any]] = ERRORS | {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format."}
 }
-SESSION_ERRORS: dict[int | str, dict[str, Any]] = NOT_FOUND | {
-    409: {"model": ErrorAnswer, "description": "The session cannot take this call."},
+SESSION_ERRORS: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorAnswer, "description": "No such model, or no such session."},
     410: {"model": ErrorAnswer, "description": "The session has ended."},
-    429: {"model": ErrorAnswer, "description": "The session has used up its calls or tokens."},
 }
 GENERATION_ERRORS: dict[int | str, dict[str, Any]] = {
     408: {"model": ErrorAnswer, "description": "The body did not arrive in time."},

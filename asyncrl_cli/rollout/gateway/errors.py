@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI
@@ -58,6 +59,8 @@ def as_api_error(error: BaseException) -> ApiError:
     from asyncrl_cli.rollout.client import GenerationFailed
     from asyncrl_cli.rollout.session import SessionError
 
+    if isinstance(error, BaseExceptionGroup):  # several prompts in one request
+        return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SessionError):
@@ -68,21 +71,22 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"{type(error).__name__} in the gateway; its log says more", code="internal_error")
 
 
-TYPE_NAME = re.compile(r"str|int|bool|float|.*[^a-z_].*")
-"""What pydantic puts into an error's place where a value may be of several types."""
+TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")
+"""What pydantic puts into an error's place where a value may be of several types: no key of ours, and no index."""
 
 
 def invalid(error: ValidationError) -> ApiError:
     """A body that is no request, by the first thing that is wrong with it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place: list[str] = []
-    for part in first["loc"]:
-        if isinstance(part, str) and TYPE_NAME.fullmatch(part):
-            break
-        place.append(str(part))
-    param = ".".join(place)
-    message = f"{param}: {first['msg']}" if param else first["msg"]
-    return ApiError(400, message, code="invalid_value", param=param or None)
+    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    param = _place(first["loc"])
+    # Where a value may be of several types, each says why it is none of them.
+    reasons = dict.fromkeys([first["msg"], *(other["msg"] for other in others if _place(other["loc"]) == param)])
+    message = "; or: ".join(list(reasons)[:4])
+    return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
+
+
+def _place(loc: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in takewhile(lambda part: not TYPE_NAME.fullmatch(str(part)), loc))
 
 
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}

@@ -100,23 +100,9 @@ class ChatMessage(Wire):
     name: Text | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates have it: content is one text, and what is not said is not there."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": call.type,
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
-                for call in self.tool_calls
-            ]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            message["name"] = self.name
-        return message
+        """The message as it was sent, as far as chat templates know it."""
+        said = self.model_dump(exclude_none=True, include={"role", "content", "tool_calls", "tool_call_id", "name"})
+        return said | {"role": "system"} if self.role == "developer" else said
 
 
 class FunctionDefinition(Wire):

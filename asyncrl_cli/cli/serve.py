@@ -1,0 +1,105 @@
+"""`asyncrl serve`: a model behind an OpenAI-compatible address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from asyncrl_cli.pipeline.serving import Address, Served
+
+
+def serve(
+    target: Annotated[str, typer.Argument(metavar="RUN|SPEC", help="A run, or a YAML spec: its initial model.")],
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Port; 0 for a free one.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="The run's checkpoint of this step.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when clients may come.")] = False,
+    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+) -> None:
+    """Serve a model to any OpenAI client, without training, until Ctrl-C.
+
+    Of a run its final model, or else that of its newest checkpoint; of a spec the model that it starts from.
+    """
+    listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
+    changes = [*(overrides or ()), *listen]
+    served = _of_spec(Path(target), changes, step) if _is_spec(target) else _of_run(runs_dir, target, changes, step)
+
+    from asyncrl_cli.cli.running import INTERRUPTED
+    from asyncrl_cli.pipeline.interrupts import Interrupted
+    from asyncrl_cli.pipeline.serving import serve as run_server
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    def ready(address: Address) -> None:
+        typer.echo(_as_json(address) if as_json else _shown(served, address))
+
+    try:
+        run_server(served, ready, say, say)
+    except Interrupted:
+        say("stopped")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _is_spec(target: str) -> bool:
+    return target.endswith((".yaml", ".yml")) or Path(target).is_file()
+
+
+def _of_run(runs_dir: Path, name: str, changes: list[str], step: int | None) -> Served:
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.spec.load import load_spec
+
+    run = find_run(runs_dir, name)
+    spec = load_spec(run.path / "spec.yaml", changes).spec.model_copy(update={"runs_dir": run.path.parent})
+
+    from asyncrl_cli.pipeline.serving import served_run
+
+    return served_run(run, spec, step)
+
+
+def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
+    from asyncrl_cli.spec.load import load_spec
+
+    if step is not None:
+        raise typer.BadParameter("a spec has no steps; name a run", param_hint="--step")
+    spec = load_spec(path, changes).spec
+
+    from asyncrl_cli.pipeline.serving import served_spec
+    from asyncrl_cli.tasks.load import load_task
+    from asyncrl_cli.train.prepare import prepare_model
+
+    def progress(done: int, steps: int, loss: float) -> None:
+        if done % 100 == 0:
+            typer.echo(f"warm start {done}/{steps}  loss {loss:.3f}", err=True)
+
+    return served_spec(spec, prepare_model(spec, lambda: load_task(spec.task, path.absolute().parent), progress))
+
+
+def _as_json(address: Address) -> str:
+    import json
+    from dataclasses import asdict
+
+    return json.dumps(asdict(address))
+
+
+def _shown(served: Served, address: Address) -> str:
+    return "\n".join(
+        (
+            f"serving   {served.what}",
+            f"base URL  {address.base_url}",
+            f"API key   {address.api_key}",
+            f"model     {address.model}",
+            "try       "
+            f"curl {address.base_url}/completions -H 'Authorization: Bearer {address.api_key}' "
+            "-H 'Content-Type: application/json' "
+            """-d '{"prompt": "1+1=", "max_tokens": 32}'""",
+            f"logs      {served.logs}",
+            "Ctrl-C ends it.",
+        )
+    )

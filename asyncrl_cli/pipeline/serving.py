@@ -1,0 +1,186 @@
+"""`asyncrl serve`: engines and the gateway, without a trainer.
+
+The engines load the model from its folder, and its weights count as one version that never changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl_cli.pipeline.cluster import ray_cluster
+from asyncrl_cli.pipeline.engines import EngineKeeper
+from asyncrl_cli.pipeline.faults import Faults
+from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_engine
+from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
+from asyncrl_cli.pipeline.publisher import Engine
+from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.records import Sampling
+from asyncrl_cli.rollout.session import Limits, Session, Sessions
+from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+FINAL_MODEL = "model"
+"""The final model's folder in that of its run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What to serve.
+
+    Args:
+        spec: how the engines run.
+        name: the model's name for clients.
+        what: the same for people.
+        version: what the weights count as.
+        logs: the folder of the processes' logs.
+        model: gives the model's folder, or writes it into the folder that it is given.
+    """
+
+    spec: ExperimentSpec
+    name: str
+    what: str
+    version: int
+    logs: Path
+    model: Callable[[Path], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where clients find the model."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Served:
+    """The model of a run: of the checkpoint of ``step``, or else the final one, or else the newest checkpoint's.
+
+    Raises ``RunError`` when there is none.
+    """
+    final = run.path / FINAL_MODEL
+    if step is None and run.state.phase == "finished" and final.is_dir():
+        trained = run.state.step
+        what, model = f"the final model of {run.run_id}", lambda _: final
+    else:
+        checkpoint = newest_sound(run, step)
+        if checkpoint is None:
+            raise RunError(
+                "the run has saved no model yet",
+                place=run.run_id,
+                mend=f"Wait for its first checkpoint, or serve what it starts from: asyncrl serve "
+                f"{run.path / 'spec.yaml'}",
+            )
+        trained = checkpoint.step
+        what, model = f"step {trained} of {run.run_id}", lambda folder: _exported(run, spec, checkpoint, folder)
+    return Served(spec, run.run_id, what, trained // spec.pipeline.publish_every, run.path / "logs" / "serve", model)
+
+
+def served_spec(spec: ExperimentSpec, model: Path) -> Served:
+    """The model in a folder, with the settings of a spec."""
+    logs = spec.runs_dir.absolute() / "serve" / spec.name
+    return Served(spec, spec.name, f"the initial model of {spec.name}", 0, logs, lambda _: model)
+
+
+def serve(
+    served: Served, ready: Callable[[Address], None], status: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM, which raise ``Interrupted``; ``ready`` hears when clients may come.
+
+    Whatever was started is gone when this returns. Raises ``UserError`` with the cause when it cannot go on.
+    """
+    served.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        with ray_cluster(served.spec, served.logs):
+            asyncio.run(_serve(served, ready, status, warn))
+    except KeyboardInterrupt:  # before there was a loop to hear it
+        raise Interrupted from None
+
+
+async def _serve(
+    served: Served, ready: Callable[[Address], None], status: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
+    from asyncrl_cli.rollout.gateway.server import start_gateway
+
+    spec, stop = served.spec, stop_on_signals()
+
+    async def not_recorded(kind: str, part: str, message: str) -> None:
+        """No journal records what happens here."""
+
+    async def work() -> None:
+        status("reading the model")
+        folder = await asyncio.to_thread(served.model, Path(tempfile.mkdtemp(prefix="asyncrl-model-")) / "model")
+        chat = await asyncio.to_thread(_chat_format, spec, folder)
+        client = GenerationClient(
+            engines,
+            slots=spec.rollout.max_running_rollouts,
+            retries=spec.rollout.retries,
+            hang_s=spec.rollout.hang_seconds,
+            decode=chat.decode,
+        )
+        keeper = EngineKeeper(client, _OwnWeights(), faults, folder, lambda: None)
+        gateway = await start_gateway(
+            spec.rollout.gateway, chat, Sessions(), _new_session(spec, chat, client), served.name
+        )
+        async with gateway, asyncio.TaskGroup() as group:
+            status("starting engines")
+            there = asyncio.get_running_loop().create_future()
+            there.set_result(folder)
+            await asyncio.gather(*(start_engine(engine, there, faults) for engine in engines))
+            for engine in client.engines:
+                group.create_task(keeper.keep(engine))
+            ready(Address(gateway.base_url, gateway.api_key, served.name))
+
+    faults = Faults(spec.pipeline.max_restarts, not_recorded, warn)
+    factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
+    engines = [EngineProcess(factory, f"engine-{index}", served.version) for index in range(spec.rollout.engines)]
+    try:
+        await until_stopped(work(), stop)
+    except* RunError as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
+
+
+class _OwnWeights:
+    """The engines have loaded them when they start."""
+
+    async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
+        serve()
+
+
+def _new_session(spec: ExperimentSpec, chat: ChatFormat, client: GenerationClient) -> Callable[[], Session]:
+    limits = Limits(
+        max_length=spec.model.max_length, max_call_tokens=spec.model.max_length, max_calls=None, max_sampled_tokens=None
+    )
+    sampling = Sampling(temperature=1.0, max_tokens=spec.model.max_length)
+    numbers = itertools.count()
+
+    def new_session() -> Session:
+        number = next(numbers)
+        return Session(
+            f"serve-{number}", chat, client.generate, sampling, limits, fixed_sampling=False, priority=number
+        )
+
+    return new_session
+
+
+def _chat_format(spec: ExperimentSpec, folder: Path) -> ChatFormat:
+    from transformers import AutoTokenizer
+
+    return ChatFormat(AutoTokenizer.from_pretrained(folder), spec.rollout.tool_parser)
+
+
+def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:
+    from asyncrl_cli.train.export import export_model
+
+    skeleton = str(run.path / "skeleton") if spec.model.init is not None else str(spec.model.path)
+    export_model(checkpoint, skeleton, folder)
+    return folder

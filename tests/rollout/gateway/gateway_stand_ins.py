@@ -1,0 +1,170 @@
+"""A gateway over real HTTP and real sessions; only the tokens come from a script instead of an engine.
+
+The tokenizer is the project's own, with a chat template that marks roles and shows tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+
+from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.rollout.gateway.server import Gateway, start_gateway
+from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.session import Limits, Session, Sessions
+from asyncrl_cli.spec.sections import GatewaySpec
+from asyncrl_cli.train.tokenizer import character_tokenizer
+
+MODEL = "tiny"
+MAX_LENGTH = 2048
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token if message.role == 'assistant' else '' }}\n{% endfor %}"
+    "{{ 'a:' if add_generation_prompt else '' }}"
+)
+
+
+@cache
+def chat_format() -> ChatFormat:
+    tokenizer = character_tokenizer(MAX_LENGTH)
+    tokenizer.chat_template = TEMPLATE
+    return ChatFormat(tokenizer, "hermes")
+
+
+Script = Callable[[str, RolloutRequest], str]
+"""What the model says after a prompt's text."""
+
+
+def echo(prompt: str, request: RolloutRequest) -> str:
+    """Repeats what was said last, and the seed."""
+    return prompt.removesuffix("a:").strip().rpartition(":")[2] + f" ({request.sampling.seed})"
+
+
+@dataclass
+class Engine:
+    """Says what its script says, token by token: log-prob -0.5 each, under version 3.
+
+    ``held`` keeps every reply back after its first half, until it is set.
+    """
+
+    script: Script = echo
+    held: asyncio.Event | None = None
+    asked: list[RolloutRequest] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    cancelled: int = 0
+    fails: Exception | None = None
+
+    async def generate(self, request: RolloutRequest, on_segments: Any = None) -> Rollout:
+        self.asked.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._generate(request, on_segments)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _generate(self, request: RolloutRequest, on_segments: Any) -> Rollout:
+        if self.fails is not None:
+            raise self.fails
+        chat = chat_format()
+        text = self.script(chat.decode(request.prompt_ids), request)
+        ids = [*chat.encode(text), chat.end_token or 0]
+        for stop in request.sampling.stop:
+            if stop in text:
+                ids = ids[: min(len(ids), text.index(stop) + len(stop))]
+        finish = "length" if len(ids) > request.sampling.max_tokens else "stop"
+        ids = ids[: request.sampling.max_tokens]
+        for at, token in enumerate(ids[: len(ids) // 2]):
+            await asyncio.sleep(0)
+            if on_segments is not None:
+                on_segments(
+                    [Segment(request.rollout_id, at, 3, np.array([token], np.int32), np.full(1, -0.5, np.float32))]
+                )
+        if self.held is not None:
+            await self.held.wait()
+        return Rollout(
+            rollout_id=request.rollout_id,
+            prompt_ids=request.prompt_ids,
+            response_ids=np.array(ids, np.int32),
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            versions=np.full(len(ids), 3, np.int32),
+            text=chat.decode(ids),
+            finish_reason=finish,  # type: ignore[arg-type]
+        )
+
+
+@dataclass
+class Served:
+    """A gateway that serves, with an engine behind it."""
+
+    gateway: Gateway
+    engine: Engine
+    sessions: Sessions
+    http: httpx.AsyncClient
+    opened: list[Session]
+
+    def session(self, name: str = "7-0", **changes: Any) -> Session:
+        """Open a session as training has them."""
+        session = new_session(name, self.engine, fixed_sampling=True, **changes)
+        self.sessions.open(session)
+        return session
+
+    def client(self, session: str | None = None, **options: Any) -> openai.AsyncOpenAI:
+        """OpenAI's own client, which does not ask a second time."""
+        base_url = self.gateway.session_url(session) if session else self.gateway.base_url
+        return openai.AsyncOpenAI(
+            **({"base_url": base_url, "api_key": self.gateway.api_key, "max_retries": 0} | options)
+        )
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return await self.http.post(path, **({"json": body} if body is not None else {}), **options)
+
+
+def new_session(name: str, engine: Engine, fixed_sampling: bool = False, **limits: Any) -> Session:
+    return Session(
+        name,
+        chat_format(),
+        engine.generate,
+        Sampling(temperature=1.0, max_tokens=MAX_LENGTH, seed=11 if fixed_sampling else None),
+        Limits(**({"max_length": MAX_LENGTH, "max_call_tokens": MAX_LENGTH} | limits)),
+        fixed_sampling=fixed_sampling,
+    )
+
+
+@asynccontextmanager
+async def served(engine: Engine | None = None, **settings: Any) -> AsyncIterator[Served]:
+    """A gateway on a free port, for the length of the block."""
+    engine = engine or Engine()
+    sessions = Sessions()
+    opened: list[Session] = []
+
+    def for_one_call() -> Session:
+        opened.append(new_session(f"call-{len(opened)}", engine))
+        return opened[-1]
+
+    gateway = await start_gateway(GatewaySpec(**settings), chat_format(), sessions, for_one_call, MODEL)
+    headers = {"Authorization": f"Bearer {gateway.api_key}"}
+    limits = httpx.Limits(max_connections=None)
+    async with gateway, httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30, limits=limits) as http:
+        yield Served(gateway, engine, sessions, http, opened)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Return when something has come true; fail when it has not in time."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
