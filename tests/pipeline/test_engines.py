@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, run, segment, spec
+from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, run, segment, spec, turns
 
 from asyncrl_cli.pipeline.engines import EngineKeeper
 from asyncrl_cli.pipeline.publisher import Publisher
@@ -125,6 +125,7 @@ def test_engines_prove_the_weights_before_they_get_a_request() -> None:
         assert (engine.loaded, engine.ids) == ([], [])
         await scene.publish(0)
         await scene.serving.acquire()
+        await turns()
         assert (engine.loaded, engine.ids) == ([0], ["a"])
         keeping.cancel()
 
@@ -161,6 +162,7 @@ def test_the_only_engine_goes_on_with_its_own_requests_under_the_present_weights
             await scene.processes[0].actor.deliver(segments=[segment("a", 0, 2, version=1)])
             scene.processes[0].actor.put(activity=EngineActivity(silent_s=601.0))
             await scene.serving.acquire()
+            await turns()
             old, new = scene.processes[0].made
             assert old.dead, "one that hangs is ended before another takes its place"
             assert (old.loaded, new.loaded) == ([0, 1], [1])
@@ -203,6 +205,7 @@ def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
                 "the process died",
                 "it does not serve weight version 0",
             ]
+            await turns()
             assert scene.processes[0].actor.ids == ["a"], "the request has come through all of that"
 
     run(check())

@@ -83,7 +83,7 @@ class Scene:
         self.journal = folder / "journal.db"
         self.buffers = BufferActors(self.journal, self.spec)
         self.buffer = self.buffers.client()
-        self.client = client_over(engines)
+        self.client = client_over(engines, slots=self.spec.rollout.max_running_rollouts)
         self.scorer = Scorer()
         self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), Encoder())  # type: ignore[arg-type]
 
@@ -256,6 +256,8 @@ def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) 
         await scene.finish(0)
         assert sorted(scene.states()) == [0, 1, 2, 3]
         await scene.finish(1)
+        assert sorted(scene.states()) == [0, 1, 2, 3], "two groups run, if need be on the one that serves"
+        await scene.finish(3)
         assert sorted(scene.states()) == [0, 1, 2, 3, 4]
         assert scene.engines[1].ids[-2:] == ["4-0", "4-1"]
 
