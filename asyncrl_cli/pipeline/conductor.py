@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.buffer.records import Opening, PublishRecord, StepRecord, Taken, Waiting
-from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.engines import EngineKeeper
-from asyncrl_cli.pipeline.evaluation import Evaluator
+from asyncrl_cli.pipeline.evaluation import Evaluator, Series
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.follower import Follower
 from asyncrl_cli.pipeline.groups import GroupSource
@@ -86,7 +85,9 @@ class Conductor:
             lost=self._lost_trainer,
         )
         self._publisher = Publisher(spec, self._write_weights)
+        self._evaluated = set(opening.evaluations)  # step and kind
         self._evaluation: asyncio.Task[None] | None = None
+        self._pinned = False  # whether that belongs to one version, so that the next one waits for it
         self._evaluating: set[int] = set()  # steps whose evaluation is under way
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._clock = StepClock(parts.client)
@@ -160,37 +161,30 @@ class Conductor:
             await self._publish()
         else:
             await self._follower.at(self._step, _nothing)
-        first = None
-        if self._step == 0 and 0 not in self._accuracies:
-            first = self._begin_evaluation(0, None)
-        elif self._evaluation_due and self._step < steps:  # it was under way when the run stopped
-            self._begin_evaluation(self._step, self._spec.evaluation.prompts)
+        if self._step < steps:
+            self._begin_evaluation()
         while self._step < steps:
             taken = await self._take()
+            if self._spec.pipeline.partial_rollouts:
+                await self._stop_generation()
             report = await self._train(taken)
             published = None
             if self._publish_due:
-                if first is not None:
-                    # The accuracy before training belongs to one version, so the next one waits for it.
-                    await parts.watchdog.until(first, GENERATION, "the evaluation before training")
-                    first = None
+                if self._pinned:
+                    await self._finish_evaluation("the evaluation of the present weights")
                 published = await self._publish()
             self._spawn(self._note_step(taken, report, published))
             self._in_flight = None
+            if self._spec.pipeline.partial_rollouts:
+                await parts.client.resume()
             if self._step < steps:
                 await self._between_steps()
-        if self._evaluation is not None:
-            await parts.watchdog.until(self._evaluation, GENERATION, "an evaluation")
-        if steps not in self._accuracies:
-            await parts.watchdog.until(self._begin_evaluation(steps, None), GENERATION, "the evaluation after training")
+        await self._finish_evaluation("an evaluation")
+        self._begin_evaluation()
+        await self._finish_evaluation("the evaluation after training")
         await self.checkpoint()
         parts.reporter.status("saving the model")
         await self._follower.call(self._step, "save_model", str(parts.model_folder))
-
-    @property
-    def _evaluation_due(self) -> bool:
-        every, step = self._spec.evaluation.every, self._step
-        return every > 0 and step % every == 0 and step not in self._accuracies
 
     @property
     def _publish_due(self) -> bool:
@@ -209,6 +203,12 @@ class Conductor:
                 running = f"{parts.client.running} rollouts are running"
                 wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
                 parts.reporter.doing(f"waiting: {answer.reason}", answer.counts)
+
+    async def _stop_generation(self) -> None:
+        """The batch is full: what has not ended keeps its tokens, and goes on when engines may generate again."""
+        if self._pinned:
+            await self._finish_evaluation("the evaluation of the present weights")
+        await self._parts.watchdog.until(self._parts.client.pause(), "the conductor", "engines to stop generating")
 
     async def _train(self, taken: Taken) -> StepReport:
         parts = self._parts
@@ -293,34 +293,43 @@ class Conductor:
 
     async def _between_steps(self) -> None:
         step = self._step
-        if self._evaluation_due:
-            if self._evaluation is not None:
-                await self._parts.watchdog.until(self._evaluation, GENERATION, "an evaluation")
-            self._begin_evaluation(step, self._spec.evaluation.prompts)
+        if self._evaluations_due():
+            await self._finish_evaluation("an evaluation")
+            self._begin_evaluation()
         if self._spec.checkpoints.every and step % self._spec.checkpoints.every == 0:
             self._parts.reporter.status("saving a checkpoint")
             await self.checkpoint()
             if self._spec.journal.keep != "all":
                 self._spawn(self._parts.buffer.call("prune", self._spec.journal.keep))
 
-    def _begin_evaluation(self, step: int, count: int | None) -> asyncio.Task[None]:
-        ends = step in (0, self._spec.stop.steps)
-        kinds: tuple[EvaluationKind, ...] = ("greedy", "sampled") if ends else ("greedy",)
-        self._evaluating.add(step)
-        self._evaluation = self._tasks.create_task(self._evaluate(kinds, step, count))
-        return self._evaluation
+    def _evaluations_due(self) -> list[Series]:
+        """What is to be evaluated after this step and has not been, perhaps since the run was stopped in its midst."""
+        due = self._parts.evaluator.due(self._step)
+        return [series for series in due if (self._step, series.kind) not in self._evaluated]
 
-    async def _evaluate(self, kinds: tuple[EvaluationKind, ...], step: int, count: int | None) -> None:
-        evaluator = self._parts.evaluator
-        results: list[EvaluationResult] = await asyncio.gather(
-            *(evaluator.evaluate(kind, step, count) for kind in kinds)
-        )
-        for result in results:
-            if result.kind == "greedy":
-                self._accuracies[step] = result.accuracy
-            self._parts.reporter.evaluated(result)
+    def _begin_evaluation(self) -> None:
+        if due := self._evaluations_due():
+            self._evaluating.add(self._step)
+            self._evaluation = self._tasks.create_task(self._evaluate(due, self._step))
+            # The accuracy before training is that of the initial model and nothing else.
+            self._pinned = self._step == 0 or self._spec.evaluation.pin
+
+    async def _finish_evaluation(self, what: str) -> None:
+        if self._evaluation is not None:
+            await self._parts.watchdog.until(self._evaluation, GENERATION, what)
+        self._evaluation, self._pinned = None, False
+
+    async def _evaluate(self, due: list[Series], step: int) -> None:
+        await asyncio.gather(*(self._evaluate_one(series, step) for series in due))
         self._evaluating.discard(step)
-        await asyncio.gather(*(self._parts.buffer.call("evaluated", asdict(result)) for result in results))
+
+    async def _evaluate_one(self, series: Series, step: int) -> None:
+        result = await self._parts.evaluator.evaluate(series, step)
+        self._evaluated.add((step, series.kind))
+        if result.kind == "greedy":
+            self._accuracies[step] = result.accuracy
+        self._parts.reporter.evaluated(result)
+        await self._parts.buffer.call("evaluated", asdict(result))
 
     def _note_step(
         self, taken: Taken, report: StepReport, published: PublishReport | None
@@ -328,7 +337,10 @@ class Conductor:
         """Report a trained step; what is returned tells the buffer, which nothing needs to wait for."""
         window = self._clock.lap(report, taken.journal_s)
         metrics = step_metrics(taken.batch, report, published, window, taken.counts)
-        metrics["data/skipped_prompts"] = float(self._parts.prompts.skipped)
+        prompts = self._parts.prompts
+        metrics["data/skipped_prompts"] = float(prompts.skipped)
+        if prompts.pools is not None:
+            metrics["data/retired_prompts"] = float(prompts.pools.retired)
         step = taken.batch.step
         self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())
         self._reported = step + 1

@@ -16,8 +16,8 @@ from asyncrl_cli.spec.problems import Place, Problem
 from asyncrl_cli.spec.sections import NUL
 from asyncrl_cli.spec.source import Node, read_yaml
 
-FOLLOW_FROM_MODE = ("max_staleness", "weight_update")
-"""Keys of `pipeline` whose defaults `pipeline.mode` decides."""
+FOLLOW_FROM_MODE = ("max_staleness", "weight_update", "partial_rollouts")
+"""Keys of `pipeline` whose defaults `pipeline.mode` decides, or that belong to one mode."""
 
 
 def merge(base: Node, over: Node) -> Node:

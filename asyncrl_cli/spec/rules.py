@@ -90,6 +90,14 @@ def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A `model.chat_template` is a file."""
+    if spec.model.chat_template is not None and not os.path.isfile(spec.model.chat_template):
+        mend = "Name a Jinja file, or leave it out to use the tokenizer's own template."
+        yield Problem("model.chat_template", f"there is no file {spec.model.chat_template}", mend)
+
+
+@rule
 def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
     """In `model.init.config`, heads divide the hidden size (or `head_dim` is given), key-value heads divide heads."""
     config = spec.model.init.config if spec.model.init else {}
@@ -317,18 +325,31 @@ def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`sync` means staleness 0, `one_step_off` staleness 1, and both `weight_update: drain`."""
+    """`sync` means staleness 0 (unless with `partial_rollouts`), `one_step_off` staleness 1, and both
+    `weight_update: drain`."""
     pipeline = spec.pipeline
     preset = {"sync": 0, "one_step_off": 1}.get(pipeline.mode)
     if preset is None:
         return
-    if pipeline.max_staleness != preset:
+    if pipeline.max_staleness != preset and not pipeline.partial_rollouts:
         message = f"mode {pipeline.mode} means {preset}, not {pipeline.max_staleness}"
         mend = f"Set it to {preset} or leave it out, or use mode: async."
         yield Problem("pipeline.max_staleness", message, mend)
     if pipeline.weight_update != "drain":
         message = f"mode {pipeline.mode} means drain, not {pipeline.weight_update}"
         yield Problem("pipeline.weight_update", message, "Set it to drain or leave it out, or use mode: async.")
+
+
+@rule
+def partial_rollouts(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`partial_rollouts` is for mode `sync`, with a `max_staleness` of 1 or more."""
+    pipeline = spec.pipeline
+    if pipeline.partial_rollouts and pipeline.mode != "sync":
+        message = f"is for mode sync; mode {pipeline.mode} goes on generating while the trainer trains"
+        yield Problem("pipeline.partial_rollouts", message, "Leave it out, or use mode: sync.")
+    elif pipeline.partial_rollouts and pipeline.max_staleness == 0:
+        message = "0 lets no rollout go on after the batch it began with, as partial_rollouts wants"
+        yield Problem("pipeline.max_staleness", message, "Set it to 1 or leave it out.")
 
 
 @rule

@@ -288,7 +288,7 @@ class RolloutSpec(Section):
     tool_parser: str | None = Field(
         None,
         description="How the model writes tool calls: the name of a tool parser of vLLM. Left out: `hermes`, "
-        "`<tool_call>{\"name\": ..., \"arguments\": {...}}</tool_call>`.",
+        '`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.',
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
@@ -365,12 +365,21 @@ class PipelineSpec(Section):
         "async",
         description="A preset: `sync` is staleness 0, `one_step_off` is staleness 1 with `drain`, "
         "`async` leaves both to you. A file or `--set` that sets the mode starts from its preset: what files below it "
-        "say of `max_staleness` and `weight_update` is dropped.",
+        "say of `max_staleness`, `weight_update` and `partial_rollouts` is dropped.",
+    )
+    partial_rollouts: bool = Field(
+        False,
+        description="With mode `sync`: generation stops when a batch is full, and the rollouts that have not ended "
+        "keep their tokens and go on under the next weights. Engines stay full until the end of a batch, and generate "
+        "nothing while the trainer trains.",
     )
     max_staleness: int = Field(
-        default_factory=lambda data: {"sync": 0, "one_step_off": 1, "async": 4}[data["mode"]],
+        default_factory=lambda data: {"sync": int(data.get("partial_rollouts", False)), "one_step_off": 1, "async": 4}[
+            data["mode"]
+        ],
         ge=0,
-        description="Most versions a trained group may lag behind. Left out: 0, 1 and 4 in the three modes.",
+        description="Most versions a trained group may lag behind. Left out: 0, 1 and 4 in the three modes, and 1 in "
+        "`sync` with `partial_rollouts`.",
     )
     groups_per_step: Count = Field(32, description="Groups in one training batch.")
     publish_every: Count = Field(1, description="Steps between two weight versions.")

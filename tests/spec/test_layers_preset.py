@@ -22,6 +22,8 @@ QUICKSTART = ROOT / "specs/quickstart.yaml"
         (["pipeline.mode=async", "pipeline.max_staleness=3"], ("async", 3, "keep")),
         (["pipeline.max_staleness=3", "pipeline.mode=async"], ("async", 3, "keep")),
         (["pipeline.weight_update=recompute"], ("async", 2, "recompute")),
+        (["pipeline.mode=sync", "pipeline.partial_rollouts=true"], ("sync", 1, "drain")),
+        (["pipeline.partial_rollouts=true", "pipeline.mode=sync", "pipeline.max_staleness=2"], ("sync", 2, "drain")),
     ],
 )
 def test_an_override_of_the_mode_starts_from_its_preset(overrides: list[str], expected: tuple[str, int, str]) -> None:

@@ -86,6 +86,12 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["rollout.group_size=512"], "rollout.max_running_rollouts", "Raise it to 512 or more"),
         (["trainer.minibatches=64"], "trainer.minibatches", "Use one of 1, 2, 4, 8, 16, 32."),
         (["pipeline.mode=sync", "pipeline.max_staleness=1"], "pipeline.max_staleness", "mode sync means 0, not 1"),
+        (["pipeline.partial_rollouts=true"], "pipeline.partial_rollouts", "is for mode sync"),
+        (
+            ["pipeline.mode=sync", "pipeline.partial_rollouts=true", "pipeline.max_staleness=0"],
+            "pipeline.max_staleness",
+            "Set it to 1 or leave it out.",
+        ),
         (["pipeline.mode=sync", "pipeline.weight_update=keep"], "pipeline.weight_update", "means drain, not keep"),
         (["evaluation.prompts=300"], "evaluation.prompts", "Raise data.eval.size to 300"),
         (["rollout.engine_args={async_scheduling: true}"], "rollout.engine_args.async_scheduling", "Remove it"),
