@@ -83,7 +83,7 @@ def create_app(service: Service) -> FastAPI:
     key = Depends(_key_needed(service.api_key))
     app.include_router(_openai(service, _named_in_header), prefix="/v1", tags=["OpenAI"], dependencies=[key])
     app.include_router(
-        _openai(service, _named_in_path), prefix="/sessions/{session_id}/v1", tags=["sessions"], dependencies=[key]
+        _openai(service, _named_in_path), prefix="/sessions/{session_id:path}/v1", tags=["sessions"], dependencies=[key]
     )
 
     @app.get("/health", tags=["operation"])

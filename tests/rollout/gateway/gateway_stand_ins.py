@@ -168,3 +168,13 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def in_time(test: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Run a coroutine function; a gateway that hangs fails the test."""
+
+    async def bounded() -> Any:
+        async with asyncio.timeout(seconds):
+            return await test()
+
+    return asyncio.run(bounded())

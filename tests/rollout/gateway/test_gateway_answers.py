@@ -1,0 +1,219 @@
+"""What OpenAI's own client gets: shapes, streams, choices, log-probs, tools and sessions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gateway_stand_ins import MODEL, Engine, chat_format, in_time, served
+
+from asyncrl_cli.rollout.records import RolloutRequest
+
+HELLO: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calc",
+            "description": "Computes.",
+            "strict": True,
+            "parameters": {"type": "object", "properties": {"e": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>{"name": "calc", "arguments": {"e": "1+1"}}</tool_call>'
+
+
+def test_the_model_is_listed_and_found() -> None:
+    async def test() -> None:
+        async with served() as there:
+            client = there.client()
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            assert (await client.models.retrieve(MODEL)).owned_by == "asyncrl"
+
+    in_time(test)
+
+
+def test_a_chat_and_its_stream_say_the_same() -> None:
+    async def test() -> None:
+        async with served() as there:
+            create: Any = there.client().chat.completions.create
+            asked = {"model": MODEL, "messages": HELLO, "seed": 5, "logprobs": True, "top_logprobs": 3}
+            ids = {"return_token_ids": True}
+            whole = await create(**asked, extra_body=ids)
+            (choice,) = whole.choices
+            assert choice.message.content == "hello (5)"
+            assert choice.message.role == "assistant" and choice.finish_reason == "stop"
+            tokens = choice.logprobs.content
+            assert [token.token for token in tokens] == [*"hello (5)", ""], "the last is the end token"
+            assert {token.logprob for token in tokens} == {-0.5}
+            assert [top.token for top in tokens[0].top_logprobs] == ["h"], "only the sampled token's is known"
+            chat = chat_format()
+            assert whole.prompt_token_ids == chat.render(HELLO)
+            assert choice.token_ids == [*chat.encode("hello (5)"), chat.end_token]
+            usage = (len(whole.prompt_token_ids), len(tokens), len(whole.prompt_token_ids) + len(tokens))
+            assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == usage
+
+            stream = await create(**asked, stream=True, stream_options={"include_usage": True}, extra_body=ids)
+            *chunks, last = [chunk async for chunk in stream]
+            assert last.choices == [] and last.usage == whole.usage
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            assert deltas[0].role == "assistant"
+            assert "".join(delta.content or "" for delta in deltas) == "hello (5)"
+            assert sum(bool(delta.content) for delta in deltas) > 2, "it comes in pieces"
+            assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+            assert chunks[-1].choices[0].logprobs.model_dump() == choice.logprobs.model_dump()
+            assert chunks[-1].choices[0].token_ids == choice.token_ids
+
+    in_time(test)
+
+
+def test_choices_are_kept_apart() -> None:
+    async def test() -> None:
+        async with served() as there:
+            create: Any = there.client().chat.completions.create
+            asked = {"model": MODEL, "messages": HELLO, "n": 3, "seed": 5}
+            whole = await create(**asked)
+            texts = [choice.message.content for choice in whole.choices]
+            assert texts == ["hello (5)", "hello (6)", "hello (7)"], "each has a seed of its own"
+            streamed = ["", "", ""]
+            async for chunk in await create(**asked, stream=True):
+                streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+            assert streamed == texts
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_completions_of_one_or_many_prompts(as_ids: bool) -> None:
+    async def test() -> None:
+        async with served(Engine(lambda prompt, _: prompt.upper() + "!")) as there:
+            create: Any = there.client().completions.create
+            encode = chat_format().encode
+            prompts: Any = [encode(text) if as_ids else text for text in ("one", "two")]
+            one = await create(model=MODEL, prompt=prompts[0], logprobs=1, extra_body={"return_token_ids": True})
+            assert one.choices[0].text == "ONE!"
+            logprobs = one.choices[0].logprobs
+            assert logprobs.tokens == [*"ONE!", ""]
+            assert logprobs.text_offset == [0, 1, 2, 3, 4]
+            assert logprobs.token_logprobs == [-0.5] * 5
+            assert one.choices[0].prompt_token_ids == encode("one")
+            many = await create(model=MODEL, prompt=prompts, n=2)
+            assert [(choice.index, choice.text) for choice in many.choices] == [
+                *((0, "ONE!"), (1, "ONE!"), (2, "TWO!"), (3, "TWO!"))
+            ]
+            assert many.usage.prompt_tokens == 6, "each prompt counts once"
+            streamed = dict.fromkeys(range(4), "")
+            async for chunk in await create(model=MODEL, prompt=prompts, n=2, stream=True):
+                streamed[chunk.choices[0].index] += chunk.choices[0].text
+            assert list(streamed.values()) == ["ONE!", "ONE!", "TWO!", "TWO!"]
+
+    in_time(test)
+
+
+def test_limits_and_stop_strings() -> None:
+    async def test() -> None:
+        async with served(Engine(lambda *_: "one, two, three" * 3)) as there:
+            completions, chats = there.client().completions, there.client().chat.completions
+            cut = await completions.create(model=MODEL, prompt="x")
+            assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("one, two, threeo", "length")
+            stopped = await completions.create(model=MODEL, prompt="x", stop=["two", "three"])
+            assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("one, ", "stop")
+            newer = await chats.create(model=MODEL, messages=HELLO, max_completion_tokens=3, max_tokens=5)
+            assert newer.choices[0].message.content == "one"
+            pieces = [
+                chunk.choices[0].delta.content or ""
+                async for chunk in await chats.create(model=MODEL, messages=HELLO, stop=", two", stream=True)
+            ]
+            assert "".join(pieces) == "one", "nothing of a stop string is sent"
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls(stream: bool) -> None:
+    def script(prompt: str, _: RolloutRequest) -> str:
+        return "so: 2" if "t:2" in prompt else "let me see " + CALL if prompt.startswith("[calc]") else "no tools"
+
+    async def ask(client: Any, messages: list[Any], **more: Any) -> tuple[str, list[Any], str]:
+        asked = {"model": MODEL, "messages": messages, "tools": TOOLS} | more
+        if not stream:
+            (choice,) = (await client.chat.completions.create(**asked)).choices
+            return choice.message.content, choice.message.tool_calls or [], choice.finish_reason
+        text, calls, finish = "", [], ""
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            delta = chunk.choices[0].delta
+            text, calls = text + (delta.content or ""), calls + (delta.tool_calls or [])
+            finish = chunk.choices[0].finish_reason or finish
+        return text, calls, finish
+
+    async def test() -> None:
+        async with served(Engine(script)) as there:
+            there.session("7-0")
+            client = there.client("7-0")
+            text, (call,), finish = await ask(client, HELLO)
+            assert (text.strip(), finish) == ("let me see", "tool_calls")
+            assert (call.type, call.function.name) == ("function", "calc")
+            assert json.loads(call.function.arguments) == {"e": "1+1"}
+            said = {"role": "assistant", "content": text, "tool_calls": [call.model_dump()]}
+            answer = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+            text, calls, finish = await ask(client, [*HELLO, said, answer], tool_choice="required")
+            assert (text, calls, finish) == ("so: 2", [], "stop")
+            first, second = there.engine.asked
+            assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids, "the conversation goes on"
+            assert (await ask(there.client(), HELLO, tool_choice="none"))[0] == "no tools"
+
+    in_time(test)
+
+
+def test_a_call_belongs_to_the_session_that_it_names() -> None:
+    async def test() -> None:
+        async with served() as there:
+            by_path, by_header = there.session("7-0"), there.session("eval:3/1 ü")
+            await there.client("7-0").chat.completions.create(model=MODEL, messages=HELLO)
+            await there.client("eval:3/1 ü").chat.completions.create(model=MODEL, messages=HELLO)
+            options = {"extra_headers": {"X-Asyncrl-Session": "7-0"}}
+            await there.client().completions.create(model=MODEL, prompt="x", temperature=0.1, top_p=0.5, **options)
+            assert (by_path.calls, by_header.calls) == (2, 1)
+            assert not there.opened
+            assert {request.sampling.temperature for request in there.engine.asked} == {1.0}, "the session's own"
+
+            await there.client().completions.create(model=MODEL, prompt="x", temperature=0.1)
+            assert there.engine.asked[-1].sampling.temperature == 0.1
+            (own,) = there.opened
+            with pytest.raises(Exception, match="has ended"):
+                await own.complete("y", None)  # type: ignore[arg-type]
+
+    in_time(test)
+
+
+def test_what_agents_send_beside_is_accepted() -> None:
+    harmless = {
+        "frequency_penalty": 0,
+        "logit_bias": None,
+        "metadata": {"run": "7"},
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "response_format": {"type": "text"},
+        "service_tier": "auto",
+        "store": False,
+        "top_p": 1.0,
+        "user": "me",
+        "a_key_of_next_year": [1],
+    }
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    messages: Any = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": []},
+        {"role": "user", "content": parts},
+    ]
+
+    async def test() -> None:
+        async with served() as there:
+            answer = await there.post("/v1/chat/completions", {"messages": messages, **harmless})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["message"]["content"].startswith("hello")
+            assert chat_format().decode(there.engine.asked[0].prompt_ids).startswith("s:Be kind.\na:\nu:hello")
+
+    in_time(test)

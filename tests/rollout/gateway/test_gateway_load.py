@@ -1,0 +1,135 @@
+"""Many clients at once, clients that go, and a gateway that stops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+from gateway_stand_ins import MODEL, Engine, Served, in_time, served, until
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+PATH = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def many_connections(there: Served) -> AsyncIterator[Callable[[Any], Awaitable[Any]]]:
+    """A client that takes a thousand connections lightly, which httpx does not."""
+    session = aiohttp.ClientSession(headers=dict(there.http.headers), connector=aiohttp.TCPConnector(limit=0))
+
+    async def post(body: Any) -> Any:
+        async with session.post(there.gateway.url + PATH, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    async with session:
+        yield post
+
+
+def test_a_thousand_requests_at_once_are_all_answered() -> None:
+    async def test() -> None:
+        engine = Engine(held=asyncio.Event())
+        async with served(engine) as there, many_connections(there) as post:
+            asked = [asyncio.create_task(post(CHAT | {"seed": seed})) for seed in range(1000)]
+            await until(lambda: engine.running == 1000)
+            assert "in_flight 1001.0" in (await there.http.get("/metrics")).text
+            assert engine.held is not None
+            engine.held.set()
+            answers = await asyncio.gather(*asked)
+            texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+            assert texts == [f"hello ({seed})" for seed in range(1000)], "to each its own"
+            counted = (await there.http.get("/metrics")).text
+            assert f'requests_total{{path="{PATH}",status="200"}} 1000.0' in counted
+            tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+            assert f"generated_tokens_total {float(tokens)}" in counted
+            assert f'request_seconds_count{{path="{PATH}"}} 1000.0' in counted
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_is_not_generated_for(stream: bool) -> None:
+    async def test() -> None:
+        engine = Engine(held=asyncio.Event())
+        async with served(engine) as there:
+            session = there.session("7-0")
+            async with httpx.AsyncClient(
+                base_url=there.gateway.session_url("7-0"), headers=there.http.headers
+            ) as client:
+                call = asyncio.create_task(_read_on(client, CHAT | {"stream": stream}))
+                await until(lambda: engine.running == 1)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            await until(lambda: engine.cancelled == 1)
+            assert engine.running == 0
+            engine.held = None
+            again = await there.client("7-0").chat.completions.create(**CHAT)  # type: ignore[call-overload]
+            assert again.choices[0].message.content.startswith("hello"), "the session goes on"
+            rollout = session.rollout()
+            assert rollout is not None and not rollout.branches
+            counted = (await there.http.get("/metrics")).text
+            assert stream or 'status="499"' in counted, "a stream's status is that of its beginning"
+            assert "in_flight 1.0" in counted, "this one"
+
+    in_time(test)
+
+
+async def _read_on(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    async with client.stream("POST", "chat/completions", json=body) as answer:
+        async for _ in answer.aiter_lines():
+            pass
+
+
+def test_a_session_that_ends_ends_its_calls() -> None:
+    async def test() -> None:
+        engine = Engine(held=asyncio.Event())
+        async with served(engine) as there:
+            there.session("7-0")
+            call = asyncio.create_task(there.post("/sessions/7-0" + PATH, CHAT))
+            await until(lambda: engine.running == 1)
+            there.sessions.close("7-0")
+            answer = await call
+            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_ended")
+
+    in_time(test)
+
+
+def test_a_failure_in_the_midst_of_a_stream_is_told_in_it() -> None:
+    async def test() -> None:
+        engine = Engine(held=asyncio.Event())
+        async with served(engine) as there:
+            there.session("7-0")
+            async with there.http.stream("POST", "/sessions/7-0" + PATH, json=CHAT | {"stream": True}) as answer:
+                assert answer.status_code == 200
+                there.sessions.close("7-0")
+                lines = [line async for line in answer.aiter_lines() if line]
+            assert '"code":"session_ended"' in lines[-1]
+            assert "[DONE]" not in lines[-1]
+
+    in_time(test)
+
+
+def test_stopping_tells_who_waits_and_leaves_no_task() -> None:
+    async def test() -> None:
+        engine = Engine(held=asyncio.Event())
+        before = asyncio.all_tasks()
+        async with served(engine) as there:
+            call = asyncio.create_task(there.post(PATH, CHAT))
+            stuck = await asyncio.open_connection(*there.gateway.url.removeprefix("http://").split(":"))
+            stuck[1].write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+            await until(lambda: engine.running == 1)
+            async with asyncio.timeout(6):
+                await there.gateway.stop()
+            answer = await call
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_stopping")
+            with pytest.raises(httpx.ConnectError):
+                await httpx.AsyncClient().get(there.gateway.url + "/health")
+            stuck[1].close()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() <= before
+
+    in_time(test)

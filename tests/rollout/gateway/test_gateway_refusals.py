@@ -1,0 +1,207 @@
+"""Bad input: whatever comes, the answer is an error in OpenAI's shape, under the right status, and the rest goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from itertools import product
+from typing import Any
+
+import openai
+import pytest
+from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, in_time, served
+
+from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.rollout.gateway.server import GatewayError, listen
+
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": HELLO, **changes}
+
+
+def text(**changes: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "x", **changes}
+
+
+WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
+    (CHAT, chat(model="gpt-9"), 404, "model", "model_not_found"),
+    (CHAT, chat(messages=[]), 400, "messages", "invalid_value"),
+    (CHAT, {"model": MODEL}, 400, "messages", "invalid_value"),
+    (CHAT, chat(messages="hello"), 400, "messages", "invalid_value"),
+    (CHAT, chat(messages=[{"role": "king", "content": "x"}]), 400, "messages.0.role", "invalid_value"),
+    (CHAT, chat(messages=[{"role": "user", "content": 3}]), 400, "messages.0.content", "invalid_value"),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        400,
+        "messages.0.content",
+        "invalid_value",
+    ),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function", "invalid_value"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": ""}}]), 400, "tools.0.function.name", None),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": 3}}]), 400, None, None),
+    (CHAT, chat(tools={"name": "f"}), 400, "tools", None),
+    (CHAT, chat(tool_choice={"type": "function", "function": {"name": "f"}}), 400, None, "invalid_value"),
+    (CHAT, chat(temperature=-1), 400, "temperature", "invalid_value"),
+    (CHAT, chat(temperature="1"), 400, "temperature", "invalid_value"),
+    (CHAT, chat(max_tokens=0), 400, "max_tokens", "invalid_value"),
+    (CHAT, chat(max_tokens=MAX_LENGTH + 1), 400, None, "invalid_value"),
+    (CHAT, chat(max_tokens=10**30), 400, "max_tokens", "invalid_value"),
+    (CHAT, chat(n=0), 400, "n", "invalid_value"),
+    (CHAT, chat(n=True), 400, "n", "invalid_value"),
+    (CHAT, chat(seed=2**63), 400, "seed", "invalid_value"),
+    (CHAT, chat(stop=""), 400, "stop", "invalid_value"),
+    (CHAT, chat(top_logprobs=2), 400, None, "invalid_value"),
+    (CHAT, chat(stream="yes"), 400, "stream", "invalid_value"),
+    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", "unsupported_parameter"),
+    (CHAT, chat(top_p=0.5), 400, "top_p", "unsupported_parameter"),
+    (CHAT, chat(messages=[{"role": "user", "content": "x" * MAX_LENGTH}]), 400, None, "context_length_exceeded"),
+    (TEXT, text(prompt=""), 400, None, "invalid_value"),
+    (TEXT, text(prompt=[]), 400, "prompt", "invalid_value"),
+    (TEXT, text(prompt=[[]]), 400, "prompt", "invalid_value"),
+    (TEXT, text(prompt=["x", 1]), 400, "prompt", "invalid_value"),
+    (TEXT, text(prompt=[-1]), 400, "prompt", "invalid_value"),
+    (TEXT, text(prompt=[10**6]), 400, None, "invalid_value"),
+    (TEXT, text(prompt=["x" * MAX_LENGTH, "y"]), 400, None, "context_length_exceeded"),
+    (TEXT, text(prompt=["x"] * 1024, n=2), 400, None, "invalid_value"),
+    (TEXT, text(echo=True), 400, "echo", "unsupported_parameter"),
+    (TEXT, text(best_of=3), 400, "best_of", "unsupported_parameter"),
+    (TEXT, text(suffix="."), 400, "suffix", "unsupported_parameter"),
+    (TEXT, text(echo=1), 400, "echo", "unsupported_parameter"),
+    ("/sessions/9-9" + CHAT, chat(), 404, None, "session_not_found"),
+    ("/sessions/8-0" + CHAT, chat(), 410, None, "session_ended"),
+    ("/v1/embeddings", {"input": "x"}, 404, None, "not_found"),
+]
+"""Path, body, and status, param and code of the error (None: whichever)."""
+
+
+def test_requests_that_are_wrong() -> None:
+    async def test() -> None:
+        async with served() as there:
+            there.session("8-0")
+            there.sessions.close("8-0")
+            for (path, body, status, param, code), stream in product(WRONG, (False, True)):
+                answer = await there.post(path, {"stream": stream, **body})
+                case = f"{path} {str(body)[:200]}: {answer.text}"
+                assert answer.status_code == status, case
+                error = answer.json()["error"]
+                assert error.keys() == {"message", "type", "param", "code"}, case
+                assert error["type"] == "invalid_request_error" and error["message"], case
+                assert code in (None, error["code"]), case
+                assert param in (None, error["param"]), case
+            assert not there.engine.asked
+
+    in_time(test)
+
+
+NO_REQUESTS = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "x", "temperature": NaN}',
+    b"[" * 100_000,
+    b'{"prompt": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+    b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+]
+
+
+def test_bodies_that_are_no_requests() -> None:
+    async def test() -> None:
+        async with served() as there:
+            for body in NO_REQUESTS:
+                answer = await there.post(TEXT, content=body)
+                assert answer.status_code == 400, body[:50]
+                assert answer.json()["error"]["code"] == "invalid_value", body[:50]
+
+    in_time(test)
+
+
+def test_keys_methods_sizes_and_sessions_by_header() -> None:
+    async def test() -> None:
+        async with served(max_body_mb=1) as there:
+            for key in ({"authorization": ""}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
+                for call in (there.http.get("/v1/models", headers=key), there.http.get("/metrics", headers=key)):
+                    refused = await call
+                    assert refused.status_code == 401
+                    assert refused.json()["error"]["code"] == "invalid_api_key"
+                assert (await there.http.get("/health", headers=key)).json() == {"status": "ok"}
+            with pytest.raises(openai.AuthenticationError):
+                await there.client(api_key="wrong").chat.completions.create(model=MODEL, messages=HELLO)  # type: ignore[arg-type]
+            wrong_method = await there.http.get(CHAT)
+            assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+            assert wrong_method.json()["error"]["code"] == "method_not_allowed"
+            too_large = await there.post(TEXT, content=b"x" * (2**20 + 1))
+            assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
+            unknown = await there.post(TEXT, text(), headers={"x-asyncrl-session": "9-9"})
+            assert unknown.status_code == 404
+            with pytest.raises(openai.NotFoundError, match="there is no session"):
+                await there.client("9-9").models.list()
+            assert (await there.post(TEXT, text())).status_code == 200, "it goes on"
+
+    in_time(test)
+
+
+def test_the_limits_of_a_session_are_told_and_remembered() -> None:
+    async def test() -> None:
+        async with served() as there:
+            session = there.session("7-0", max_calls=1)
+            create = there.client("7-0").completions.create
+            await create(model=MODEL, prompt="x")
+            with pytest.raises(openai.BadRequestError, match="has had its 1 calls"):
+                await create(model=MODEL, prompt="x")
+            assert "1 calls" in session.failure
+
+    in_time(test)
+
+
+def test_a_generation_that_fails_is_the_servers_error() -> None:
+    async def test() -> None:
+        async with served(Engine(fails=GenerationFailed("the engine is on fire"))) as there:
+            for stream in (False, True):
+                answer = await there.post(CHAT, chat(stream=stream))
+                assert answer.status_code == 503
+                assert "on fire" in answer.json()["error"]["message"]
+            there.engine.fails = ZeroDivisionError("a bug")
+            answer = await there.post(CHAT, chat())
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "internal_error"
+            assert "a bug" not in answer.text
+            counted = (await there.http.get("/metrics")).text
+            assert 'asyncrl_gateway_errors_total{status="500"} 1.0' in counted
+            assert 'asyncrl_gateway_errors_total{status="503"} 2.0' in counted
+
+    in_time(test)
+
+
+def test_what_is_no_http_leaves_the_gateway_as_it_was() -> None:
+    async def test() -> None:
+        async with served() as there:
+            host, port = there.gateway.url.removeprefix("http://").split(":")
+            for nonsense in (
+                b"\x16\x03\x01\x02",
+                b"GET\r\n\r\n",
+                b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+            ):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(nonsense)
+                writer.write_eof()
+                assert not (await reader.read()).startswith(b"HTTP/1.1 5")
+                writer.close()
+            assert (await there.post(TEXT, text())).status_code == 200
+
+    in_time(test)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(GatewayError, match=rf"rollout\.gateway\.port: .*127\.0\.0\.1:{port}.*in use"):
+            listen("127.0.0.1", port)
+    with pytest.raises(GatewayError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        listen("192.0.2.1", 0)
