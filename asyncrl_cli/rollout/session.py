@@ -1,0 +1,464 @@
+"""A session: what one program says to the model and hears from it, as the token sequences of one rollout.
+
+A call whose messages begin with those of an earlier call and the reply to it goes on with that call's tokens, exactly
+as they were; every other call begins a branch (docs/gateway.md, "Conversations and token ids"). transcript.py keeps the
+tokens, chat.py makes them of messages, and here is what happens in a call: it finds its place, is checked against the
+limits, and is generated, or handed out as it was recorded.
+
+Between two awaits nothing else runs, so a call takes its place and its sequence at once: calls may well come at the
+same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.data.prompts import Message
+from asyncrl_cli.rollout.chat import ChatError, ChatFormat, before_stop, key, normal
+from asyncrl_cli.rollout.continuation import Tokens, cut, stopped_at
+from asyncrl_cli.rollout.records import FinishReason, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.text_stream import TextStream
+from asyncrl_cli.rollout.tool_calls import Tools
+from asyncrl_cli.rollout.transcript import Call, OnSegments, TokenSequence, Transcript, Turn
+
+Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
+"""``GenerationClient.generate``."""
+OnText = Callable[[int, str], None]
+"""Gets the choice that a piece of text belongs to, and the piece."""
+
+ENDED_KEPT = 10_000
+"""Sessions of which it is remembered that they ended."""
+
+
+class SessionError(Exception):
+    """A call that the program gets an error for.
+
+    ``status`` is the HTTP status, ``code`` the error code as OpenAI's servers have it.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What one call asks for. None leaves it to the session."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens of one sequence, sampled tokens of one call, and over the whole session calls (each choice counts) and
+    sampled tokens.
+
+    Calls that run at the same time may each sample what was left of ``max_sampled_tokens`` when they began.
+    """
+
+    max_length: int
+    max_call_tokens: int
+    max_calls: int | None = None
+    max_sampled_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """One choice of a call. ``logprobs`` (float32) and ``versions`` (int32) have one entry per token of ``token_ids``.
+
+    ``message`` is in OpenAI's shape. ``text`` is all that was said, calls of tools too, up to a stop string.
+    ``stopped_by`` is that stop string, where there is one.
+    """
+
+    message: Message
+    text: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish_reason: str
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call with its place: the sequence that it goes on with (None: a branch), all its prompt's tokens, and how its
+    conversation is found again after the reply."""
+
+    sequence: TokenSequence | None
+    prompt_ids: tuple[int, ...]
+    tools: Tools | None = None
+    messages: tuple[str, ...] | None = None
+    text: str | None = None
+
+
+class Session:
+    """One rollout, while it is being played."""
+
+    def __init__(
+        self,
+        rollout_id: str,
+        chat: ChatFormat,
+        generate: Generate,
+        sampling: Sampling,
+        limits: Limits,
+        *,
+        fixed_sampling: bool,
+        priority: int = 0,
+        recorded: Mapping[int, tuple[Segment, ...]] | None = None,
+        on_segments: OnSegments | None = None,
+    ) -> None:
+        """``fixed_sampling``: temperature and seed are those of ``sampling``, whatever a call says, so that log-probs
+        mean what they say; each call has a seed of its own, which follows from ``sampling.seed`` and the number of
+        calls before. Otherwise a call's own count, and ``sampling`` where it says nothing. Stop strings are those of
+        both.
+
+        ``recorded``: the segments of each sequence (0, 1, ...) that were told before, when the rollout is played
+        again. ``on_segments`` is told the segments of all sequences as they grow, with tokens that were given.
+        """
+        self.rollout_id = rollout_id
+        self.fixed_sampling = fixed_sampling
+        """Whether the session says how tokens are sampled, and not the call."""
+        self.last_text = ""
+        """The text of the last reply."""
+        self.failure = ""
+        """Of the first call that was refused because of a limit, why."""
+        self.calls = 0
+        """Replies that were asked for."""
+        self.sampled_tokens = 0
+        """Tokens of all replies that ended."""
+        self._chat = chat
+        self._generate = generate
+        self._sampling = sampling
+        self._limits = limits
+        self._priority = priority
+        self._transcript = Transcript(rollout_id, recorded or {}, on_segments)
+        self._running: set[asyncio.Task[Rollout]] = set()
+        self._closed = False
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        options: CallOptions,
+        on_text: OnText | None = None,
+    ) -> list[Reply]:
+        """The next message of a conversation, ``options.n`` times.
+
+        Raises ``SessionError`` for a call that cannot be answered, and what ``generate`` raises.
+        """
+        return await self._answer(lambda: self._place_chat(messages, tools or None), options, on_text)
+
+    async def complete(
+        self, prompt: str | Sequence[int], options: CallOptions, on_text: OnText | None = None
+    ) -> list[Reply]:
+        """What follows a text, or token ids; as ``chat``."""
+
+        def place() -> _Asked:
+            return self._place_text(prompt) if isinstance(prompt, str) else self._place_ids(prompt)
+
+        return await self._answer(place, options, on_text)
+
+    def close(self) -> None:
+        """The end: calls under way are cancelled, later ones refused. What they refuse with is a ``SessionError``."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+
+    def rollout(self) -> Rollout | None:
+        """All that was sampled and answered, branches and all; None when there is nothing."""
+        return self._transcript.rollout(self._chat.decode)
+
+    # -- a call
+
+    async def _answer(self, place: Callable[[], _Asked], options: CallOptions, on_text: OnText | None) -> list[Reply]:
+        if self._closed:
+            raise self._ended()
+        try:
+            asked = place()
+        except ChatError as error:
+            raise SessionError(400, "invalid_value", str(error)) from error
+        if not asked.prompt_ids:
+            raise SessionError(400, "invalid_value", "the prompt is empty")
+        sampling = self._sampling_of(options, len(asked.prompt_ids))
+        first, self.calls = self.calls, self.calls + options.n
+        calls = [
+            self._transcript.begin(None if choice else asked.sequence, asked.prompt_ids) for choice in range(options.n)
+        ]
+        replies = []
+        for choice, call in enumerate(calls):
+            index = first + choice
+            heard = None if on_text is None else partial(on_text, choice)
+            replies.append(self._reply(call, asked, self._seeded(sampling, options, choice, index), index, heard))
+        try:
+            return [await replies[0]] if options.n == 1 else await _all(replies)
+        finally:
+            for call in calls:
+                self._transcript.give_up(call, keep=self.fixed_sampling)  # unless it has ended
+
+    async def _reply(
+        self, call: Call, asked: _Asked, sampling: Sampling, index: int, on_text: Callable[[str], None] | None
+    ) -> Reply:
+        stream = None if on_text is None else TextStream(self._chat.decode, sampling.stop, on_text)
+        whole = self._whole(call, sampling)
+        tokens, finish = whole if whole is not None else await self._sample(call, sampling, index, stream)
+        ids = tuple(tokens.response_ids.tolist())
+        message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
+        turn = Turn(
+            call.first + len(ids),
+            ids[-1],
+            None if asked.messages is None else (*asked.messages, key(normal(message))),
+            None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
+        )
+        self._transcript.end(call, tokens, finish, turn)
+        self.sampled_tokens += len(ids)
+        said = self._chat.decode(ids)
+        text = self.last_text = before_stop(said, sampling.stop)
+        if stream is not None:
+            stream.finish(text)
+        return Reply(
+            message=message,
+            text=text,
+            prompt_ids=call.prompt_ids,
+            token_ids=ids,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
+            finish_reason="tool_calls" if message.get("tool_calls") else finish,
+            stopped_by=next((stop for stop in sampling.stop if said.startswith(stop, len(text))), None),
+        )
+
+    async def _sample(
+        self, call: Call, sampling: Sampling, index: int, stream: TextStream | None
+    ) -> tuple[Tokens, FinishReason]:
+        request_id = f"{self.rollout_id}/{index}"
+        replayed = call.replayed
+        if stream is not None:
+            stream.feed(replayed.response_ids.tolist())
+
+        def grown(segments: list[Segment]) -> None:
+            fresh = self._transcript.grow(call, segments)
+            if stream is not None:
+                stream.feed(fresh.response_ids.tolist())
+
+        request = RolloutRequest(
+            rollout_id=request_id,
+            prompt_ids=call.prompt_ids,
+            sampling=sampling,
+            prefix=_segments(request_id, replayed),
+            priority=self._priority,
+            affinity=self.rollout_id,
+            streamed=stream is not None,
+            awaited=True,
+        )
+        task = asyncio.ensure_future(self._generate(request, grown))
+        self._running.add(task)
+        try:
+            rollout = await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._closed and not (current and current.cancelling()):
+                raise self._ended() from None
+            raise
+        finally:
+            self._running.discard(task)
+        if not len(rollout.response_ids):
+            raise RuntimeError(f"nothing was generated for {request_id}")
+        return Tokens(rollout.response_ids, rollout.logprobs, rollout.versions), rollout.finish_reason
+
+    def _whole(self, call: Call, sampling: Sampling) -> tuple[Tokens, FinishReason] | None:
+        """A reply that is recorded to its end; None when (more of) it is to be sampled."""
+        tokens, count = call.replayed, len(call.replayed.response_ids)
+        if not count:
+            return None
+        stop_at = stopped_at(self._chat.decode, tokens.response_ids, sampling.stop)
+        if stop_at is not None:
+            return tokens.first(stop_at), "stop"
+        if count >= sampling.max_tokens:
+            tokens = tokens.first(sampling.max_tokens)
+        elif not call.more and tokens.response_ids[-1] != self._chat.end_token:
+            return None
+        return tokens, "stop" if tokens.response_ids[-1] == self._chat.end_token else "length"
+
+    # -- where a call belongs
+
+    def _place_chat(self, messages: Sequence[Message], tools: Tools | None) -> _Asked:
+        same = [normal(message) for message in messages]
+        if not same:
+            raise ChatError("there are no messages")
+        keys = (key(list(tools or ())), *(key(message) for message in same))
+
+        def covers(_: TokenSequence, turn: Turn) -> int | None:
+            said = turn.messages
+            return len(said) if said is not None and keys[: len(said)] == said else None
+
+        if found := self._transcript.longest(covers):
+            sequence, turn = found
+            assert turn.messages is not None
+            covered = len(turn.messages) - 1  # the tools are no message
+            try:
+                rest = self._chat.continue_(same[covered:], tools, turn.last_token, same[covered - 1])
+            except ChatError:
+                pass  # the template cannot go on from here: a conversation of its own
+            else:
+                return self._asked(sequence, turn, rest, tools=tools, messages=keys)
+        return _Asked(None, tuple(self._chat.render(same, tools)), tools=tools, messages=keys)
+
+    def _place_text(self, prompt: str) -> _Asked:
+        def covers(_: TokenSequence, turn: Turn) -> int | None:
+            return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
+
+        if found := self._transcript.longest(covers):
+            sequence, turn = found
+            rest = self._chat.encode(prompt[len(turn.text or "") :])
+            return self._asked(sequence, turn, rest, text=prompt)
+        return _Asked(None, tuple(self._chat.encode_prompt(prompt)), text=prompt)
+
+    def _place_ids(self, prompt: Sequence[int]) -> _Asked:
+        if any(not 0 <= token < self._chat.vocabulary for token in prompt):
+            raise ChatError(f"token ids must be from 0 to {self._chat.vocabulary - 1}")
+        ids = np.asarray(prompt, np.int32)
+
+        def covers(sequence: TokenSequence, turn: Turn) -> int | None:
+            known = sequence.known.response_ids[: turn.end]
+            return turn.end if np.array_equal(known, ids[: turn.end]) else None
+
+        if found := self._transcript.longest(covers):
+            sequence, turn = found
+            return self._asked(sequence, turn, ids[turn.end :].tolist())
+        return _Asked(None, tuple(ids.tolist()))
+
+    def _asked(
+        self,
+        sequence: TokenSequence,
+        turn: Turn,
+        rest: Sequence[int],
+        *,
+        tools: Tools | None = None,
+        messages: tuple[str, ...] | None = None,
+        text: str | None = None,
+    ) -> _Asked:
+        before = sequence.known.response_ids[: turn.end].tolist()
+        return _Asked(sequence if sequence.extends(turn) else None, (*before, *rest), tools, messages, text)
+
+    # -- limits and sampling
+
+    def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
+        limits = self._limits
+        wanted = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
+        if options.n < 1 or wanted < 1:
+            raise SessionError(400, "invalid_value", "n and max_tokens must be at least 1")
+        if options.max_tokens is not None and wanted > limits.max_length:
+            raise SessionError(
+                400,
+                "invalid_value",
+                f"max_tokens is {wanted}, more than this model's maximum context length of {limits.max_length} tokens",
+            )
+        room = limits.max_length - prompt_tokens
+        if room < 1:
+            raise self._refused(
+                "context_length_exceeded",
+                f"This model's maximum context length is {limits.max_length} tokens, and the messages have "
+                f"{prompt_tokens}",
+            )
+        if limits.max_calls is not None and self.calls + options.n > limits.max_calls:
+            raise self._refused("max_calls_exceeded", f"this session has had its {limits.max_calls} calls")
+        if limits.max_sampled_tokens is not None:
+            left = limits.max_sampled_tokens - self.sampled_tokens
+            if left < 1:
+                raise self._refused(
+                    "max_sampled_tokens_exceeded",
+                    f"this session has had its {limits.max_sampled_tokens} generated tokens",
+                )
+            room = min(room, left)
+        own = self._sampling
+        return Sampling(
+            temperature=own.temperature if self.fixed_sampling or options.temperature is None else options.temperature,
+            max_tokens=min(room, limits.max_call_tokens, wanted),
+            stop=tuple(dict.fromkeys((*own.stop, *(stop for stop in options.stop if stop)))),
+        )
+
+    def _seeded(self, sampling: Sampling, options: CallOptions, choice: int, index: int) -> Sampling:
+        if not self.fixed_sampling and options.seed is not None:
+            return replace(sampling, seed=options.seed + choice)
+        seed = self._sampling.seed
+        if seed is not None:
+            digest = hashlib.blake2b(f"{seed}/call/{index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "big") >> 1
+        return replace(sampling, seed=seed)
+
+    def _refused(self, code: str, message: str) -> SessionError:
+        self.failure = self.failure or message
+        return SessionError(400, code, message)
+
+    def _ended(self) -> SessionError:
+        return SessionError(410, "session_ended", f"session {self.rollout_id} has ended")
+
+
+class Sessions:
+    """The sessions that are open, by their id: that of their rollout, if it has but one session."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def open(self, session: Session, session_id: str | None = None) -> None:
+        """Take calls for a session from now on, under its rollout's id or another. Raises ``ValueError`` when one of
+        that id is open."""
+        session_id = session.rollout_id if session_id is None else session_id
+        if session_id in self._open:
+            raise ValueError(f"session {session_id} is open already")
+        self._ended.pop(session_id, None)
+        self._open[session_id] = session
+
+    def get(self, session_id: str) -> Session:
+        """An open session. Raises ``SessionError``: 410 for one that has ended, 404 for one that never was."""
+        if session_id in self._open:
+            return self._open[session_id]
+        if session_id in self._ended:
+            raise SessionError(410, "session_ended", f"session {session_id} has ended")
+        raise SessionError(404, "session_not_found", f"there is no session {session_id}")
+
+    def close(self, session_id: str) -> None:
+        """End a session, if it is open."""
+        session = self._open.pop(session_id, None)
+        if session is not None:
+            session.close()
+            self._ended[session_id] = None
+            if len(self._ended) > ENDED_KEPT:
+                self._ended.popitem(last=False)
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+
+async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    """All of them, or the first error; the others are cancelled then."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(reply) for reply in replies]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _segments(request_id: str, tokens: Tokens) -> tuple[Segment, ...]:
+    """Sampled tokens as the prefix of a request."""
+    versions = tokens.versions
+    starts = [(int(versions[at]), int(at)) for at in np.flatnonzero(np.diff(versions, prepend=-1))]
+    return tuple(cut(request_id, 0, tokens.response_ids, tokens.logprobs, starts))

@@ -1,0 +1,63 @@
+"""A reply's text, bit by bit, while its tokens come.
+
+Invariant: the pieces put together are a beginning of the reply's final text, and all of it once ``finish`` was called.
+So a character whose bytes are not all there is held back, and so is whatever a stop string may begin in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer makes of half a character."""
+
+
+class TextStream:
+    """Turns tokens that come into pieces of text that go."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str], on_text: Callable[[str], None]
+    ) -> None:
+        self._decode = decode
+        self._stop = stop
+        self._on_text = on_text
+        self._ids: list[int] = []
+        # Up to _settled the text is known; from _context on tokens are decoded with those after them, as a tokenizer
+        # may drop a space at the beginning of what it decodes.
+        self._context = self._settled = 0
+        self._text = ""
+        self._sent = 0
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """The next tokens."""
+        self._ids += ids
+        known = self._decode(self._ids[self._context : self._settled])
+        text = self._decode(self._ids[self._context :])
+        if text.endswith(BROKEN) or not text.startswith(known):
+            return
+        self._text += text[len(known) :]
+        self._context, self._settled = self._settled, len(self._ids)
+        self._send(self._safe())
+
+    def finish(self, text: str) -> None:
+        """The reply has ended, and this is its text: send what is missing of it."""
+        if text.startswith(self._text[: self._sent]):
+            self._text = text
+            self._send(len(text))
+
+    def _safe(self) -> int:
+        """How much of the text may go: up to a stop string, or to what may be the beginning of one."""
+        ends = [len(self._text)]
+        for stop in self._stop:
+            at = self._text.find(stop)
+            if at >= 0:
+                ends.append(at)
+                continue
+            overlap = next((n for n in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:n])), 0)
+            ends.append(len(self._text) - overlap)
+        return min(ends)
+
+    def _send(self, end: int) -> None:
+        if end > self._sent:
+            piece, self._sent = self._text[self._sent : end], end
+            self._on_text(piece)
