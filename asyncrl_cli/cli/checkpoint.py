@@ -91,13 +91,13 @@ def export(
     _chosen(found, step)  # says it when there is none
 
     from asyncrl_cli.train.export import check_target, export_model
+    from asyncrl_cli.train.prepare import skeleton_of
 
     check_target(to)
     checkpoint = newest_sound(found, step)
     assert checkpoint is not None
-    skeleton = found.path / "skeleton"
     model = load_spec(found.path / "spec.yaml").spec.model
-    export_model(checkpoint, str(skeleton) if model.init is not None else str(model.path), to)
+    export_model(checkpoint, skeleton_of(model, found.path / "skeleton"), to)
     typer.echo(f"the model of step {checkpoint.step} is in {to}")
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.curriculum import stages_of
+from asyncrl_cli.data.loader import PromptLoader, Stage
+from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.reporter import Reporter, View
 from asyncrl_cli.observe.tracker import TrackerClient
@@ -21,24 +24,29 @@ from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.conductor import Conductor, Parts
-from asyncrl_cli.pipeline.evaluation import Evaluator
+from asyncrl_cli.pipeline.episodes import Episodes, Service
+from asyncrl_cli.pipeline.evaluation import Evaluator, HeldOut
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_fleet
 from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
+from asyncrl_cli.pipeline.playing import Playing
 from asyncrl_cli.pipeline.preflight import check_machine
 from asyncrl_cli.pipeline.prompting import PromptEncoder, PromptSource
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, start_tracker
 from asyncrl_cli.pipeline.trainers import TrainerRanks
 from asyncrl_cli.pipeline.watchdog import Watchdog
+from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.prepare import skeleton
+from asyncrl_cli.train.tokenizer import load_tokenizer
 
 MODEL = "model"
 """The final model's folder in that of the run."""
@@ -77,23 +85,44 @@ class Outcome:
 
 @dataclass(slots=True)
 class Experiment:
-    """A checked spec with its data, ready to run. ``search_path`` is where the user's own modules lie."""
+    """A checked spec with its data, ready to run.
+
+    Args:
+        search_path: where the user's own modules lie.
+        stages: of the curriculum.
+        sets: the prompts of further evaluation sets, by name.
+        episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
+    """
 
     spec: ExperimentSpec
     search_path: Path
     train_prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
+    stages: Sequence[Stage] = ()
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    episodic: frozenset[str] = frozenset()
 
     @classmethod
     def load(cls, spec: ExperimentSpec, search_path: Path) -> Experiment:
         """Import the task, open the data, look at the machine. Raises a ``UserError`` that names what is wrong."""
         check_machine(spec)
         task = load_task(spec.task, search_path)
+        train_prompts = load_prompts("train", spec.data.train, task, search_path)
+        sets, tasks = {}, {"": task}
+        for name, chosen in spec.evaluation.sets.items():
+            set_task = task if chosen.task is None else load_task(chosen.task, search_path)
+            split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
+            place = f"evaluation.sets.{name}.data"
+            sets[name] = load_prompts(split, chosen.data, set_task, search_path, place)
+            tasks[name] = set_task
         return cls(
             spec,
             search_path,
-            load_prompts("train", spec.data.train, task, search_path),
+            train_prompts,
             load_prompts("eval", spec.data.eval, task, search_path),
+            stages_of(train_prompts, spec.data.curriculum),
+            sets,
+            frozenset(name for name, one in tasks.items() if is_episodic(one)),
         )
 
 
@@ -124,12 +153,13 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
     tracking: Tracking | None = None
     factory = ActorFactory(spec, run.path, experiment.search_path)
     engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
+    playing = Playing(spec, factory)
     stop = stop_on_signals()
     try:
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
         reporter = Reporter(run, view, tracker)
-        conductor = await until_stopped(_start(experiment, run, factory, engines, start, reporter), stop)
+        conductor = await until_stopped(_start(experiment, run, factory, engines, playing, start, reporter), stop)
         run.update(phase="running", steps=spec.stop.steps)
         await until_stopped(conductor.run(), stop)
         status = "FINISHED"
@@ -149,7 +179,7 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
         if tracker is not None:
             view.status("finishing MLflow's log")
             tracking = close_tracker(tracker, run, spec, status)
-        closing = [conductor.close()] if conductor is not None else []
+        closing = [conductor.close(), playing.stop()] if conductor is not None else [playing.stop()]
         await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
     return replace(outcome, tracking=tracking)
 
@@ -159,6 +189,7 @@ async def _start(
     run: RunDirectory,
     factory: ActorFactory,
     engines: list[EngineProcess],
+    playing: Playing,
     start: Start,
     reporter: Reporter,
 ) -> Conductor:
@@ -177,10 +208,11 @@ async def _start(
     buffer.faults = faults
     # The watchdog knows since when a call takes too long, so it speaks first.
     ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s)
-    scoring = Scoring(spec.task, factory.scorer, faults)
+    scoring = Scoring(spec.task, partial(factory.scorer, spec.task), faults)
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None
-    scorer = asyncio.create_task(scoring.start())
+    runners = playing.runners(spec.task, faults) if "" in experiment.episodic else None
+    scorer = asyncio.create_task(runners.start() if runners is not None else scoring.start())
     fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status, faults))
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
@@ -190,7 +222,8 @@ async def _start(
         scorer.cancel()
         fleet.cancel()
         raise
-    encoder = await asyncio.to_thread(_encoder, model_dir, spec.rollout.max_prompt_tokens)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_dir, spec.model.chat_template)
+    encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, "" in experiment.episodic)
     watchdog = Watchdog(limit_s, reporter.warn)
     client = GenerationClient(
         engines,
@@ -200,15 +233,39 @@ async def _start(
         decode=encoder.decode,
         on_progress=watchdog.progress,
     )
-    loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle)
+    loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
+    pools = spec.data.pools and Pools(spec.data.pools.retire_after, spec.data.pools.revisit, spec.seed)
+    service: Service | None = None
+    if experiment.episodic:
+        service = await playing.open(client, ChatFormat(tokenizer, spec.rollout.tool_parser))
+    episodes: Episodes | None = None
+    if service is not None and runners is not None:
+        episodes = playing.episodes(spec.task, client, service, runners, scoring, watchdog.progress)
+
+    def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
+        chosen = spec.evaluation.sets.get(name)
+        place = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
+        encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, name in experiment.episodic)
+        encoded = _encoded(prompts, encoder, place, reporter.warn)
+        if chosen is None or chosen.task is None:
+            return HeldOut(encoded, scoring, episodes)
+        own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), faults)
+        if service is None or name not in experiment.episodic:
+            return HeldOut(encoded, own_scoring)
+        own_runners = playing.runners(chosen.task, faults, f"runner-{name}")
+        player = playing.episodes(chosen.task, client, service, own_runners, own_scoring, watchdog.progress)
+        return HeldOut(encoded, own_scoring, player)
+
+    sets = {name: held_out(name, prompts) for name, prompts in experiment.sets.items()}
     parts = Parts(
         run=run,
         buffer=buffer,
         ranks=ranks,
         client=client,
         scoring=scoring,
-        prompts=PromptSource(loader, encoder, opening.waiting),
-        evaluator=Evaluator(spec, run, client, scoring, _held_out(experiment.eval_prompts, encoder)),
+        prompts=PromptSource(loader, encoder, opening.waiting, pools, reporter.warn),
+        episodes=episodes,
+        evaluator=Evaluator(spec, run, client, held_out("", experiment.eval_prompts), sets),
         checkpoints=Checkpoints(run, ranks, spec),
         reporter=reporter,
         faults=faults,
@@ -219,22 +276,20 @@ async def _start(
     return Conductor(spec, parts, opening, checkpoint.step if checkpoint else 0)
 
 
-def _held_out(prompts: Sequence[Prompt], encoder: PromptEncoder) -> list[tuple[Prompt, tuple[int, ...]]]:
+def _encoded(
+    prompts: Sequence[Prompt], encoder: PromptEncoder, place: str, warn: Callable[[str], None]
+) -> list[tuple[Prompt, tuple[int, ...]]]:
     encoded = [(prompt, encoder.encode(prompt)) for prompt in prompts]
     fitting = [(prompt, ids) for prompt, ids in encoded if ids is not None]
     if not fitting:
         raise RunError(
             "every held-out prompt is longer than rollout.max_prompt_tokens",
-            place="data.eval",
+            place=place,
             mend="Raise rollout.max_prompt_tokens",
         )
+    if too_long := len(encoded) - len(fitting):
+        warn(f"{place}: {too_long} of {len(encoded)} prompts are longer than rollout.max_prompt_tokens and left out")
     return fitting
-
-
-def _encoder(model_dir: str, max_tokens: int) -> PromptEncoder:
-    from transformers import AutoTokenizer
-
-    return PromptEncoder(AutoTokenizer.from_pretrained(model_dir), max_tokens)
 
 
 async def _save_before_leaving(conductor: Conductor | None, view: View) -> None:

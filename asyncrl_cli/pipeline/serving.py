@@ -127,7 +127,7 @@ async def _serve(
         )
         keeper = EngineKeeper(client, _OwnWeights(), faults, folder, lambda: None)
         gateway = await start_gateway(
-            spec.rollout.gateway, chat, Sessions(), _new_session(spec, chat, client), served.name
+            spec.rollout.gateway, chat, Sessions(), new_session(spec, chat, client), served.name
         )
         async with gateway, asyncio.TaskGroup() as group:
             status("starting engines")
@@ -156,31 +156,32 @@ class _OwnWeights:
         serve()
 
 
-def _new_session(spec: ExperimentSpec, chat: ChatFormat, client: GenerationClient) -> Callable[[], Session]:
+def new_session(spec: ExperimentSpec, chat: ChatFormat, client: GenerationClient) -> Callable[[], Session]:
+    """Makes the sessions of calls that belong to no rollout, sampled as they ask."""
     limits = Limits(
         max_length=spec.model.max_length, max_call_tokens=spec.model.max_length, max_calls=None, max_sampled_tokens=None
     )
     sampling = Sampling(temperature=1.0, max_tokens=spec.model.max_length)
     numbers = itertools.count()
 
-    def new_session() -> Session:
+    def make() -> Session:
         number = next(numbers)
         return Session(
             f"serve-{number}", chat, client.generate, sampling, limits, fixed_sampling=False, priority=number
         )
 
-    return new_session
+    return make
 
 
 def _chat_format(spec: ExperimentSpec, folder: Path) -> ChatFormat:
-    from transformers import AutoTokenizer
+    from asyncrl_cli.train.tokenizer import load_tokenizer
 
-    return ChatFormat(AutoTokenizer.from_pretrained(folder), spec.rollout.tool_parser)
+    return ChatFormat(load_tokenizer(folder, spec.model.chat_template), spec.rollout.tool_parser)
 
 
 def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:
     from asyncrl_cli.train.export import export_model
+    from asyncrl_cli.train.prepare import skeleton_of
 
-    skeleton = str(run.path / "skeleton") if spec.model.init is not None else str(spec.model.path)
-    export_model(checkpoint, skeleton, folder)
+    export_model(checkpoint, skeleton_of(spec.model, run.path / "skeleton"), folder)
     return folder

@@ -70,6 +70,7 @@ def _load(path: str, overrides: Sequence[str], problems: list[Problem], files: l
         root = override(root, assignment, problems)
     for name in MODEL_KEYS:
         root = _absolute(root, name.split("."), looks_like_path)
+    root = _absolute(root, ["model", "chat_template"], lambda *_: True)
     for name, key in keys().items():
         if key.holder is SplitSpec and name.endswith(".path"):
             root = _absolute(root, name.split("."), lambda text, _: names_a_file(text))

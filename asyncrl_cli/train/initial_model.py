@@ -13,13 +13,13 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import ModelInit
-from asyncrl_cli.train.tokenizer import character_tokenizer
+from asyncrl_cli.train.tokenizer import character_tokenizer, load_tokenizer, with_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,23 +35,27 @@ class ModelInitError(UserError):
     """A ``model.init`` that no model can be made from."""
 
 
-def build_initial_model(init: ModelInit, max_length: int, seed: int, directory: Path) -> None:
+def build_initial_model(
+    init: ModelInit, max_length: int, seed: int, directory: Path, chat_template: str | None = None
+) -> None:
     """Write skeleton and weights to ``directory``, which ``AutoModelForCausalLM`` and vLLM load.
 
     Raises ``ModelInitError``.
     """
-    write_skeleton(init, max_length, directory)
+    write_skeleton(init, max_length, directory, chat_template)
     write_weights(directory, seed)
 
 
-def write_skeleton(init: ModelInit, max_length: int, directory: Path) -> None:
+def write_skeleton(init: ModelInit, max_length: int, directory: Path, chat_template: str | None = None) -> None:
     """Write config, generation config and tokenizer to ``directory``; needs no model code.
 
-    ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config gives one. Raises
-    ``ModelInitError`` for an unknown architecture, unknown config keys and sizes that do not fit.
+    ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config gives one; ``chat_template`` is a
+    file's path, as in the spec. Raises ``ModelInitError`` for an unknown architecture, unknown config keys and sizes
+    that do not fit, and ``ChatTemplateError``.
     """
     characters = init.tokenizer == "characters"
     tokenizer = character_tokenizer(max_length) if characters else _saved_tokenizer(init.tokenizer)
+    tokenizer = with_chat_template(tokenizer, chat_template)
     special = {name: getattr(tokenizer, name) for name in FROM_TOKENIZER[1:]}
     config = _config(init, max_length, {"vocab_size": len(tokenizer), **special})
 
@@ -60,6 +64,19 @@ def write_skeleton(init: ModelInit, max_length: int, directory: Path) -> None:
     config.save_pretrained(directory)
     generation = {name: value for name, value in special.items() if value is not None}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def copy_skeleton(model: str, chat_template: str, directory: Path) -> None:
+    """Write config and tokenizer of a saved model (a folder, or a hub id) to ``directory``, with another template.
+
+    Raises ``ChatTemplateError``, and what transformers raises where there is no such model.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    load_tokenizer(model, chat_template).save_pretrained(directory)
+    AutoConfig.from_pretrained(model).save_pretrained(directory)
+    with suppress(OSError):  # not every model has one
+        GenerationConfig.from_pretrained(model).save_pretrained(directory)
 
 
 def write_weights(directory: Path, seed: int) -> None:

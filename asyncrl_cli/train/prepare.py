@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl_cli import __version__
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, ModelSpec
 from asyncrl_cli.tasks.base import Task
+from asyncrl_cli.train.tokenizer import CHAT_TEMPLATE
 
 
 def model_key(spec: ExperimentSpec) -> str:
@@ -26,6 +27,9 @@ def model_key(spec: ExperimentSpec) -> str:
         model["warm_start"].pop("threads")
         told = {"mix"} if spec.task.mix else {"use", "options"}
         model["task"] = spec.task.model_dump(mode="json", include=told)
+    model["chat_template"] = CHAT_TEMPLATE  # of a saved tokenizer it is of no account
+    if spec.model.chat_template is not None:
+        model["chat_template"] = Path(spec.model.chat_template).read_text()
     facts = json.dumps({"asyncrl": __version__, "seed": spec.seed, **model}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
@@ -37,18 +41,24 @@ def made_model_dir(spec: ExperimentSpec) -> Path | None:
     return spec.runs_dir.absolute() / "models" / model_key(spec)
 
 
+def skeleton_of(model: ModelSpec, folder: Path) -> str:
+    """Where ``skeleton`` left config and tokenizer: ``folder``, or the saved model that is used as it is."""
+    return str(model.path) if model.init is None and model.chat_template is None else str(folder)
+
+
 def skeleton(spec: ExperimentSpec, folder: Path) -> Path:
     """A folder with the model's config and tokenizer, which is all that an engine starts from.
 
-    Raises ``ModelInitError`` for a config that makes no model.
+    Raises ``ModelInitError`` for a config that makes no model, and ``ChatTemplateError``.
     """
-    from asyncrl_cli.train.initial_model import write_skeleton
+    from asyncrl_cli.train.initial_model import copy_skeleton, write_skeleton
 
-    if spec.model.init is None:
-        assert spec.model.path is not None
-        return Path(spec.model.path)
-    write_skeleton(spec.model.init, spec.model.max_length, folder)
-    return folder
+    model = spec.model
+    if model.init is not None:
+        write_skeleton(model.init, model.max_length, folder, model.chat_template)
+    elif model.chat_template is not None:
+        copy_skeleton(str(model.path), model.chat_template, folder)
+    return Path(skeleton_of(model, folder))
 
 
 def prepare_model(
@@ -73,10 +83,17 @@ def prepare_model(
     try:
         source = Path(spec.model.path) if spec.model.path else aside / "initial"
         if spec.model.init is not None:
-            build_initial_model(spec.model.init, spec.model.max_length, spec.seed, source)
+            build_initial_model(spec.model.init, spec.model.max_length, spec.seed, source, spec.model.chat_template)
         if spec.model.warm_start is not None:
             warm_start(
-                source, load_task(), spec.model.warm_start, spec.model.max_length, spec.seed, aside / "warm", progress
+                source,
+                load_task(),
+                spec.model.warm_start,
+                spec.model.max_length,
+                spec.seed,
+                aside / "warm",
+                progress,
+                spec.model.chat_template,
             )
             source = aside / "warm"
         try:

@@ -3,11 +3,16 @@
 Invariant: ``decode(encode(text)) == text`` for every text of printable ASCII and newlines. Nothing is
 merged, added, normalised or cleaned up; a character outside that set becomes ``<unk>``. The special tokens
 come first, so that the ids of characters do not move when a special token is renamed.
+
+``load_tokenizer`` is the one way to a run's tokenizer: it sees to ``model.chat_template``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.runs.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -18,10 +23,19 @@ CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 """The characters that have a token."""
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}[{{ message['content'] }}]{% else %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    '<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": '
+    "{% set arguments = call.function.arguments %}{{ arguments if arguments is string else arguments | tojson }}"
+    "}</tool_call>{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
 )
-"""Messages stand one behind the other; an assistant's ends with the end token, as when it was generated."""
+"""Messages stand one behind the other, as they are; an assistant's ends with the end token, as when it was generated.
+
+A tool's result stands in brackets, and tool calls in hermes form, as vLLM and rollout/tool_calls.py read them. A
+conversation's beginning is rendered as the beginning of the whole.
+"""
 
 
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
@@ -43,3 +57,38 @@ def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         padding_side="right",
         chat_template=CHAT_TEMPLATE,
     )
+
+
+class ChatTemplateError(UserError):
+    """A ``model.chat_template`` that is no Jinja template."""
+
+
+def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
+    """The tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``, if any.
+
+    Raises ``ChatTemplateError``, and what transformers raises where there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    return with_chat_template(AutoTokenizer.from_pretrained(folder), chat_template)
+
+
+def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
+    """The tokenizer, with the template in the file ``chat_template`` in place of its own. Raises
+    ``ChatTemplateError``."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    if chat_template is None:
+        return tokenizer
+    try:
+        tokenizer.chat_template = Path(chat_template).read_text()
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        raise ChatTemplateError(
+            f"model.chat_template: {chat_template} is no chat template: {line}{error}",
+            mend="give a file with a Jinja template, or leave it out to use the tokenizer's own",
+        ) from error
+    except TemplateError:
+        pass  # one may well refuse this conversation
+    return tokenizer

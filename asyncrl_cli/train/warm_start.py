@@ -25,6 +25,7 @@ from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train.initial_model import without_progress_bars
+from asyncrl_cli.train.tokenizer import load_tokenizer
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""
@@ -54,20 +55,23 @@ def warm_start(
     seed: int,
     directory_out: Path,
     progress: Progress | None = None,
+    chat_template: str | None = None,
 ) -> None:
     """Train the model in ``model_dir_in`` on CPU in float32 and write it, with its tokenizer, to ``directory_out``.
 
-    ``max_length`` bounds a demonstration in tokens. Sets the process's number of threads while it runs.
+    ``max_length`` bounds a demonstration in tokens; ``chat_template`` is a file's path, as in the spec. Sets
+    the process's number of threads while it runs.
+
     Raises ``WarmStartError`` if the task has no demonstrations, one is too long, or the loss is not finite.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     if not isinstance(task, DemonstrationTask):
         raise WarmStartError(
             "model.warm_start needs demonstrations, and the task has none",
             mend="give the task a method demonstration(rng, clean), or remove model.warm_start",
         )
-    tokenizer = AutoTokenizer.from_pretrained(model_dir_in)
+    tokenizer = load_tokenizer(model_dir_in, chat_template)
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

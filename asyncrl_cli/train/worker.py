@@ -116,9 +116,8 @@ class TrainerWorker:
 
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
-        from transformers import AutoTokenizer
-
         from asyncrl_cli.train import deepspeed_engine as ds
+        from asyncrl_cli.train.tokenizer import load_tokenizer
 
         state = {}
         for name, parameter in self._model.named_parameters():
@@ -127,7 +126,7 @@ class TrainerWorker:
                     state[name] = parameter.detach().cpu().clone()
         if self._rank == 0:
             self._model.save_pretrained(folder, state_dict=state)
-            AutoTokenizer.from_pretrained(self._model_dir).save_pretrained(folder)
+            load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
 
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's shard of weights, optimizer and counters, and its random-number states."""
