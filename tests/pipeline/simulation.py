@@ -29,7 +29,7 @@ from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.conductor import Conductor, Parts
-from asyncrl_cli.pipeline.evaluation import Evaluator
+from asyncrl_cli.pipeline.evaluation import Evaluator, HeldOut
 from asyncrl_cli.pipeline.launch import MODEL, Start, _save_before_leaving
 from asyncrl_cli.pipeline.metrics import batch_digest
 from asyncrl_cli.pipeline.prompting import PromptSource
@@ -83,6 +83,10 @@ def probe(weights: Weights) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.random.default_rng(number(weights)).normal(-5.0, 1.0, 8).astype(np.float32)
 
 
+TRAINING_TURNS = 5
+"""Turns of the event loop that a step takes: time enough for engines to generate meanwhile."""
+
+
 class Fate:
     """Decides who dies and when; at most ``faults`` times, so that every run comes to its end."""
 
@@ -92,6 +96,9 @@ class Fate:
         self.faults = faults
         self.met: list[str] = []
         self.driver = asyncio.Event()
+        self.training = 0
+        self.overlapped = False
+        """Whether an engine generated while a rank trained."""
 
     def strikes(self, victim: str, chance: float) -> bool:
         """Whether this is the end of it."""
@@ -115,6 +122,7 @@ class Engine(Actor):
         self._version, self._weights = -1, ("none",)
         self._running: dict[str, tuple[RolloutRequest, Rollout]] = {}
         self._told: dict[str, int] = {}
+        self._aborted: dict[str, list[Segment]] = {}
         self._news = asyncio.Event()
 
     @remote
@@ -141,8 +149,16 @@ class Engine(Actor):
             self._running.pop(rollout_id, None)
 
     @remote
+    async def abort(self) -> None:
+        self._may_die(0.02)
+        for name, (_, rollout) in self._running.items():
+            self._aborted[name] = self._tail(name, rollout)
+        self._running.clear()
+        self._news.set()
+
+    @remote
     async def collect(self, timeout_s: float) -> Delivery:
-        while not self._running:
+        while not (self._running or self._aborted):
             self._news.clear()
             await self._news.wait()
         await asyncio.sleep(0)
@@ -160,10 +176,12 @@ class Engine(Actor):
         for rollout in ended:
             del self._running[rollout.rollout_id]
         segments = self._untold() if self._fate.random.random() < 0.3 else []
+        aborted, self._aborted = self._aborted, {}
+        segments += [segment for tail in aborted.values() for segment in tail]
         silent = self._fate.strikes("engine", 0.01)
-        return Delivery(
-            ended, [], segments, EngineActivity(after - before, 0.0, 0.0, 1.0, silent_s=1e9 if silent else 0.0)
-        )
+        self._fate.overlapped |= after > before and self._fate.training > 0
+        activity = EngineActivity(after - before, 0.0, 0.0, 1.0, silent_s=1e9 if silent else 0.0)
+        return Delivery(ended, [], segments, activity, list(aborted))
 
     def _grow(self, rollout_id: str) -> None:
         request, rollout = self._running[rollout_id]
@@ -176,16 +194,19 @@ class Engine(Actor):
         found = []
         for name, (_, rollout) in self._running.items():
             if not name.startswith(EVALUATION):
-                start = self._told[name]
-                tail = replace(
-                    rollout,
-                    response_ids=rollout.response_ids[start:],
-                    logprobs=rollout.logprobs[start:],
-                    versions=rollout.versions[start:],
-                )
-                found += [replace(segment, start=segment.start + start) for segment in segments_of(tail)]
-                self._told[name] = len(rollout.response_ids)
+                found += self._tail(name, rollout)
         return found
+
+    def _tail(self, name: str, rollout: Rollout) -> list[Segment]:
+        """The tokens of a rollout that nobody has been told of."""
+        start, self._told[name] = self._told[name], len(rollout.response_ids)
+        tail = replace(
+            rollout,
+            response_ids=rollout.response_ids[start:],
+            logprobs=rollout.logprobs[start:],
+            versions=rollout.versions[start:],
+        )
+        return [replace(segment, start=segment.start + start) for segment in segments_of(tail)]
 
     def _may_die(self, chance: float) -> None:
         if self._fate.strikes("engine", chance):
@@ -248,6 +269,12 @@ class Rank(Actor):
         async with self._turn:
             await self._work(0.05)
             assert batch.step == len(self._weights), "each batch once, and in order"
+            self._fate.training += 1
+            try:
+                for _ in range(TRAINING_TURNS):
+                    await asyncio.sleep(0)
+            finally:
+                self._fate.training -= 1
             self._weights = (*self._weights, batch_digest(batch))
             await self._work(0.05)
             return StepReport({}, 0.001, 1)
@@ -417,12 +444,13 @@ class Simulation:
                 encoder,  # type: ignore[arg-type]
                 opening.waiting,
             ),
+            episodes=None,
             evaluator=Evaluator(
                 spec,
                 run,
                 client,
-                scorer,  # type: ignore[arg-type]
-                [(prompt, encoder.encode(prompt)) for prompt in data[:2]],
+                HeldOut([(prompt, encoder.encode(prompt)) for prompt in data[:2]], scorer),  # type: ignore[arg-type]
+                {},
             ),
             checkpoints=Checkpoints(run, ranks, spec),
             reporter=reporter,

@@ -128,14 +128,18 @@ def small_spec(**sections: Any) -> ExperimentSpec:
 
 
 specs = st.builds(
-    lambda staleness, every, on_stale, engines, slots, ranks, checkpoints, keep, tokens, evaluations: small_spec(
-        pipeline={"max_staleness": staleness, "publish_every": every, "on_stale": on_stale},
-        rollout={"engines": engines, "max_running_rollouts": slots},
-        trainer={"ranks": ranks},
-        checkpoints={"every": checkpoints, "keep_last": keep},
-        journal={"keep": tokens},
-        evaluation={"every": evaluations},
+    lambda partial, staleness, every, on_stale, engines, slots, ranks, checkpoints, keep, tokens, evaluations: (
+        small_spec(
+            pipeline={"max_staleness": staleness, "publish_every": every, "on_stale": on_stale}
+            | ({"mode": "sync", "partial_rollouts": True} if partial else {}),
+            rollout={"engines": engines, "max_running_rollouts": slots},
+            trainer={"ranks": ranks},
+            checkpoints={"every": checkpoints, "keep_last": keep},
+            journal={"keep": tokens},
+            evaluation={"every": evaluations},
+        )
     ),
+    partial=st.booleans(),
     staleness=st.sampled_from([0, 1, 1, 3]),
     every=st.integers(1, 3),
     on_stale=st.sampled_from(["wait", "requeue"]),
@@ -162,6 +166,20 @@ def test_an_undisturbed_run(tmp_path: Path, every: int) -> None:
     )
     assert finished.simulation.drivers == 1
     assert not [text for text in finished.simulation.view.shown if text.startswith("!")]
+
+
+def test_partial_rollouts_go_on_after_the_publish_and_nothing_is_generated_while_the_trainer_trains(
+    tmp_path: Path,
+) -> None:
+    fates = {partial: Fate(Random(0), 0) for partial in (False, True)}
+    few = {"engines": 1, "max_running_rollouts": 4}
+    partial = small_spec(pipeline={"mode": "sync", "partial_rollouts": True}, rollout=few)
+    finished = simulated(tmp_path / "partial", partial, fates[True])
+    simulated(tmp_path / "async", small_spec(rollout=few), fates[False])
+    assert not fates[True].overlapped
+    assert fates[False].overlapped, "or there would be nothing to see"
+    rollouts = [rollout for batch in finished.batches for group in batch.groups for rollout in group.rollouts]
+    assert any(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts)
 
 
 @given(of=specs, fate=fates)
