@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from asyncrl_cli.rollout.records import (
     Sampling,
     Segment,
 )
+from asyncrl_cli.rollout.slots import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -46,6 +48,11 @@ class StandInEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.rollout_id)
             raise
+
+    async def abort(self) -> None:
+        for name, answer in self.waiting.items():
+            if not answer.done():
+                answer.set_exception(Aborted([segment(name, 0, self.tokens[name])] if name in self.tokens else []))
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
         return [
@@ -304,6 +311,67 @@ def test_an_engine_without_new_tokens_is_silent(worker: RolloutWorker) -> None:
         assert 0.0 < one < two
         engine.tokens["1-0"] = 1
         assert (await worker.collect(0.01)).activity.silent_s == 0.0
+
+    asyncio.run(check())
+
+
+def test_what_is_aborted_brings_its_tokens_once_and_has_not_failed(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
+        engine.tokens = {"1-0": 4, "eval:0:greedy:0": 3}
+        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        engine.tokens["1-0"] = 6
+        await worker.abort()
+        delivery = await worker.collect(60.0)
+        assert sorted(delivery.aborted) == ["1-0", "1-1", "eval:0:greedy:0"]
+        assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 6), ("eval:0:greedy:0", 0, 3)]
+        assert (delivery.rollouts, delivery.failures) == ([], [])
+        assert delivery.activity.generated_tokens == 9
+        await worker.submit([request("1-0", segment("1-0", 0, 6))])
+        await asyncio.sleep(0)
+        engine.tokens = {"1-0": 7}
+        await worker.update_weights(2, "checksum", {}, "keep", (1, 2))
+        assert bounds(await worker.collect(60.0)) == [("1-0", 6, 7)]
+
+    asyncio.run(check())
+
+
+def test_streamed_tokens_come_as_they_are_made_and_others_do_not(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "1-0")
+        collecting = asyncio.create_task(worker.collect(60.0))
+        await asyncio.sleep(0)
+        streamed = [replace(request(name), streamed=True) for name in ("1-1/0", "eval:0:greedy:0/0")]
+        await worker.submit(streamed)
+        engine.tokens = {"1-0": 4, "1-1/0": 2, "eval:0:greedy:0/0": 3}
+        assert bounds(await collecting) == [("1-1/0", 0, 2), ("eval:0:greedy:0/0", 0, 3)]
+        engine.tokens["1-1/0"] = 3
+        assert bounds(await worker.collect(60.0)) == [("1-1/0", 2, 3)]
+        for name in ("1-1/0", "eval:0:greedy:0/0"):
+            engine.waiting[name].set_result(rollout(name))
+        assert len(ids(await worker.collect(60.0))) == 2
+        collecting = asyncio.create_task(worker.collect(0.2))
+        assert bounds(await collecting) == [], "nothing streams any more"
+
+    asyncio.run(check())
+
+
+def test_an_end_that_somebody_waits_for_is_delivered_at_once(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl_cli.rollout.worker.COALESCE_S", 3600.0)
+
+    async def check() -> None:
+        engine = await submitted(worker, "1-0", "1-1")
+        await worker.submit([replace(request("1-2/0"), awaited=True)])
+        await asyncio.sleep(0)
+        collecting = asyncio.create_task(worker.collect(60.0))
+        engine.waiting["1-0"].set_result(rollout("1-0"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not collecting.done(), "it can wait for others"
+        engine.waiting["1-2/0"].set_result(rollout("1-2/0"))
+        assert ids(await asyncio.wait_for(collecting, 60.0)) == ["1-0", "1-2/0"]
 
     asyncio.run(check())
 
