@@ -21,6 +21,7 @@ from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.engines import EngineKeeper
+from asyncrl_cli.pipeline.episodes import Episodes
 from asyncrl_cli.pipeline.evaluation import Evaluator, Series
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.follower import Follower
@@ -52,6 +53,7 @@ class Parts:
     client: GenerationClient
     scoring: Scoring
     prompts: PromptSource
+    episodes: Episodes | None
     evaluator: Evaluator
     checkpoints: Checkpoints
     run: RunDirectory
@@ -99,7 +101,9 @@ class Conductor:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._groups = GroupSource(
-                    self._spec, parts.buffer, parts.client, parts.scoring, parts.prompts, self._spawn
+                    *(self._spec, parts.buffer, parts.client, parts.scoring, parts.prompts),
+                    self._spawn,
+                    parts.episodes,
                 )
                 parts.buffer.on_reopen = self._groups.reopened
                 parts.client.on_segments = self._groups.note_segments

@@ -21,7 +21,10 @@ from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, wait_for
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
+
+MANY = 100_000
+"""Calls that a runner takes at a time: as many as it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +68,38 @@ class ActorFactory:
         )
         return options.remote(rank, self.spec, self._logs)
 
-    def scorer(self) -> Any:
+    def scorer(self, task: TaskSpec) -> Any:
         import ray
 
         from asyncrl_cli.tasks.scorer import Scorer
 
-        return ray.remote(Scorer).options(num_cpus=0).remote(self.spec.task, str(self.search_path), self._logs)
+        return ray.remote(Scorer).options(num_cpus=0).remote(task, str(self.search_path), self._logs)
+
+    def runner(self, task: TaskSpec, name: str) -> Any:
+        import ray
+
+        from asyncrl_cli.tasks.runner import Runner
+
+        # Where the driver is, there is the gateway. Calls are waited for here, and bounded here.
+        options = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=_here(), max_concurrency=MANY)
+        return options.remote(name, task, str(self.search_path), self._logs)
 
     def buffer(self) -> Any:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from asyncrl_cli.buffer.actor import Buffer
 
         # Where the driver is, there is the run's folder.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=here)
+        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=_here())
         return options.remote(str(self.run_path / FILE), buffer_settings(self.spec), self._logs)
+
+
+def _here() -> Any:
+    """Schedules an actor on the driver's node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def buffer_settings(spec: ExperimentSpec) -> BufferSettings:

@@ -1,4 +1,4 @@
-"""Training groups on the driver's side: prompts become requests, rollouts are recorded and judged.
+"""Training groups on the driver's side: prompts become requests or episodes, rollouts are recorded and judged.
 
 The buffer alone decides how many groups may start and when one is finished; this room keeps the engines as full
 as it allows, and tells the buffer of every token before anything rests on it.
@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncrl_cli.buffer.records import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.pipeline.buffer_client import BufferClient
+from asyncrl_cli.pipeline.episodes import Episodes, Recorded
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.rollout.client import GenerationClient
@@ -29,13 +30,15 @@ from asyncrl_cli.rollout.records import (
 )
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.tasks.scoring import Scored
+from asyncrl_cli.tasks.scoring import RewardFailure, Scored
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 SCORE_PATIENCE_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
+TELL_S = 0.25
+"""Seconds that new tokens of episodes wait for others, to be recorded with them."""
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
@@ -59,14 +62,20 @@ class GroupSource:
         scoring: Scoring,
         prompts: PromptSource,
         spawn: Spawn,
+        episodes: Episodes | None = None,
     ) -> None:
-        """``spawn`` starts a coroutine whose failure ends the run."""
+        """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays those groups that have no tokens
+        for a prompt, where the task has such."""
         self._spec = spec
         self._buffer = buffer
         self._client = client
         self._scoring = scoring
         self._prompts = prompts
         self._spawn = spawn
+        self._episodes = episodes
+        self._playing: dict[str, asyncio.Task[Any]] = {}
+        self._to_play = 0  # episodes of which the coroutine has yet to begin
+        self._untold: list[Segment] = []
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
             max_tokens=spec.rollout.max_response_tokens,
@@ -110,6 +119,8 @@ class GroupSource:
         """
         while self._candidates and self._candidates[0].serial <= opening.serial:
             self._candidates.popleft()
+        if self._prompts.pools is not None:
+            self._prompts.pools.restore(opening.solved)
         known = {group.admission.group_id for group in opening.groups}
         for group_id in self._open.keys() - known:
             self._spawn(self._cancel(group_id))
@@ -131,29 +142,67 @@ class GroupSource:
         self._spawn(self._buffer.call("record", [], segments, []))
 
     def _free_groups(self) -> int:
-        return self._client.free // self._spec.rollout.group_size
+        resting = self._to_play + (self._episodes.resting if self._episodes is not None else 0)
+        return max(0, self._client.free - resting) // self._spec.rollout.group_size
 
     def _start(self, group: OpenGroup) -> None:
         """Request what is missing of a group, and judge what is there without a reward."""
         admission = group.admission
         self._open[admission.group_id] = admission
-        requests = [
-            RolloutRequest(
-                rollout_id=training_rollout_id(admission.group_id, place),
-                prompt_ids=admission.prompt_ids,
-                sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, place)),
-                prefix=group.prefixes.get(place, {}).get(0, ()),
-                priority=admission.group_id,
-                affinity=str(admission.group_id),
-            )
-            for place in range(self._spec.rollout.group_size)
-            if place not in group.scored and place not in group.unscored
-        ]
-        self._client.enqueue(requests, self._on_end)
+        for place in range(self._spec.rollout.group_size):
+            if place not in group.scored and place not in group.unscored:
+                recorded = group.prefixes.get(place, {})
+                sampling = replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, place))
+                rollout_id = training_rollout_id(admission.group_id, place)
+                if admission.prompt_ids:
+                    self._request(admission, rollout_id, sampling, recorded.get(0, ()))
+                elif self._episodes is not None:
+                    self._to_play += 1
+                    self._spawn(self._play(self._episodes, admission, rollout_id, sampling, recorded))
         if group.unscored:
             decode = self._prompts.encoder.decode
             finished = [replace(rollout, text=decode(rollout.response_ids)) for rollout in group.unscored.values()]
             self._spawn(self._settle(finished, []))
+
+    def _request(self, admission: Admission, rollout_id: str, sampling: Sampling, prefix: tuple[Segment, ...]) -> None:
+        request = RolloutRequest(
+            rollout_id,
+            admission.prompt_ids,
+            sampling,
+            prefix,
+            priority=admission.group_id,
+            affinity=str(admission.group_id),
+        )
+        self._client.enqueue([request], self._on_end)
+
+    async def _play(
+        self, episodes: Episodes, admission: Admission, rollout_id: str, sampling: Sampling, recorded: Recorded
+    ) -> None:
+        """See an episode through; its tokens are recorded as they come, and once more whole, with its outcome."""
+        self._to_play -= 1
+        group_id = admission.group_id
+        playing = asyncio.current_task()
+        if group_id not in self._open or playing is None:  # it was given up at once
+            return
+        self._playing[rollout_id] = playing
+        try:
+            rollout, score = await episodes.play(
+                rollout_id, admission.prompt, sampling, group_id, recorded, self._tell_soon
+            )
+        finally:
+            del self._playing[rollout_id]
+        if group_id in self._open:
+            finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
+            await self._tell(finished, [_outcome(rollout_id, score)])
+
+    def _tell_soon(self, segments: list[Segment]) -> None:
+        if not self._untold:
+            asyncio.get_running_loop().call_later(TELL_S, self._tell_segments)
+        self._untold += segments
+
+    def _tell_segments(self) -> None:
+        segments, self._untold = self._untold, []
+        self.note_segments(segments)
 
     def _on_end(self, ended: Ended) -> None:
         rollouts = [result for _, result in ended if isinstance(result, Rollout)]
@@ -172,16 +221,20 @@ class GroupSource:
             scoring = asyncio.ensure_future(self._scoring.score(responses))
             if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
                 await self._buffer.call("record", rollouts, [], [])
-            for rollout, score in zip(rollouts, await scoring, strict=True):
-                judged = (score.reward, "") if isinstance(score, Scored) else (None, score.reason)
-                outcomes.append(Outcome(rollout.rollout_id, *judged))
+            outcomes += [
+                _outcome(rollout.rollout_id, score) for rollout, score in zip(rollouts, await scoring, strict=True)
+            ]
+        await self._tell(rollouts, outcomes)
+
+    async def _tell(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
+        """Tell the buffer what became of rollouts, and do what follows for their groups."""
         settled: Settled = await self._buffer.call("record", rollouts, [], outcomes)
         reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
         for group_id in settled.finished:
-            self._open.pop(group_id, None)
+            self._visited(group_id, settled)
             self.rejected_in_a_row = 0
         for group_id, reason in settled.rejected:
-            self._open.pop(group_id, None)
+            self._visited(group_id, settled)
             self.rejected_in_a_row += 1
             if reason == "failed":
                 self.failures += 1
@@ -190,9 +243,17 @@ class GroupSource:
         self._check()
         self.fill()
 
+    def _visited(self, group_id: int, settled: Settled) -> None:
+        """A group is not open any more."""
+        if (admission := self._open.pop(group_id, None)) is not None and (group_id, "failed") not in settled.rejected:
+            self._prompts.visited(admission.prompt.uid, group_id in settled.solved)
+
     async def _cancel(self, group_id: int) -> None:
-        size = self._spec.rollout.group_size
-        await self._client.cancel(training_rollout_id(group_id, place) for place in range(size))
+        ids = [training_rollout_id(group_id, place) for place in range(self._spec.rollout.group_size)]
+        for rollout_id in ids:
+            if (playing := self._playing.get(rollout_id)) is not None:
+                playing.cancel()
+        await self._client.cancel(ids)
 
     def _check(self) -> None:
         if self.failures > self._spec.rollout.max_failures:
@@ -209,3 +270,9 @@ class GroupSource:
                 mend="Use a task of which the model solves some and not all, or set it to skip, or raise "
                 "pipeline.max_rejected_in_a_row",
             )
+
+
+def _outcome(rollout_id: str, score: Scored | RewardFailure) -> Outcome:
+    if isinstance(score, RewardFailure):
+        return Outcome(rollout_id, None, score.reason)
+    return Outcome(rollout_id, score.reward, metrics=score.metrics)

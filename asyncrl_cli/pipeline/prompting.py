@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl_cli.buffer.records import Candidate
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.runs.directory import RunError
 
@@ -18,12 +19,17 @@ MAX_SKIPS_IN_A_ROW = 10_000
 class PromptEncoder:
     """Turns a prompt's text or messages into token ids."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+    def __init__(self, tokenizer: Any, max_tokens: int, episodic: bool = False) -> None:
+        """``episodic``: rollouts are episodes, which say themselves what the model is given."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._episodic = episodic
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
-        """Token ids, or None when there are too many. Raises ``RunError`` for messages without a template."""
+        """Token ids, or None when there are too many; none for an episode. Raises ``RunError`` for messages without a
+        template."""
+        if self._episodic:
+            return ()
         if isinstance(prompt.content, str):
             ids = self._tokenizer(prompt.content)["input_ids"]
         elif self._tokenizer.chat_template is None:
@@ -44,28 +50,63 @@ class PromptEncoder:
 
 
 class PromptSource:
-    """The training prompts in their order; those given back by an interrupted run come first."""
+    """The training prompts in their order; those given back by an interrupted run come first.
 
-    def __init__(self, loader: PromptLoader, encoder: PromptEncoder, first: Iterable[Prompt] = ()) -> None:
+    ``skipped`` counts prompts that were too long.
+    """
+
+    def __init__(
+        self,
+        loader: PromptLoader,
+        encoder: PromptEncoder,
+        first: Iterable[Prompt] = (),
+        pools: Pools | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``pools`` says which prompts are left out; ``warn`` hears of what somebody should know."""
         self.loader = loader
         self.encoder = encoder
+        self.pools = pools
         self._first = deque(first)
+        self._warn = warn
         self.skipped = 0
         self._serial = 0
+        self._all_solved = False
 
     def next(self) -> tuple[Prompt, tuple[int, ...]]:
         """The next prompt that is short enough. Raises ``RunError`` when there seems to be none."""
         for _ in range(MAX_SKIPS_IN_A_ROW):
-            prompt = self._first.popleft() if self._first else self.loader.next()
+            prompt = self._first.popleft() if self._first else self._unsolved()
             ids = self.encoder.encode(prompt)
             if ids is not None:
                 return prompt, ids
             self.skipped += 1
+            if self.skipped == 1:
+                self._warn(
+                    f"prompt {prompt.uid} is longer than rollout.max_prompt_tokens and is left out; "
+                    "the metric data/skipped_prompts counts such prompts"
+                )
         raise RunError(
             f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens",
             place="data.train",
             mend="Raise rollout.max_prompt_tokens or shorten the prompts",
         )
+
+    def _unsolved(self) -> Prompt:
+        """The next prompt that is not retired; when there is none in as many prompts as an epoch has, the next one."""
+        for _ in range(len(self.loader)):
+            prompt = self.loader.next()
+            if self.pools is None or not self.pools.leaves_out(prompt.uid, self.loader.epoch):
+                return prompt
+        if not self._all_solved:
+            self._all_solved = True
+            self._warn("every training prompt is solved (data.pools): they are trained on again")
+        return prompt
+
+    def visited(self, uid: str, solved: bool) -> None:
+        """A prompt's group has ended; it was ``solved`` when every rollout was right."""
+        if self.pools is not None:
+            self.pools.visited(uid, solved)
 
     def candidate(self) -> Candidate:
         """The next prompt, with where the loader stands after it."""

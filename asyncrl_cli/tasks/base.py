@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -17,12 +17,14 @@ CORRECT = 1.0
 
 @runtime_checkable
 class Task(Protocol):
-    """A task scores responses. The one method every task has."""
+    """A task that scores single responses."""
 
-    def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
+    def reward(
+        self, prompt: Prompt, response: str, finished: bool
+    ) -> float | RewardResult | Awaitable[float | RewardResult]:
         """The reward of one response (any finite float; 1.0 counts as correct in the accuracies shown).
 
-        ``finished`` is false when the response was cut at its token limit.
+        ``finished`` is false when the response was cut at its token limit. It may be an async method.
         """
         ...
 
@@ -59,11 +61,15 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelAccess:
-    """How an agent reaches the policy: an OpenAI-compatible server, under a base URL of this rollout's own."""
+    """How an agent reaches the policy: an OpenAI-compatible server, under a base URL of this rollout's own.
+
+    ``rollout_id`` names the rollout in the journal.
+    """
 
     base_url: str
     api_key: str
     model: str
+    rollout_id: str = ""
 
 
 @runtime_checkable
@@ -106,3 +112,29 @@ class EnvironmentTask(Protocol):
     def environment(self, prompt: Prompt) -> Environment:
         """The environment of one episode."""
         ...
+
+
+@runtime_checkable
+class TaskMix(Protocol):
+    """Several tasks under one roof. ``members`` has them by name, in the order of the spec."""
+
+    members: Mapping[str, object]
+
+    def member(self, prompt: Prompt) -> tuple[object, Prompt]:
+        """The task that a prompt of the mix belongs to, and the prompt as that task made it."""
+        ...
+
+
+def task_of(task: object, prompt: Prompt) -> tuple[object, Prompt]:
+    """The task that a prompt belongs to, and the prompt as that task knows it: a mix's member, or the task itself."""
+    return task.member(prompt) if isinstance(task, TaskMix) else (task, prompt)
+
+
+def is_episodic(task: object) -> bool:
+    """Whether rollouts of the task are episodes: it calls the policy itself, or the policy plays its environment.
+
+    A mix with one such member is.
+    """
+    if isinstance(task, TaskMix):
+        return any(is_episodic(member) for member in task.members.values())
+    return isinstance(task, (AgentTask, EnvironmentTask))

@@ -19,7 +19,7 @@ from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
 if TYPE_CHECKING:
     import aiohttp
 
-LIMITS = frozenset({"context_length_exceeded", "max_calls_exceeded", "max_tokens_exceeded"})
+LIMITS = frozenset({"context_length_exceeded", "max_calls_exceeded", "max_sampled_tokens_exceeded"})
 """Error codes of the policy's server that say: this conversation, or this episode, has reached a limit."""
 
 

@@ -1,0 +1,177 @@
+"""Episodes from the driver: one rollout is played until it has a score or a reason why it has none.
+
+Every playing has a session of its own, under a URL that nobody else has, and ends with it: what an agent of before
+still sends is refused. What was generated is kept from one playing to the next, unless the agent itself failed; then
+it starts over, with other random numbers.
+
+Invariant: ``play`` returns, whatever the agent does: a playing has limits (``task.episode``), and each that is
+repeated for the agent's sake counts against ``rollout.retries``; one that is repeated for another reason has a runner,
+or another episode, to blame, and of those only so many may fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.runners import Runners
+from asyncrl_cli.pipeline.scoring import Scoring
+from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.session import Limits, Session, Sessions
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.tasks.episode_owner import Played
+from asyncrl_cli.tasks.scoring import RewardFailure, Scored
+
+OnSegments = Callable[[list[Segment]], None]
+Recorded = Mapping[int, tuple[Segment, ...]]
+"""What is recorded of a rollout, by branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Where episodes find the policy: the sessions that the gateway serves, and how to get there."""
+
+    chat: ChatFormat
+    sessions: Sessions
+    session_url: Callable[[str], str]
+    api_key: str
+    model: str
+
+
+class Episodes:
+    """Plays the episodes of one task."""
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        service: Service,
+        runners: Runners,
+        scoring: Scoring,
+        *,
+        limits: Limits,
+        retries: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``retries``: times that an episode is played again after its own code failed. ``on_progress`` hears that an
+        episode has ended."""
+        self._client = client
+        self._service = service
+        self._runners = runners
+        self._scoring = scoring
+        self._limits = limits
+        self._retries = retries
+        self._on_progress = on_progress
+        self._open = 0
+        self._calls = 0
+
+    @property
+    def resting(self) -> int:
+        """Episodes under way that are not asking for anything right now."""
+        return max(0, self._open - self._calls)
+
+    async def play(
+        self,
+        rollout_id: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        priority: int = 0,
+        recorded: Recorded | None = None,
+        record: OnSegments | None = None,
+    ) -> tuple[Rollout | None, Scored | RewardFailure]:
+        """One episode; None when the policy sampled nothing in it.
+
+        ``sampling`` is that of every call, each with a seed that follows from it; its ``max_tokens`` are a call's.
+        Calls with a lower ``priority`` run first. ``recorded`` is what an earlier driver recorded of the rollout,
+        ``record`` hears of every token. Cancelling this stops the episode. Raises ``UserError`` when the task cannot
+        be loaded any more, or a part of the run died too often.
+        """
+        told = _Told(rollout_id, recorded or {}, record)
+        attempt, playing, apart = 0, 0, False
+        self._open += 1
+        try:
+            while True:
+                session = Session(
+                    rollout_id,
+                    self._service.chat,
+                    self._generate,
+                    replace(sampling, seed=_seed(sampling.seed, attempt)),
+                    replace(self._limits, max_call_tokens=sampling.max_tokens),
+                    fixed_sampling=True,
+                    priority=priority,
+                    recorded=told.recorded,
+                    on_segments=told.add,
+                )
+                played = await self._play(session, prompt, f"{rollout_id}~{playing}" if playing else rollout_id, apart)
+                playing += 1
+                if played.again == "anew" and attempt < self._retries:
+                    attempt += 1
+                    told = _Told(rollout_id, {}, record)
+                elif played.again in ("on", "apart"):
+                    apart = apart or played.again == "apart"
+                else:
+                    return await self._judged(prompt, session, played)
+        finally:
+            self._open -= 1
+            self._on_progress()
+
+    async def _play(self, session: Session, prompt: Prompt, name: str, apart: bool) -> Played:
+        service = self._service
+        async with self._runners.place(apart) as place:
+            service.sessions.open(session, name)
+            try:
+                access = ModelAccess(service.session_url(name), service.api_key, service.model, session.rollout_id)
+                return await place.play(name, prompt, access)
+            finally:
+                service.sessions.close(name)
+
+    async def _judged(
+        self, prompt: Prompt, session: Session, played: Played
+    ) -> tuple[Rollout | None, Scored | RewardFailure]:
+        rollout, score = session.rollout(), played.score
+        if rollout is None and not isinstance(score, RewardFailure):
+            nothing = f": {session.failure}" if session.failure else ""
+            score = RewardFailure(f"the episode of prompt {prompt.uid!r} got no reply of the model{nothing}")
+        if score is None:
+            assert rollout is not None
+            (score,) = await self._scoring.score([(prompt, session.last_text, rollout.finished)])
+        return rollout, score
+
+    async def _generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
+        self._calls += 1
+        try:
+            return await self._client.generate(request, on_segments)
+        finally:
+            self._calls -= 1
+
+
+class _Told:
+    """What is known of a rollout's tokens, whichever playing they are of: told segments, by sequence.
+
+    Those of a token that is told again, and all that followed in its sequence, are void.
+    """
+
+    def __init__(self, rollout_id: str, recorded: Recorded, record: OnSegments | None) -> None:
+        self._rollout_id = rollout_id
+        self.recorded: dict[int, tuple[Segment, ...]] = dict(recorded)
+        self._record = record
+
+    def add(self, segments: list[Segment]) -> None:
+        """New tokens."""
+        for segment in segments:
+            number = int(segment.rollout_id.removeprefix(self._rollout_id)[1:] or 0)  # of ``branch_id``
+            before = (known for known in self.recorded.get(number, ()) if known.start < segment.start)
+            self.recorded[number] = (*before, segment)
+        if self._record is not None:
+            self._record(segments)
+
+
+def _seed(seed: int | None, attempt: int) -> int | None:
+    """Another attempt gets other random numbers."""
+    if seed is None or attempt == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/attempt/{attempt}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
