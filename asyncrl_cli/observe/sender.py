@@ -201,8 +201,17 @@ def _step_metrics(row: Mapping[str, Any]) -> Iterator[Number]:
 
 def _evaluation_metrics(line: str, at: float) -> Iterator[Number]:
     result = json.loads(line)
-    yield f"eval/{result['kind']}_accuracy", result["accuracy"], at, result["step"]
-    yield f"eval/{result['kind']}_tokens_mean", result["mean_length"], at, result["step"]
+    numbers = {
+        "accuracy": result["accuracy"],
+        "tokens_mean": result["mean_length"],
+        "reward_mean": result.get("mean_reward"),
+        **{f"pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
+        **result.get("metrics", {}),
+    }
+    prefix = f"eval/{result['kind'].replace(':', '/')}"
+    for name, value in numbers.items():
+        if value is not None:
+            yield f"{prefix}_{name}", value, at, result["step"]
 
 
 def _parameters(value: Any, prefix: str = "") -> dict[str, str]:

@@ -74,8 +74,9 @@ class PlainView:
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._accuracy[result.kind] = result.accuracy
+        several = f"  pass@{result.samples} {result.pass_at[-1]:.3f}" if result.pass_at else ""
         self._print(
-            f"held-out {result.kind} accuracy {result.accuracy:.3f} at step {result.step}"
+            f"held-out {result.kind} accuracy {result.accuracy:.3f}{several} at step {result.step}"
             f" ({result.prompts} prompts, {result.mean_length:.1f} tokens)"
         )
 
@@ -148,7 +149,8 @@ class LiveView:
         m = self._metrics
         yield "reward", f"{m['reward/mean']:.3f}  {sparkline(list(self._trend['reward/mean']))}"
         for kind, values in self._accuracy.items():
-            yield f"held-out, {kind}", f"{values[-1]:.3f}  {sparkline(values[-TREND_STEPS:])}  (first {values[0]:.3f})"
+            label = kind if ":" in kind else f"held-out, {kind}"
+            yield label, f"{values[-1]:.3f}  {sparkline(values[-TREND_STEPS:])}  (first {values[0]:.3f})"
         lengths = sparkline(list(self._trend["response/tokens_mean"]))
         yield "response", f"{m['response/tokens_mean']:.1f} tokens  {lengths}"
         mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]

@@ -17,6 +17,7 @@ FIXED = {
     "model": "checkpoints and recorded log-probs are those of this model",
     "task": "recorded rewards are those of this task",
     "data.train": "the journal says how far the run is in this data",
+    "data.curriculum": "the journal says how far the run is in it",
     "data.shuffle": "the journal says how far the run is in this order",
     "rollout.group_size": "recorded groups have this size",
     "rollout.max_prompt_tokens": "which prompts are left out follows from it",
