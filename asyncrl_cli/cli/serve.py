@@ -70,6 +70,10 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
         raise typer.BadParameter("a spec has no steps; name a run", param_hint="--step")
     spec = load_spec(path, changes).spec
 
+    import os
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on stdout that it found no other
+
     from asyncrl_cli.pipeline.serving import served_spec
     from asyncrl_cli.tasks.load import load_task
     from asyncrl_cli.train.prepare import prepare_model

@@ -37,8 +37,10 @@ GENERATION_ERRORS: dict[int | str, dict[str, Any]] = {
 
 def generation(answer: Any, chunk: Any, body: type[Wire]) -> dict[str, Any]:
     """The keyword arguments of a route that generates."""
-    events = {"schema": {"type": "string", "description": f"Events, each a {chunk.__name__}, and last `[DONE]`."}}
-    answered = {"model": answer, "description": "What was generated.", "content": {"text/event-stream": events}}
+    said = {"type": "string", "description": f"A {chunk.__name__} as JSON, an error, or at the end `[DONE]`."}
+    one_event = {"type": "object", "properties": {"data": said}, "required": ["data"]}
+    content = {"text/event-stream": {"schema": one_event}}
+    answered = {"model": answer, "description": "What was generated.", "content": content}
     schema = {"$ref": REFERENCE.format(model=body.__name__)}
     return {
         "responses": {200: answered, **ERRORS, **SESSION_ERRORS, **GENERATION_ERRORS},

@@ -163,6 +163,7 @@ class ChatRequest(GenerationRequest):
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
 
+Prompt = Annotated[str, Field(min_length=1, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -170,9 +171,9 @@ class CompletionRequest(GenerationRequest):
     """A request of `/v1/completions`."""
 
     prompt: (
-        Text
+        Prompt
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
     ) = Field(description="A text, token ids, or a list of either.")
     logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(

@@ -1,0 +1,56 @@
+"""The OpenAPI document is true: schemathesis reads it, and asks for everything in it, rightly and wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from gateway_stand_ins import in_time, served
+
+NOT_IN_A_SCHEMA = "positive_data_acceptance"
+"""The check that whatever fits the schema is served: no schema says how long a prompt may be in tokens, or which model
+there is."""
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_no_fault(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(max_body_mb=1) as there:
+            there.session("0")  # one of the ids that are tried
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "schemathesis.cli", "run", f"{there.gateway.url}/openapi.json"),
+                *("--header", f"Authorization: Bearer {there.gateway.api_key}"),
+                *("--exclude-checks", NOT_IN_A_SCHEMA),
+                *("--max-examples", "30", "--request-timeout", "20", "--seed", "0", "--no-color"),
+                cwd=tmp_path,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+            said, _ = await process.communicate()
+            assert process.returncode == 0, said.decode()
+            assert b"10 selected / 10 total" in said, said.decode()
+            assert (await there.http.get("/health")).status_code == 200
+
+    in_time(test, seconds=400)
+
+
+def test_the_document_names_what_clients_need() -> None:
+    async def test() -> None:
+        async with served() as there:
+            document = (await there.http.get("/openapi.json", headers={"authorization": ""})).json()
+            for prefix in ("/v1", "/sessions/{session_id}/v1"):
+                operation = document["paths"][f"{prefix}/chat/completions"]["post"]
+                assert operation["security"] == [{"HTTPBearer": []}]
+                assert {"200", "400", "401", "404", "410", "413", "503"} <= operation["responses"].keys()
+                assert "422" not in operation["responses"]
+                assert operation["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
+            assert "security" not in document["paths"]["/health"]["get"]
+            schemas = document["components"]["schemas"]
+            assert {"messages", "tools", "max_completion_tokens", "return_token_ids"} <= schemas["ChatRequest"][
+                "properties"
+            ].keys()
+            assert "HTTPValidationError" not in schemas
+
+    in_time(test)
