@@ -213,7 +213,7 @@ async def _start_trainers(
             return model_dir
 
 
-async def start_engine(engine: EngineProcess, folder: asyncio.Task[Path], faults: Faults) -> str:
+async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], faults: Faults) -> str:
     """Start one engine on ``folder``, again when it dies meanwhile; returns the Ray node's id. Raises ``RunError``."""
     while True:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from asyncrl_cli.rollout.records import Sampling
 from asyncrl_cli.rollout.session import Limits, Session, Sessions
 from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
 from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 FINAL_MODEL = "model"
@@ -114,9 +116,9 @@ async def _serve(
     async def not_recorded(kind: str, part: str, message: str) -> None:
         """No journal records what happens here."""
 
-    async def work() -> None:
+    async def work(temporary: Path) -> None:
         status("reading the model")
-        folder = await asyncio.to_thread(served.model, Path(tempfile.mkdtemp(prefix="asyncrl-model-")) / "model")
+        folder = await asyncio.to_thread(served.model, temporary / "model")
         chat = await asyncio.to_thread(_chat_format, spec, folder)
         client = GenerationClient(
             engines,
@@ -126,12 +128,11 @@ async def _serve(
             decode=chat.decode,
         )
         keeper = EngineKeeper(client, _OwnWeights(), faults, folder, lambda: None)
-        gateway = await start_gateway(
-            spec.rollout.gateway, chat, Sessions(), new_session(spec, chat, client), served.name
-        )
+        new_session = _new_session(spec, chat, client)
+        gateway = await start_gateway(spec.rollout.gateway, chat, Sessions(), new_session, served.name)
         async with gateway, asyncio.TaskGroup() as group:
             status("starting engines")
-            there = asyncio.get_running_loop().create_future()
+            there: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
             there.set_result(folder)
             await asyncio.gather(*(start_engine(engine, there, faults) for engine in engines))
             for engine in client.engines:
@@ -141,12 +142,14 @@ async def _serve(
     faults = Faults(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
     engines = [EngineProcess(factory, f"engine-{index}", served.version) for index in range(spec.rollout.engines)]
-    try:
-        await until_stopped(work(), stop)
-    except* RunError as errors:
-        raise errors.exceptions[0] from None
-    finally:
-        await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
+    # Below Ray's folder, which the guardian removes when nobody else can.
+    with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:
+        try:
+            await until_stopped(work(Path(temporary)), stop)
+        except* UserError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
 
 
 class _OwnWeights:

@@ -73,6 +73,7 @@ class RolloutWorker:
         self._engine = Engine(self._spec, model_dir, own_weights=version is not None)
         if version is not None:
             await self._engine.serve_own(version)
+            await self._engine.attest((0, 0), 0.0)  # what the engine cannot run is to fail now
         return str(ray.get_runtime_context().get_node_id())
 
     async def submit(self, requests: list[RolloutRequest]) -> None:
