@@ -128,8 +128,8 @@ async def _serve(
             decode=chat.decode,
         )
         keeper = EngineKeeper(client, _OwnWeights(), faults, folder, lambda: None)
-        new_session = _new_session(spec, chat, client)
-        gateway = await start_gateway(spec.rollout.gateway, chat, Sessions(), new_session, served.name)
+        for_one_call = new_session(spec, chat, client)
+        gateway = await start_gateway(spec.rollout.gateway, chat, Sessions(), for_one_call, served.name)
         async with gateway, asyncio.TaskGroup() as group:
             status("starting engines")
             there: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
