@@ -1,27 +1,80 @@
-"""A plain reward function as a task."""
+"""Plain functions and classes of the user's as tasks: a reward function, an agent function, an environment class.
+
+All of them see the prompt as its row, a dict: its ``uid``, its ``prompt`` (text, or a list of messages) and all its
+other fields. The prompts come from a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
+
+FURTHER = ("finished",)
+"""What a reward function gets by name, if it names it, beside the prompt and the response."""
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The row of a prompt, as functions see it."""
+    content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
+    return {**prompt.fields, "uid": prompt.uid, "prompt": content}
 
 
 class FunctionTask:
-    """A task of one function ``f(prompt, response) -> float``.
+    """A task of one function ``f(prompt, response) -> float | RewardResult``, which may be async.
 
-    ``prompt`` is the row as a dict: its ``uid``, its ``prompt`` (text, or a list of messages) and all its
-    other fields. The prompts come from a file.
+    A function with a parameter ``finished`` gets that, too: whether the model ended the response itself.
     """
 
-    def __init__(self, function: Callable[[dict[str, Any], str], Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.name = name
+        self.function = function
+        self._further = further_arguments(function)
+
+    def reward(
+        self, prompt: Prompt, response: str, finished: bool
+    ) -> float | RewardResult | Awaitable[float | RewardResult]:
+        """What the function returns; ``scoring.checked`` checks that it is a reward."""
+        further = {"finished": finished} if "finished" in self._further else {}
+        value: float = self.function(row_of(prompt), response, **further)
+        return value
+
+
+def further_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Those of ``FURTHER`` that a function names as parameters."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a builtin without a signature
+        return ()
+    return tuple(name for name in FURTHER if name in parameters)
+
+
+class AgentFunction:
+    """An agent: one async function ``f(prompt, model) -> float | RewardResult``."""
+
+    def __init__(self, function: Callable[[dict[str, Any], ModelAccess], Awaitable[Any]], name: str) -> None:
         self.name = name
         self._function = function
 
-    def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """What the function returns; ``scoring.score`` checks that it is a number."""
-        content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
-        row = {**prompt.fields, "uid": prompt.uid, "prompt": content}
-        value: float = self._function(row, response)
+    async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
+        """Play one episode."""
+        value: float | RewardResult | None = await self._function(row_of(prompt), model)
         return value
+
+
+class EnvironmentClass:
+    """A class of environments, made anew for each episode from ``task.options`` and, if it names it, ``prompt``."""
+
+    def __init__(self, environment: Callable[..., Environment], options: Mapping[str, Any], name: str) -> None:
+        self.name = name
+        self._environment = environment
+        self._options = dict(options)
+        self._sees_prompt = "prompt" in inspect.signature(environment).parameters
+
+    def environment(self, prompt: Prompt) -> Environment:
+        """The environment of one episode."""
+        further = {"prompt": row_of(prompt)} if self._sees_prompt else {}
+        return self._environment(**self._options, **further)

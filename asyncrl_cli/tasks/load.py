@@ -1,8 +1,13 @@
-"""From ``task.use`` to a task.
+"""From ``task.use``, or ``task.mix``, to a task.
 
-Three forms: the name of a ready task, ``module:Class`` (constructed with ``task.options``) and
-``module:function`` (a bare reward). Whatever is wrong is a ``TaskError`` that names the field and the mend,
-raised before anything heavy starts.
+``use`` is the name of a ready task, ``gym/<data set>``, or what a module of the user's has:
+
+- ``module:Class`` with ``reward``, ``run`` or ``environment``: a task, constructed with ``task.options``;
+- ``module:Class`` with ``reset`` and ``step``: an environment, constructed with them for each episode;
+- ``module:function`` with parameters (prompt, response): a bare reward;
+- ``module:function``, async, with parameters (prompt, model): an agent.
+
+Whatever is wrong is a ``TaskError`` that names the field and the mend, raised before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -11,45 +16,72 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.spec.rules import GYM
 from asyncrl_cli.spec.sections import TaskSpec
-from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.tasks.errors import TaskError
-from asyncrl_cli.tasks.function_task import FunctionTask
+from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments
+from asyncrl_cli.tasks.mix import MixTask
 
 READY = {
     "chain_sum": "asyncrl_cli.tasks.chain_sum:ChainSum",
     "spell_backward": "asyncrl_cli.tasks.spell_backward:SpellBackward",
+    "calculator": "asyncrl_cli.tasks.calculator:Calculator",
+    "math": "asyncrl_cli.tasks.math_answers:MathAnswers",
+    "exact": "asyncrl_cli.tasks.matching:ExactMatch",
+    "regex": "asyncrl_cli.tasks.matching:RegexMatch",
+    "unit_tests": "asyncrl_cli.tasks.unit_tests:UnitTests",
+    "judge": "asyncrl_cli.tasks.judge:Judge",
+    "verifiers": "asyncrl_cli.tasks.verifiers_adapter:VerifiersEnvironment",
+    "command": "asyncrl_cli.tasks.command:Command",
 }
 """The tasks that come with asyncrl."""
+GYM_TASK = "asyncrl_cli.tasks.gym:Gym"
+"""The class behind ``gym/<data set>``; its first argument is the data set."""
+ANY_KIND = (
+    "name a class with a method reward(prompt, response, finished), run(prompt, model) or environment(prompt), "
+    "an environment class with reset and step, a function f(prompt, response), or an async function f(prompt, model)"
+)
 
 
-def load_task(spec: TaskSpec, search_path: Path) -> Task:
-    """The task that ``spec`` names.
+def load_task(spec: TaskSpec, search_path: Path) -> Any:
+    """The task that ``spec`` names: a ``Task``, an ``AgentTask``, an ``EnvironmentTask`` or a ``TaskMix``.
 
     ``search_path`` is the folder of the spec file: modules are looked for there first, as Python does for a
     script. Raises ``TaskError``.
     """
-    target = READY.get(spec.use, spec.use)
+    if spec.mix:
+        return MixTask(
+            {member.name: load_one(member.use, member.options, search_path) for member in spec.mix}, spec, search_path
+        )
+    if spec.use is None:
+        raise TaskError("the spec names no task", place="task.use", mend="give task.use or task.mix")
+    return load_one(spec.use, spec.options, search_path)
+
+
+def load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
+    """One task, as ``use`` and ``options`` say. Raises ``TaskError``."""
+    if use.startswith(GYM):
+        options = {"data_set": use.removeprefix(GYM), **options}
+        target = GYM_TASK
+    else:
+        target = READY.get(use, use)
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise TaskError(
-            f"task.use: there is no ready task {spec.use!r}",
-            mend=f"{_did_you_mean(spec.use, READY)}ready tasks are {', '.join(READY)}; "
-            "your own is module:Class or module:function",
+            f"task.use: there is no ready task {use!r}",
+            mend=f"{_did_you_mean(use, READY)}ready tasks are {', '.join(READY)}, {GYM}<data set>; "
+            "your own is module:name",
         )
     found = _attribute(_module(module_name, search_path), module_name, name)
     if isinstance(found, type):
-        return _construct(found, spec)
+        return _construct(found, use, options)
     if callable(found):
-        return _wrap(found, spec)
-    raise TaskError(
-        f"task.use: {target} is neither a class nor a function but {type(found).__name__}",
-        mend="name a class with a method reward(prompt, response, finished), or a function f(prompt, response)",
-    )
+        return _wrap(found, use, options)
+    raise TaskError(f"task.use: {target} is neither a class nor a function but {type(found).__name__}", mend=ANY_KIND)
 
 
 def _module(name: str, search_path: Path) -> Any:
@@ -88,57 +120,75 @@ def _attribute(module: Any, module_name: str, name: str) -> Any:
         ) from None
 
 
-def _construct(task_class: type, spec: TaskSpec) -> Task:
-    if not callable(getattr(task_class, "reward", None)):
+def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
+    methods = {
+        name for name in ("reward", "run", "environment", "reset", "step") if callable(getattr(found, name, None))
+    }
+    is_environment = methods == {"reset", "step"}
+    if not is_environment and not methods & {"reward", "run", "environment"}:
+        missing = {"reset": "step", "step": "reset"}.get(next(iter(methods), ""))
         raise TaskError(
-            f"task.use: {spec.use} is not a task: class {task_class.__name__} has no method reward",
-            mend="give it reward(self, prompt, response, finished) -> float",
+            f"task.use: {use} is not a task: class {found.__name__} has no method "
+            + (missing or "reward, run or environment"),
+            mend=f"give it {missing}, as it has {next(iter(methods))}" if missing else ANY_KIND,
         )
-    signature = inspect.signature(task_class)
+    if "run" in methods and not inspect.iscoroutinefunction(found.run):  # type: ignore[attr-defined]
+        raise TaskError(
+            f"task.use: {use} has a method run that is not async", mend="make it async def run(self, prompt, model)"
+        )
+    signature = inspect.signature(found)
+    further = {"prompt": {}} if is_environment and "prompt" in signature.parameters else {}
     try:
-        signature.bind(**spec.options)
+        signature.bind(**options, **further)
     except TypeError as error:
         accepted = list(signature.parameters)
         arguments = signature.replace(return_annotation=signature.empty)
-        unknown = [option for option in spec.options if option not in accepted]
+        unknown = [option for option in options if option not in accepted]
         hint = "".join(_did_you_mean(option, accepted) for option in unknown)
         raise TaskError(
-            f"task.options do not fit {spec.use}: {error}",
-            mend=f"{hint}it is constructed as {task_class.__name__}{arguments}",
+            f"task.options do not fit {use}: {error}",
+            mend=f"{hint}it is constructed as {found.__name__}{arguments}",
         ) from None
+    if is_environment:
+        return EnvironmentClass(found, options, use)
     try:
-        task = task_class(**spec.options)
+        return found(**options)
     except TaskError:
         raise
     except Exception as error:
         raise TaskError(
-            f"task.options do not fit {spec.use}: {type(error).__name__}: {error}",
+            f"task.options do not fit {use}: {type(error).__name__}: {error}",
             mend="change the option that it names",
         ) from error
-    assert isinstance(task, Task)
-    return task
 
 
-def _wrap(function: Any, spec: TaskSpec) -> Task:
-    if spec.options:
+def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask | AgentFunction:
+    if options:
         raise TaskError(
-            f"task.options: a reward function takes none, and {spec.use} is one",
-            mend="remove task.options, or name a Task class",
-        )
-    if inspect.iscoroutinefunction(function):
-        raise TaskError(
-            f"task.use: {spec.use} is an async function", mend="make it a plain function that returns a number"
+            f"task.options: a function takes none, and {use} is one", mend="remove task.options, or name a class"
         )
     try:
-        inspect.signature(function).bind({}, "")
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without a signature; the first reward will show
+        return FunctionTask(function, use)
+    is_agent = list(signature.parameters)[1:2] == ["model"]
+    further = {} if is_agent else dict.fromkeys(further_arguments(function))
+    try:
+        signature.bind({}, "", **further)
     except TypeError as error:
         raise TaskError(
-            f"task.use: {spec.use} cannot be called as f(prompt, response): {error}",
-            mend="give it two arguments: the prompt's row as a dict, and the response's text",
+            f"task.use: {use} cannot be called as f(prompt, {'model' if is_agent else 'response'}): {error}",
+            mend="give a reward function two arguments, the prompt's row as a dict and the response's text "
+            "(and finished, if it likes); give an agent the row and the model",
         ) from None
-    except ValueError:
-        pass  # a builtin without a signature; the first reward will show
-    return FunctionTask(function, spec.use)
+    if not is_agent:
+        return FunctionTask(function, use)
+    if not inspect.iscoroutinefunction(function):
+        raise TaskError(
+            f"task.use: {use} takes (prompt, model), so it is an agent, and is not async",
+            mend="make it async def, or name its second parameter response",
+        )
+    return AgentFunction(function, use)
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,57 +1,55 @@
 """The Ray actor that scores responses, apart from engines, trainer and driver.
 
 It runs nothing of the user's itself, so it always answers; a reward that hangs or ends its process costs a
-``RewardProcess``, which it replaces.
+``RewardProcess``, which its pool replaces. Plain and async rewards of a mix have a pool each, so that neither holds
+the other up.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import TaskSpec
-from asyncrl_cli.tasks.reward_process import ProcessEnded, RewardProcess
+from asyncrl_cli.tasks.mix import task_name
+from asyncrl_cli.tasks.reward_pool import RewardPool
+from asyncrl_cli.tasks.reward_process import RewardProcess
 from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
 
 
 class Scorer:
-    """Scores in order, one response at a time."""
+    """Scores as many responses at a time as its processes take; others wait their turn."""
 
     def __init__(self, spec: TaskSpec, search_path: str, log_dir: str) -> None:
         redirect_output(log_dir, "scorer")
         self._spec = spec
         self._search_path = Path(search_path)
+        self._pools: dict[bool, RewardPool] = {}
+        self._awaiting: frozenset[str] = frozenset()
 
-    def start(self) -> str:
-        """Load the task; returns what the user calls the reward. Raises ``TaskError``."""
-        self._process = RewardProcess(self._spec, self._search_path)
-        return self._process.name
+    async def start(self) -> None:
+        """Load the task in all processes. Raises ``TaskError``."""
+        first = await RewardProcess.start(self._spec, self._search_path)
+        loaded = first.loaded
+        self._awaiting = loaded.awaiting
+        for together in sorted({name in loaded.awaiting for name in loaded.names}):
+            own = first if together == loaded.together else None
+            self._pools[together] = RewardPool(self._spec, self._search_path, together, own)
+        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
 
-    def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
-        """What the first responses score: at least one, at most up to the first that cost the reward's process.
+    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
+        """What every response scores, in order. Raises ``TaskError`` when the task can no longer be loaded."""
+        return list(await asyncio.gather(*map(self._score, responses)))
 
-        One response may be tried twice, each time in a process that must be started.
-        Raises ``TaskError`` when the task can no longer be loaded.
-        """
-        if not self._process.alive:
-            self._process.close()
-            self.start()
-        process = self._process
-        scored: list[Scored | RewardFailure] = []
-        for response in responses:
-            scored.append(self._score(response))
-            if self._process is not process or not process.alive:
-                break
-        return scored
+    async def ping(self) -> None:
+        """Answer, which shows that the actor is at work."""
 
-    def _score(self, response: Response) -> Scored | RewardFailure:
-        try:
-            return self._process.score(response)
-        except ProcessEnded:  # whoever ended it, it may have been none of this response's doing
-            self.start()
-        try:
-            return self._process.score(response)
-        except ProcessEnded as ended:
-            return RewardFailure(
-                f"{self._process.name} ended its process twice ({ended}) on prompt {response[0].uid!r}"
-            )
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self._pools.values():
+            pool.close()
+
+    async def _score(self, response: Response) -> Scored | RewardFailure:
+        name = task_name(response[0]) if self._spec.mix else ""
+        return await self._pools[name in self._awaiting].score(response)

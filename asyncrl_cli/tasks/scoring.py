@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import math
 import numbers
+import resource
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -93,13 +94,29 @@ def checked(value: object, name: str, prompt: Prompt) -> Scored | RewardFailure:
     return Scored(number, measured)
 
 
+def took_too_long(name: str, prompt: Prompt, limit_s: float) -> RewardFailure:
+    """The failure of a reward that was not there in time."""
+    return RewardFailure(f"{name} took more than {limit_s:g} s on prompt {prompt.uid!r}")
+
+
+def awaits(task: object) -> bool:
+    """Whether the task's reward is an async function, of which several can run at a time."""
+    return inspect.iscoroutinefunction(
+        task.function if isinstance(task, FunctionTask) else getattr(task, "reward", None)
+    )
+
+
 def failed(error: BaseException, name: str, prompt: Prompt) -> RewardFailure:
     """The failure of a reward that raised, its traceback on stderr. To be called in the ``except`` clause."""
     traceback.print_exc()
-    return RewardFailure(f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {_shown(error, str)}")
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    said = _shown(error, str)
+    if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
+        said = f"{said} (its process may take {limit // 2**20} MiB)".strip()
+    return RewardFailure(f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {said}")
 
 
-def reward_name(task: Task) -> str:
+def reward_name(task: object) -> str:
     """What the user calls the reward: ``module:function``, or ``module:Class.reward``."""
     if isinstance(task, FunctionTask):
         return task.name

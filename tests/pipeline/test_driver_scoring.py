@@ -23,7 +23,7 @@ from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.scorer import Scorer
-from asyncrl_cli.tasks.scoring import Response, RewardFailure
+from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
 
 SPEC = TaskSpec(use="user_rewards:reward")
 
@@ -38,7 +38,7 @@ class StandIn:
     def __init__(self, answer: Callable[[list[str]], Awaitable[list[Any]]], start: BaseException | None = None) -> None:
         self._answer = answer
         self._start = start
-        self.start = self.score = self
+        self.start = self.score = self.ping = self
         self.calls: list[list[str]] = []
 
     def remote(self, asked: list[Response] | None = None) -> Awaitable[Any]:
@@ -51,11 +51,10 @@ class StandIn:
         await asyncio.sleep(0)  # the other callers come to ask
         return await self._answer(texts)
 
-    async def _started(self) -> str:
+    async def _started(self) -> None:
         await asyncio.sleep(0)
         if self._start is not None:
             raise self._start
-        return "user_rewards:reward"
 
 
 @pytest.fixture
@@ -66,8 +65,12 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return actors
 
 
+def plain(scored: list[Scored | RewardFailure]) -> list[float | RewardFailure]:
+    return [score.reward if isinstance(score, Scored) else score for score in scored]
+
+
 async def lengths(texts: list[str]) -> list[Any]:
-    return [float(len(text)) for text in texts]
+    return [Scored(float(len(text))) for text in texts]
 
 
 async def dies(texts: list[str]) -> list[Any]:
@@ -97,21 +100,51 @@ def test_callers_take_turns_and_get_their_own_in_order(killed: list[Any]) -> Non
     actor = StandIn(lengths)
     many = [("x" * i) for i in range(2 * AT_ONCE + 1)]
 
-    async def both() -> list[list[float | RewardFailure]]:
+    async def both() -> list[list[Scored | RewardFailure]]:
         asked, _ = scoring_with(actor)
         return list(await asyncio.gather(asked.score(responses(*many)), asked.score(responses("one", "three"))))
 
-    assert asyncio.run(both()) == [[float(i) for i in range(2 * AT_ONCE + 1)], [3.0, 5.0]]
+    assert list(map(plain, asyncio.run(both()))) == [[float(i) for i in range(2 * AT_ONCE + 1)], [3.0, 5.0]]
     assert [len(call) for call in actor.calls] == [AT_ONCE, 2, AT_ONCE, 1]
     assert killed == []
 
 
-def test_an_answer_may_be_partial(killed: list[Any]) -> None:
-    async def two(texts: list[str]) -> list[Any]:
-        return (await lengths(texts))[:2]
+def test_as_many_calls_as_the_actor_has_places_are_under_way(killed: list[Any]) -> None:
+    """Six rewards that are there when all six have been asked for: three workers, with two places each."""
+    everything = asyncio.Event()
 
-    asked, _ = scoring_with(StandIn(two))
-    assert asyncio.run(asked.score(responses("a", "bb", "ccc"))) == [1.0, 2.0, 3.0]
+    async def when_all_are_there(texts: list[str]) -> list[Any]:
+        if sum(map(len, actor.calls)) == 6:
+            everything.set()
+        await everything.wait()
+        return await lengths(texts)
+
+    actor = StandIn(when_all_are_there)
+    spec = TaskSpec(use="a:b", reward_workers=3, reward_concurrency=2)
+
+    async def both() -> list[list[Scored | RewardFailure]]:
+        asked, _ = scoring_with(actor, spec=spec)
+        calls = asyncio.gather(asked.score(responses("a", "bb", "ccc", "dddd")), asked.score(responses("a", "bb")))
+        return list(await asyncio.wait_for(calls, 30))
+
+    assert list(map(plain, asyncio.run(both()))) == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0]]
+
+
+def test_calls_that_lose_one_actor_together_are_tried_again_one_by_one(killed: list[Any]) -> None:
+    async def deadly(texts: list[str]) -> list[Any]:
+        await asyncio.sleep(0)
+        return await dies_of("bad", texts)
+
+    async def all_die(texts: list[str]) -> list[Any]:
+        await asyncio.sleep(0.01)
+        raise ActorDiedError()
+
+    asked, notes = scoring_with(
+        StandIn(all_die), *(StandIn(deadly) for _ in range(2)), spec=TaskSpec(use="a:b", reward_concurrency=16)
+    )
+    scored = plain(asyncio.run(asked.score(responses("a", "bad", "ccc", "dddd"))))
+    assert scored == [1.0, RewardFailure("scorer: the process died, twice with prompt 'uid of bad'"), 3.0, 4.0]
+    assert len(notes) == 2
 
 
 def test_nothing_to_score() -> None:
@@ -126,7 +159,7 @@ def test_a_dead_actor_is_replaced_and_everything_scored(killed: list[Any], error
 
     first, second = StandIn(fails), StandIn(lengths)
     asked, notes = scoring_with(first, second)
-    assert asyncio.run(asked.score(responses("a", "bb"))) == [1.0, 2.0]
+    assert plain(asyncio.run(asked.score(responses("a", "bb")))) == [1.0, 2.0]
     assert second.calls == [["a"], ["bb"]]
     assert (killed, notes) == ([first], [("scorer", "scorer", "the process died")])
 
@@ -137,7 +170,7 @@ def test_the_response_that_kills_twice_has_no_reward(killed: list[Any]) -> None:
 
     actors = [StandIn(deadly) for _ in range(3)]
     asked, notes = scoring_with(*actors)
-    scored = asyncio.run(asked.score(responses("a", "bad", "ccc")))
+    scored = plain(asyncio.run(asked.score(responses("a", "bad", "ccc"))))
     assert scored == [1.0, RewardFailure("scorer: the process died, twice with prompt 'uid of bad'"), 3.0]
     assert killed == actors[:2]
     assert len(notes) == 2
@@ -151,7 +184,7 @@ def test_a_silent_actor_is_replaced(killed: list[Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(scoring, "ACTOR_S", 0.01)
     silent = StandIn(never)
     asked, notes = scoring_with(silent, StandIn(lengths), spec=TaskSpec(use="a:b", reward_timeout_s=0.01))
-    assert asyncio.run(asked.score(responses("a"))) == [1.0]
+    assert plain(asyncio.run(asked.score(responses("a")))) == [1.0]
     assert killed == [silent]
     assert notes == [("scorer", "scorer", "no answer within 0 s")]
 
@@ -176,7 +209,7 @@ def test_a_task_that_cannot_be_loaded_ends_the_call(killed: list[Any]) -> None:
 def test_actors_lost_while_they_start_count(killed: list[Any]) -> None:
     lost = [StandIn(lengths, ActorDiedError()) for _ in range(3)]
     asked, notes = scoring_with(*lost, StandIn(lengths))
-    assert asyncio.run(asked.score(responses("a"))) == [1.0]
+    assert plain(asyncio.run(asked.score(responses("a")))) == [1.0]
     assert len(notes) == 3
     asked, notes = scoring_with(*lost, max_restarts=2)
     with pytest.raises(RunError, match="restarted 2 times"):
@@ -232,13 +265,13 @@ def test_every_fault_of_a_reward_is_a_failure_with_its_reason(real: tuple[Scorin
     }
     texts = [text for fault in faults for text in ("1", fault)]
 
-    async def score_all() -> list[list[float | RewardFailure]]:
+    async def score_all() -> list[list[Scored | RewardFailure]]:
         await asked.start()
         return list(await asyncio.gather(asked.score(responses(*texts, "1")), asked.score(responses("1", "1"))))
 
     training, evaluation = asyncio.run(score_all())
-    assert training[::2] == [1.0] * (len(faults) + 1)
-    assert evaluation == [1.0, 1.0]
+    assert plain(training)[::2] == [1.0] * (len(faults) + 1)
+    assert plain(evaluation) == [1.0, 1.0]
     for (fault, says), failure in zip(faults.items(), training[1::2], strict=True):
         assert isinstance(failure, RewardFailure)
         assert failure.reason.startswith("user_rewards:reward ")
@@ -254,19 +287,19 @@ def test_the_actor_itself_may_be_killed_at_any_time(
 ) -> None:
     asked, notes = real
     if number == signal.SIGSTOP:
-        monkeypatch.setattr(scoring, "ACTOR_S", 2.0)
+        monkeypatch.setattr(scoring, "ACTOR_S", 5.0)
 
-    async def kill_and_score() -> tuple[psutil.Process, list[float | RewardFailure]]:
+    async def kill_and_score() -> tuple[psutil.Process, list[Scored | RewardFailure]]:
         [pid] = await asked.score(responses("owner"))
-        assert isinstance(pid, float)
-        owner = psutil.Process(int(pid))
+        assert isinstance(pid, Scored)
+        owner = psutil.Process(int(pid.reward))
         calls = asyncio.gather(asked.score(responses("1", "time.sleep(0.5)", "1")), asked.score(responses("1")))
         await asyncio.sleep(0)  # the calls are under way
         os.kill(owner.pid, number)
         return owner, [reward for scored in await calls for reward in scored]
 
     owner, scored = asyncio.run(kill_and_score())
-    assert scored == [1.0] * 4
+    assert plain(scored) == [1.0] * 4
     assert len(notes) == 1
     assert psutil.wait_procs([owner], 30)[1] == []
 

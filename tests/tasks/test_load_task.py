@@ -1,5 +1,6 @@
 """From ``task.use`` to a task, and what is said when that fails."""
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.tasks.base import ModelAccess, is_episodic
 from asyncrl_cli.tasks.chain_sum import ChainSum
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.load import load_task
@@ -59,6 +61,42 @@ def test_a_function_beside_the_spec_sees_the_whole_row(load: Any) -> None:
     assert task.reward(Prompt("row", messages, {"answer": ""}), "", True)[1] == [{"role": "user", "content": "hi"}]
 
 
+def test_a_function_may_ask_whether_the_response_ended(load: Any) -> None:
+    task = load("def f(prompt, response, finished): return float(finished)", "f")
+    assert task.reward(Prompt("row", ""), "", False) == 0.0
+    task = load("def f(prompt, response, strict=True, *, finished=None): return (strict, finished)", "f")
+    assert task.reward(Prompt("row", ""), "", True) == (True, True)
+
+
+def test_an_async_function_of_prompt_and_model_is_an_agent(load: Any) -> None:
+    agent = load("async def f(prompt, model): return prompt['answer'] + model.model", "f")
+    assert is_episodic(agent)
+    played = agent.run(Prompt("row", "", {"answer": "4"}), ModelAccess("http://here", "key", "policy"))
+    assert asyncio.run(played) == "4policy"
+    assert not is_episodic(load("async def f(prompt, response): return 1.0", "f"))
+
+
+ENVIRONMENT = """
+class Guess:
+    def __init__(self, tries, prompt):
+        self.left, self.answer = tries, prompt["answer"]
+    def reset(self):
+        return [{"role": "user", "content": "?"}]
+    def step(self, reply):
+        self.left -= 1
+"""
+
+
+def test_an_environment_class_is_made_anew_for_each_episode(load: Any) -> None:
+    task = load(ENVIRONMENT, "Guess", tries=3)
+    assert is_episodic(task)
+    first, second = (task.environment(Prompt("row", "", {"answer": answer})) for answer in "ab")
+    first.step({})
+    assert (first.left, second.left, first.answer, second.answer) == (2, 3, "a", "b")
+    with pytest.raises(TaskError, match="missing a required argument: 'tries'"):
+        load(ENVIRONMENT, "Guess")
+
+
 @pytest.mark.parametrize(
     ("use", "said"),
     [
@@ -92,7 +130,10 @@ def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
         ("x = 3", "x", {}, "neither a class nor a function but int"),
         ("def f(prompt, response): return 1", "f", {"a": 1}, "takes none"),
         ("def f(prompt): return 1", "f", {}, r"f\(prompt, response\)"),
-        ("async def f(prompt, response): return 1", "f", {}, "async"),
+        ("def f(prompt, model): return 1", "f", {}, "is an agent, and is not async"),
+        ("class C:\n def run(self, prompt, model): return 1", "C", {}, "run that is not async"),
+        ("class C:\n def reset(self): return []", "C", {}, "has no method step"),
+        ("class C:\n def reset(self): return []\n def step(self, reply): ...", "C", {"x": 1}, "constructed as C()"),
         ("import no_such_package_xyz", "f", {}, "needs 'no_such_package_xyz'"),
         ("1/0", "f", {}, "ZeroDivisionError"),
         ("def f(:", "f", {}, "SyntaxError"),

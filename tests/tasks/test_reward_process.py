@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.reward_process import ProcessEnded, RewardProcess
-from asyncrl_cli.tasks.scoring import Response, RewardFailure
+from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
 
 REWARDS = """
     import ctypes, os, re, signal, subprocess, sys, time
@@ -56,50 +57,79 @@ def response(text: str) -> Response:
     return Prompt("row/7", "?"), text, True
 
 
+class Asked:
+    """A process and the loop that it is used in."""
+
+    def __init__(self, loop: asyncio.Runner, spec: TaskSpec, folder: Path) -> None:
+        self._loop = loop
+        self._limit_s = spec.reward_timeout_s
+        self.process = loop.run(RewardProcess.start(spec, folder))
+
+    def score(self, text: str) -> float | RewardFailure:
+        scored = self._loop.run(self.process.score(response(text), self._limit_s))
+        return scored.reward if isinstance(scored, Scored) else scored
+
+    def pid(self) -> int:
+        pid = self.score("pid")
+        assert isinstance(pid, float)
+        return int(pid)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
+
+    def close(self) -> None:
+        async def close() -> None:
+            self.process.close()
+
+        self._loop.run(close())
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., RewardProcess]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     started = []
 
-    def make(limit_s: float = 60.0, use: str = "user_rewards:reward") -> RewardProcess:
-        process = RewardProcess(TaskSpec(use=use, reward_timeout_s=limit_s), tmp_path)
-        started.append(process)
-        return process
+    with asyncio.Runner() as loop:
 
-    yield make
-    for process in started:
-        process.close()
+        def make(limit_s: float = 60.0, use: str = "user_rewards:reward", **limits: int) -> Asked:
+            process = Asked(loop, TaskSpec(use=use, reward_timeout_s=limit_s, **limits), tmp_path)
+            started.append(process)
+            return process
+
+        yield make
+        for process in started:
+            process.close()
 
 
-def test_one_process_scores_until_it_is_closed(start: Callable[..., RewardProcess]) -> None:
+def test_one_process_scores_until_it_is_closed(start: Callable[..., Asked]) -> None:
     process = start()
-    assert process.name == "user_rewards:reward"
-    pid = process.score(response("pid"))
-    assert isinstance(pid, float) and pid != os.getpid()
-    assert process.score(response("pid again")) == pid
-    assert process.score(response("x" * 10**6 + " = 1")) == 1.0, "what fits in no pipe's buffer"
-    assert process.score(response("alarm")) == 0.25, "signals work as in any main thread"
+    assert process.process.loaded.names == {"": "user_rewards:reward"}
+    pid = process.pid()
+    assert pid != os.getpid()
+    assert process.score("pid again") == pid
+    assert process.score("x" * 10**6 + " = 1") == 1.0, "what fits in no pipe's buffer"
+    assert process.score("alarm") == 0.25, "signals work as in any main thread"
     assert process.alive
     process.close()
     assert not process.alive
-    assert not psutil.pid_exists(int(pid))
+    assert not psutil.pid_exists(pid)
 
 
-def test_what_raises_costs_nothing(start: Callable[..., RewardProcess]) -> None:
+def test_what_raises_costs_nothing(start: Callable[..., Asked]) -> None:
     process = start()
     for text in ("raise ValueError('no such answer')", "sys.exit(1)"):
-        assert isinstance(process.score(response(text)), RewardFailure)
+        assert isinstance(process.score(text), RewardFailure)
     assert process.alive
 
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
-def test_what_hangs_is_ended(start: Callable[..., RewardProcess], hang: str) -> None:
+def test_what_hangs_is_ended(start: Callable[..., Asked], hang: str) -> None:
     process = start(0.5)
-    pid = process.score(response("pid"))
-    assert isinstance(pid, float)
-    assert process.score(response(hang)) == RewardFailure("user_rewards:reward took more than 0.5 s on prompt 'row/7'")
+    pid = process.pid()
+    assert process.score(hang) == RewardFailure("user_rewards:reward took more than 0.5 s on prompt 'row/7'")
     assert not process.alive
-    assert not psutil.pid_exists(int(pid))
+    assert not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize(
@@ -113,33 +143,40 @@ def test_what_hangs_is_ended(start: Callable[..., RewardProcess], hang: str) -> 
         ("os.closerange(3, 4096); time.sleep(2)", "exit status 1"),  # as late as it likes, within its limit
     ],
 )
-def test_what_ends_the_process_is_told(start: Callable[..., RewardProcess], end: str, how: str) -> None:
+def test_what_ends_the_process_is_told(start: Callable[..., Asked], end: str, how: str) -> None:
     process = start()
     with pytest.raises(ProcessEnded, match=how):
-        process.score(response(end))
+        process.score(end)
     assert not process.alive
 
 
-def test_what_the_reward_has_started_ends_with_it(start: Callable[..., RewardProcess]) -> None:
+def test_memory_has_a_limit_and_the_process_goes_on(start: Callable[..., Asked]) -> None:
+    process = start(reward_memory_mb=300)
+    failure = process.score("bytearray(2**29)")
+    assert isinstance(failure, RewardFailure)
+    assert failure.reason.endswith("MemoryError: (its process may take 300 MiB)")
+    assert process.score("1") == 1.0
+
+
+def test_what_the_reward_has_started_ends_with_it(start: Callable[..., Asked]) -> None:
     process = start(0.5)
-    child = process.score(response("child"))
+    child = process.score("child")
     assert isinstance(child, float)
     sleeping = psutil.Process(int(child))
-    process.score(response(HANGS["sleeps"]))
+    process.score(HANGS["sleeps"])
     assert psutil.wait_procs([sleeping], 10)[1] == []
 
 
-def test_a_process_that_died_idle_is_not_alive(start: Callable[..., RewardProcess]) -> None:
+def test_a_process_that_died_idle_is_not_alive(start: Callable[..., Asked]) -> None:
     process = start()
-    pid = process.score(response("pid"))
-    assert isinstance(pid, float)
-    os.kill(int(pid), signal.SIGKILL)
+    pid = process.pid()
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(ProcessEnded):
-        process.score(response("1"))
+        process.score("1")
     assert not process.alive
 
 
-def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., RewardProcess], tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., Asked], tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="no module 'absent'"):
         start(use="absent:reward")
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
@@ -150,17 +187,18 @@ def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., RewardProc
 def test_it_dies_with_its_owner(tmp_path: Path) -> None:
     """Also when the owner is killed while the reward spins in C."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
+    code = f"""if True:
+        import asyncio; from pathlib import Path; from asyncrl_cli.data.prompts import Prompt
+        from asyncrl_cli.spec.sections import TaskSpec
+        from asyncrl_cli.tasks.reward_process import RewardProcess
+        async def main():
+            process = await RewardProcess.start(TaskSpec(use='user_rewards:reward'), Path({str(tmp_path)!r}))
+            print((await process.score((Prompt('a', ''), 'pid', True), 60)).reward, flush=True)
+            await process.score((Prompt('a', ''), {HANGS["holds the lock in C"]!r}, True), 60)
+        asyncio.run(main())
+    """
     owner = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from pathlib import Path; from asyncrl_cli.data.prompts import Prompt\n"
-            "from asyncrl_cli.spec.sections import TaskSpec\n"
-            "from asyncrl_cli.tasks.reward_process import RewardProcess\n"
-            f"process = RewardProcess(TaskSpec(use='user_rewards:reward'), Path({str(tmp_path)!r}))\n"
-            "print(process.score((Prompt('a', ''), 'pid', True)), flush=True)\n"
-            f"process.score((Prompt('a', ''), {HANGS['holds the lock in C']!r}, True))\n",
-        ],
+        [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
     )

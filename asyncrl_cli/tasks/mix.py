@@ -1,0 +1,150 @@
+"""Several tasks in one run, each with its share of the prompts.
+
+    a (weight 2), b (weight 1):   a/0  b/0  a/1  a/2  b/1  a/3  ...
+
+Invariant: which task row ``i`` of a mix belongs to, and which of its prompts it is, follows from the weights and ``i``
+alone, and in any stretch of rows every task has its share, up to a few rows. ``interleave`` is the one place that
+decides it. A prompt's uid begins with its task's name, and by that everything finds the task again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.spec.sections import SplitSpec, TaskSpec
+from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, RewardResult, Split, Task, is_episodic
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
+from asyncrl_cli.tasks.prompts import load_prompts
+
+
+def task_names(spec: TaskSpec) -> tuple[str, ...]:
+    """The names of a mix's tasks, in the order of the spec; none for a single task."""
+    return tuple(member.name for member in spec.mix)
+
+
+def task_name(prompt: Prompt) -> str:
+    """The name of the task that a mix's prompt belongs to."""
+    return prompt.uid.partition("/")[0]
+
+
+def reward_limit_s(spec: TaskSpec, prompt: Prompt) -> float:
+    """Seconds that the reward of a response to ``prompt`` may take."""
+    own = {member.name: member.reward_timeout_s for member in spec.mix}.get(task_name(prompt))
+    return spec.reward_timeout_s if own is None else own
+
+
+def interleave(weights: Sequence[float], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """For each of ``rows`` rows: the index of its task, and how many rows of that task came before.
+
+    Row ``k`` of a task with share ``s`` stands at ``(k + 1/2) / s``, and rows are sorted by where they stand
+    (Sainte-Laguë's way of sharing seats). The first rows are the same for every number of rows.
+    """
+    shares = np.asarray(weights, dtype=np.float64) / np.sum(np.asarray(weights, dtype=np.float64))
+    counts = np.floor(shares * rows).astype(np.int64) + len(shares) + 1
+    tasks = np.repeat(np.arange(len(shares), dtype=np.int32), counts)
+    places = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
+    order = np.lexsort((tasks, (places + 0.5) / shares[tasks]))[:rows]
+    return tasks[order], places[order]
+
+
+class MixedPrompts(LazyPrompts):
+    """The rows of a mix. ``strata`` has each row's task, by index: a shuffle that keeps it keeps the shares."""
+
+    def __init__(self, names: Sequence[str], prompts: Sequence[Sequence[Prompt]], strata: Any, places: Any) -> None:
+        self.strata: NDArray[np.int32] = strata
+
+        def row(index: int) -> Prompt:
+            task = int(strata[index])
+            prompt = prompts[task][int(places[index]) % len(prompts[task])]
+            return Prompt(f"{names[task]}/{prompt.uid}", prompt.content, prompt.fields)
+
+        super().__init__(len(strata), row)
+
+
+class MixTask:
+    """The task of ``task.mix``. ``members`` has its tasks by name, in the order of the spec."""
+
+    def __init__(self, tasks: Mapping[str, Any], spec: TaskSpec, base: Path = Path()) -> None:
+        """``base`` is where relative paths of the members' files start."""
+        episodic = any(is_episodic(task) for task in tasks.values())
+        self.members: Mapping[str, Any] = {
+            name: task if is_episodic(task) or not episodic else OneCall(task) for name, task in tasks.items()
+        }
+        self._spec = spec
+        self._base = base
+
+    def member(self, prompt: Prompt) -> tuple[Any, Prompt]:
+        """The task that a prompt belongs to, and the prompt as that task made it."""
+        name, _, uid = prompt.uid.partition("/")
+        return self.members[name], Prompt(uid, prompt.content, prompt.fields)
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        """``size`` rows. Training prompts of a task that has too few come again; held-out ones do not, and the
+        split ends before."""
+        members = self._spec.mix
+        strata, places = interleave([member.weight for member in members], size)
+        wanted = Counter(strata.tolist())
+        own: list[Sequence[Prompt]] = []
+        for index, member in enumerate(members):
+            source = (member.train if split == "train" else member.eval) or SplitSpec()
+            if source.path is None and source.size is None:
+                source = source.model_copy(update={"size": max(1, wanted[index])})
+            task = self.members[member.name]
+            made_by = task.task if isinstance(task, OneCall) else task
+            own.append(load_prompts(split, source, made_by, self._base, f"task.mix.{index}.{split}"))
+        if split == "eval":
+            lengths = np.array([len(prompts) for prompts in own])
+            again = np.flatnonzero(places >= lengths[strata])
+            end = int(again[0]) if len(again) else size
+            strata, places = strata[:end], places[:end]
+        return MixedPrompts([member.name for member in members], own, strata, places)
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
+        """What the prompt's task says."""
+        task, its_prompt = self.member(prompt)
+        return task.reward(its_prompt, response, finished)
+
+    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
+        """One of a task of the mix, by weight among those that have any. Raises ``TaskError`` if none has."""
+        tasks = [task.task if isinstance(task, OneCall) else task for task in self.members.values()]
+        weights = [
+            member.weight if isinstance(task, DemonstrationTask) else 0.0
+            for member, task in zip(self._spec.mix, tasks, strict=True)
+        ]
+        if not any(weights):
+            raise TaskError(
+                "no task of the mix has demonstrations", place="task.mix", mend="leave out model.warm_start"
+            )
+        (task,) = rng.choices(tasks, weights)
+        shown: tuple[str, str] | Sequence[Message] = task.demonstration(rng, clean)
+        return shown
+
+
+class OneCall:
+    """A task of single responses in a mix of episodes: an episode of one call, whose reply the task scores."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
+        """Ask once; the reward is that of the reply."""
+        from openai import AsyncOpenAI
+
+        text = isinstance(prompt.content, str)
+        messages: Any = [{"role": "user", "content": prompt.content}] if text else [*prompt.content]
+        async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, timeout=None, max_retries=0) as client:
+            await client.chat.completions.create(model=model.model, messages=messages)
+        return None
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
+        """The task's own."""
+        return self.task.reward(prompt, response, finished)

@@ -1,0 +1,118 @@
+"""Several processes, several async rewards in each, and what becomes of the neighbours of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.spec.sections import TaskMember, TaskSpec
+from asyncrl_cli.tasks.scorer import Scorer
+from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
+
+REWARDS = """
+    import asyncio, os, time
+    from pathlib import Path
+    from asyncrl_cli.tasks.base import RewardResult
+
+    here = Path(__file__).parent
+    waiting = []
+
+    def plain(prompt, response):
+        exec(response)
+        return os.getpid()
+
+    async def together(prompt, response):  # waits until ``count`` of them wait
+        if response.startswith("wait for "):
+            waiting.append(response)
+            while len(waiting) < int(response.removeprefix("wait for ")):
+                await asyncio.sleep(0.01)
+        elif response == "never":
+            await asyncio.Event().wait()
+        else:
+            exec(response)
+        return RewardResult(1.0, {"pid": os.getpid()})
+
+    def meet(prompt, response):  # waits until so many processes have come
+        (here / str(os.getpid())).touch()
+        while len([name for name in os.listdir(here) if name.isdecimal()]) < int(response):
+            time.sleep(0.01)
+        return float(prompt["place"])
+"""
+
+
+@pytest.fixture
+def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Scored | RewardFailure]]:
+    """Has responses scored by a new scorer, all at once."""
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
+    monkeypatch.setattr("asyncrl_cli.tasks.scorer.redirect_output", lambda *_: None)
+
+    def score_all(texts: list[str], prefix: str = "", **task: Any) -> list[Scored | RewardFailure]:
+        responses: list[Response] = [
+            (Prompt(f"{text.partition('/')[0]}/{place}" if task.get("mix") else f"row/{place}", "?", {"place": place}),)
+            + (text.partition("/")[2] if task.get("mix") else text, True)
+            for place, text in enumerate(texts)
+        ]
+
+        async def run() -> list[Scored | RewardFailure]:
+            scorer = Scorer(TaskSpec(**task), str(tmp_path), str(tmp_path))
+            try:
+                await scorer.start()
+                return await asyncio.wait_for(scorer.score(responses), 60)
+            finally:
+                scorer.close()
+
+        return asyncio.run(run())
+
+    return score_all
+
+
+def test_processes_share_the_work_and_the_order_is_kept(score: Any) -> None:
+    scored = score(["2"] * 8, use="user_rewards:meet", reward_workers=2)
+    assert scored == [Scored(float(place)) for place in range(8)]
+
+
+def test_async_rewards_wait_together(score: Any) -> None:
+    scored = score(["wait for 4"] * 4, use="user_rewards:together", reward_concurrency=4, reward_timeout_s=30.0)
+    assert [result.reward for result in scored] == [1.0] * 4
+    assert len({result.metrics["pid"] for result in scored}) == 1
+
+
+def test_an_async_reward_that_takes_too_long_costs_nobody_else(score: Any) -> None:
+    texts = ["never", "1", "never", "1"]
+    scored = score(texts, use="user_rewards:together", reward_concurrency=2, reward_timeout_s=0.5)
+    assert [isinstance(result, Scored) for result in scored] == [False, True, False, True]
+    assert scored[0].reason == "user_rewards:together took more than 0.5 s on prompt 'row/0'"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("os._exit(3)", "ended its process twice (exit status 3) on prompt 'row/2'"),
+        ("time.sleep(60)", "took more than 1 s on prompt 'row/2'"),
+    ],
+)
+def test_only_the_one_to_blame_has_no_reward(score: Any, fault: str, says: str) -> None:
+    """Five wait in one process; one of them takes it away from all."""
+    texts = ["await_ = 1", "1", fault, "1", "1"]
+    scored = score(texts, use="user_rewards:together", reward_concurrency=5, reward_timeout_s=1.0)
+    assert [place for place, result in enumerate(scored) if isinstance(result, RewardFailure)] == [2]
+    assert scored[2].reason == f"user_rewards:together {says}"
+
+
+def test_a_mix_has_limits_of_its_own_and_plain_rewards_hold_no_async_ones_up(score: Any) -> None:
+    mix = [
+        TaskMember(name="slow", use="user_rewards:plain"),
+        TaskMember(name="quick", use="user_rewards:plain", reward_timeout_s=0.3),
+        TaskMember(name="judge", use="user_rewards:together"),
+    ]
+    texts = ["judge/wait for 2", "slow/time.sleep(0.5)", "quick/time.sleep(30)", "judge/wait for 2", "slow/1"]
+    scored = score(texts, mix=mix, reward_concurrency=2)
+    assert scored[2] == RewardFailure("user_rewards:plain took more than 0.3 s on prompt 'quick/2'")
+    pids = [result.metrics.get("pid", result.reward) for result in scored if isinstance(result, Scored)]
+    assert pids[0] == pids[2] != pids[1]
