@@ -1,0 +1,186 @@
+"""What the gateway adds to an engine's own time: HTTP, session, and the way to the engine and back.
+
+    python benchmarks/gateway.py [--concurrent N] [--requests N]
+
+Real vLLM on one thread with a model of next to no size, behind `asyncrl serve` as users have it; clients in a process
+of their own, which keep N requests under way. Each request asks for 16 to 160 tokens (the model hardly ever ends by
+itself). Three times are taken for each: that of the client, from the first byte out to the last byte in; that of the
+driver, from the session's request to its whole answer; and the engine's own, in its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import yaml
+
+WARM_UP = 0.1
+"""The share of the requests at the beginning that is not counted."""
+
+SPEC: dict[str, Any] = {
+    "name": "bench",
+    "model": {
+        "init": {
+            "architecture": "qwen3",
+            "config": {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 32,
+                "tie_word_embeddings": True,
+            },
+        },
+        "max_length": 512,
+    },
+    "task": {"use": "spell_backward"},
+    "rollout": {"max_running_rollouts": 256, "max_prompt_tokens": 64, "max_response_tokens": 192},
+    "stop": {"steps": 1},
+}
+
+
+def serve(concurrent: int, requests: int, folder: Path) -> None:
+    """Serve, have the clients ask, and print what it took."""
+    from asyncrl_cli.pipeline.interrupts import Interrupted
+    from asyncrl_cli.pipeline.serving import Address, served_spec
+    from asyncrl_cli.pipeline.serving import serve as run_server
+    from asyncrl_cli.rollout import client, worker
+    from asyncrl_cli.rollout.records import Rollout, RolloutRequest
+    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.train.prepare import prepare_model
+
+    spec_file = folder / "spec.yaml"
+    spec_file.write_text(yaml.safe_dump({**SPEC, "runs_dir": str(folder)}))
+    spec = load_spec(spec_file).spec
+    engine_log = folder / "engine.jsonl"
+
+    class TimedWorker(worker.RolloutWorker):
+        """Writes down how long the engine took for each request, by its seed."""
+
+        async def start(self, model_dir: str, version: int | None = None) -> str:
+            node = await super().start(model_dir, version)
+            generate, log = self._engine.generate, engine_log.open("a")
+
+            async def timed(request: RolloutRequest) -> Rollout:
+                started = time.perf_counter()
+                rollout = await generate(request)
+                log.write(json.dumps([request.sampling.seed, time.perf_counter() - started]) + "\n")
+                log.flush()
+                return rollout
+
+            self._engine.generate = timed  # type: ignore[method-assign]
+            return node
+
+    worker.RolloutWorker = TimedWorker  # type: ignore[misc]
+    in_driver: dict[int, float] = {}
+    generate = client.GenerationClient.generate
+
+    async def timed(self: client.GenerationClient, request: RolloutRequest, on_segments: Any = None) -> Rollout:
+        started = time.perf_counter()
+        rollout = await generate(self, request, on_segments)
+        in_driver[request.sampling.seed or 0] = time.perf_counter() - started
+        return rollout
+
+    client.GenerationClient.generate = timed  # type: ignore[method-assign]
+    asking: list[subprocess.Popen[bytes]] = []
+
+    def ready(address: Address) -> None:
+        command = [sys.executable, __file__, "--concurrent", str(concurrent), "--requests", str(requests)]
+        told = {"BENCH_URL": address.base_url, "BENCH_KEY": address.api_key, "BENCH_OUT": str(folder / "client.jsonl")}
+        asking.append(subprocess.Popen(command, env=os.environ | told))
+        asyncio.get_running_loop().create_task(_stop_after(asking[0]))
+
+    model = prepare_model(spec, lambda: None, lambda *_: None)  # type: ignore[arg-type,return-value]
+    try:
+        run_server(served_spec(spec, model), ready, print, print)
+    except Interrupted:
+        pass
+    finally:
+        for process in asking:
+            process.kill()
+    report(dict(_rows(folder / "client.jsonl")), in_driver, dict(_rows(engine_log)), concurrent)
+
+
+async def _stop_after(asking: subprocess.Popen[bytes]) -> None:
+    while asking.poll() is None:
+        await asyncio.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _rows(path: Path) -> list[tuple[int, float]]:
+    return [tuple(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+async def ask(concurrent: int, requests: int) -> None:
+    """The clients: so many connections, each with one request at a time."""
+    url, key = urlsplit(os.environ["BENCH_URL"]), os.environ["BENCH_KEY"]
+    lengths = random.Random(0)
+    waiting = iter(range(1, requests + 1))
+    head = f"POST {url.path}/completions HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {key}\r\nContent-Length: "
+    times: list[tuple[int, float]] = []
+
+    async def one() -> None:
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        for seed in waiting:
+            body = json.dumps({"prompt": f"request {seed}:", "seed": seed, "max_tokens": lengths.randint(16, 160)})
+            started = time.perf_counter()
+            writer.write(f"{head}{len(body)}\r\n\r\n{body}".encode())
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            size = int(answer.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(size)
+            times.append((seed, time.perf_counter() - started))
+        writer.close()
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(concurrent)))
+    seconds = time.perf_counter() - started
+    print(f"{requests} requests in {seconds:.1f} s: {requests / seconds:.0f} a second")
+    Path(os.environ["BENCH_OUT"]).write_text("".join(json.dumps(one) + "\n" for one in times))
+
+
+def report(client: dict[int, float], driver: dict[int, float], engine: dict[int, float], concurrent: int) -> None:
+    """Print a table, in milliseconds."""
+    seeds = sorted(client)[int(len(client) * WARM_UP) :]
+    rows = {
+        "whole request, as its client has it": [client[seed] for seed in seeds],
+        "the engine's own time": [engine[seed] for seed in seeds],
+        "overhead": [client[seed] - engine[seed] for seed in seeds],
+        "of it to the engine and back": [driver[seed] - engine[seed] for seed in seeds],
+        "of it HTTP and session": [client[seed] - driver[seed] for seed in seeds],
+    }
+    print(f"| {concurrent} at a time | median ms | 99th percentile ms |\n|-|-|-|")
+    for name, values in rows.items():
+        median, late = np.percentile(np.array(values) * 1e3, [50, 99])
+        print(f"| {name} | {median:.1f} | {late:.1f} |")
+
+
+def main() -> None:
+    """Run as the server, or, when told where it is, as its clients."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrent", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=3000)
+    arguments = parser.parse_args()
+    if "BENCH_URL" in os.environ:
+        asyncio.run(ask(arguments.concurrent, arguments.requests))
+        return
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        serve(arguments.concurrent, arguments.requests, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
