@@ -13,6 +13,7 @@ import asyncio
 import json
 import operator
 import os
+import random
 import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.data.prompts import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.calculator import Calculator
 
@@ -201,15 +202,19 @@ class LibraryAgents:
         """Those of the task ``calculator``."""
         return self._sums.prompts(split, size)
 
+    def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
+        """Those of the task ``calculator``."""
+        return self._sums.demonstration(rng, clean)
+
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
         """One session; its reward is 1.0 for the right number behind a ``#``."""
-        library = LIBRARIES[zlib.crc32(model.base_url.encode()) % len(LIBRARIES)]
+        library = LIBRARIES[zlib.crc32(model.rollout_id.encode()) % len(LIBRARIES)]
         log, text = Log(), ""
         try:
             text = await library(str(prompt.content), model, log)
         except Exception as error:
             log.errors.append(f"{type(error).__name__}: {error}")
-        line = {"library": library.__name__, "base_url": model.base_url, "uid": prompt.uid, **vars(log)}
+        line = {"library": library.__name__, "rollout": model.rollout_id, "uid": prompt.uid, **vars(log)}
         descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(descriptor, json.dumps(line).encode() + b"\n")

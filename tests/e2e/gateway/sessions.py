@@ -11,7 +11,6 @@ What every call of a session was answered (prompt ids, sampled ids, usage) comes
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -38,25 +37,30 @@ def write_spec(runs: Runs, sessions: int) -> Path:
     folder.mkdir(exist_ok=True)
     for name in ("library_agents.py", "library_agents.jinja"):
         shutil.copy(HERE / name, folder)
+    calculator = yaml.safe_load((ROOT / "specs/calculator-agent.yaml").read_text())
     spec: dict[str, Any] = {
         "name": "library-agents",
-        "extends": str(ROOT / "specs/calculator-agent.yaml"),
         "runs_dir": str(runs.folder),
         "model": {
+            "init": calculator["model"]["init"],
             "warm_start": {"steps": 500, "clean_fraction": 1.0},
             "chat_template": "library_agents.jinja",
             "max_length": 2048,
         },
         "task": {
             "use": "library_agents:LibraryAgents",
-            "options": {"log": str(folder / LOG), "min_terms": None, "max_terms": None, "careful": None},
+            "options": {"log": str(folder / LOG)},
             "episode": {"max_calls": 8, "timeout_s": 300},
         },
         "data": {"eval": {"size": 4}},
-        "rollout": {"group_size": GROUP_SIZE, "max_running_rollouts": 40},
-        "trainer": {"tokens_per_microbatch": 8192},
+        "rollout": {
+            "group_size": GROUP_SIZE,
+            "max_running_rollouts": 40,
+            "max_prompt_tokens": 32,
+            "max_response_tokens": 96,
+        },
+        "trainer": {"tokens_per_microbatch": 8192, "optimizer": {"learning_rate": 1.0e-4}},
         "pipeline": {"groups_per_step": GROUPS_A_STEP, "max_staleness": 1},
-        "evaluation": {"every": 0, "prompts": None},
         "tracking": {"mlflow": False},
         "stop": {"steps": -(-sessions // (GROUPS_A_STEP * GROUP_SIZE))},
     }
@@ -83,10 +87,10 @@ class Audit:
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.sessions.items()))
         return (
-            f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} of them with tool "
-            f"calls; {self.continued} went on from an earlier turn, {self.branches} began a branch; {self.sampled} "
-            f"tokens; {self.versions} weight updates, {self.publish_s:.1f} s apart, {self.crossed} sessions across "
-            f"one; {len(self.problems)} problems"
+            f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} replies with tool "
+            f"calls; {self.continued} calls went on from an earlier turn, {self.branches} began a branch; "
+            f"{self.sampled} tokens; {self.versions} weight updates, {self.publish_s:.1f} s apart, {self.crossed} "
+            f"sessions across one; {len(self.problems)} problems"
         )
 
 
@@ -95,7 +99,7 @@ def audit(run: Path) -> Audit:
     found = Audit()
     logged: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for session in rows(run.parent / "agents", LOG):
-        (name,) = re.findall(r"/sessions/([^/]+)/v1$", session["base_url"])
+        name = session["rollout"]
         logged[name].append(session)
         found.problems += [f"{name}, {session['library']}: {error}" for error in session["errors"]]
     with snapshot(run / FILE) as journal:
