@@ -18,6 +18,7 @@ from asyncrl_cli.pipeline.engines import EngineKeeper
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_engine
 from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
+from asyncrl_cli.pipeline.launch import MODEL
 from asyncrl_cli.pipeline.publisher import Engine
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
@@ -27,9 +28,6 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec
-
-FINAL_MODEL = "model"
-"""The final model's folder in that of its run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Ser
 
     Raises ``RunError`` when there is none.
     """
-    final = run.path / FINAL_MODEL
+    final = run.path / MODEL
     if step is None and run.state.phase == "finished" and final.is_dir():
         trained = run.state.step
         what, model = f"the final model of {run.run_id}", lambda _: final

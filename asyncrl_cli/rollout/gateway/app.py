@@ -1,6 +1,6 @@
 """The application: which path does what.
 
-A request ends in bounded time: its body must arrive within ``BODY_S``, and its generation is bounded by the session's
+A request ends in bounded time: its body must arrive in time (bodies.py), and its generation is bounded by the session's
 limits and by the engines' watch over each other; it is cancelled when its client is gone.
 """
 
@@ -12,21 +12,20 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Request
 from fastapi.responses import Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
-from starlette.requests import ClientDisconnect
 
 from asyncrl_cli import __version__
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.gateway import document, errors
 from asyncrl_cli.rollout.gateway.answers import ChatAnswer, Model, ModelList, TextAnswer, TokenTexts, encoded, usage
+from asyncrl_cli.rollout.gateway.bodies import read_body
 from asyncrl_cli.rollout.gateway.calls import Calls, OnText, Pieces, Prompts, stream
-from asyncrl_cli.rollout.gateway.errors import CLIENT_GONE, ApiError, invalid
+from asyncrl_cli.rollout.gateway.errors import ApiError
 from asyncrl_cli.rollout.gateway.metrics import Metrics, Watched
 from asyncrl_cli.rollout.gateway.protocol import (
     ChatRequest,
@@ -36,13 +35,8 @@ from asyncrl_cli.rollout.gateway.protocol import (
 )
 from asyncrl_cli.rollout.session import CallOptions, Session, Sessions
 
-SESSION_HEADER = "X-Asyncrl-Session"
-BODY_S = 60.0
-"""Seconds in which a request's body must arrive."""
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of `/v1/completions` when it is left out, as OpenAI has it."""
-
-R = TypeVar("R", bound=GenerationRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +141,8 @@ def _openai(service: Service, session_name: Callable[..., Awaitable[str | None]]
     @router.post("/chat/completions", **document.CHAT)
     async def chat_completions(request: Request, session: SessionName) -> Response:
         """The model's reply to a conversation."""
-        body = await _read(request, ChatRequest, service)
+        body = await read_body(request, ChatRequest, service.max_body_bytes)
+        _check_model(service, body.model)
         options = _options(body, body.max_completion_tokens or body.max_tokens)
         messages, tools = [message.plain() for message in body.messages], body.offered_tools()
 
@@ -161,7 +156,8 @@ def _openai(service: Service, session_name: Callable[..., Awaitable[str | None]]
     @router.post("/completions", **document.COMPLETION)
     async def completions(request: Request, session: SessionName) -> Response:
         """Text that goes on from a prompt."""
-        body = await _read(request, CompletionRequest, service)
+        body = await read_body(request, CompletionRequest, service.max_body_bytes)
+        _check_model(service, body.model)
         options = _options(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
 
         async def generate(on_text: OnText | None) -> Prompts:
@@ -198,31 +194,8 @@ async def _answer(
     return Response(encoded(answer.whole(prompts)), media_type="application/json")
 
 
-async def _read(request: Request, kind: type[R], service: Service) -> R:
-    """The request's body. Raises ``ApiError`` when it is too large, late, or wrong."""
-    limit, parts, size = service.max_body_bytes, [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise ApiError(413, f"the body has more than {limit} bytes", code="request_too_large")
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s", code="request_timeout") from None
-    except ClientDisconnect:
-        raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone") from None
-    try:
-        body = kind.model_validate_json(b"".join(parts))
-    except ValidationError as error:
-        raise invalid(error) from None
-    if body.model is not None:
-        _check_model(service, body.model)
-    return body
-
-
-def _check_model(service: Service, name: str) -> None:
-    if name != service.model:
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, service.model):
         message = f"the model {name!r} does not exist; there is {service.model!r}"
         raise ApiError(404, message, code="model_not_found", param="model")
 

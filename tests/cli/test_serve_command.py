@@ -1,0 +1,84 @@
+"""`asyncrl serve` up to where anything starts: what it serves, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from asyncrl_cli.cli.app import app
+from asyncrl_cli.cli.serve import _shown
+from asyncrl_cli.pipeline.interrupts import Interrupted
+from asyncrl_cli.pipeline.serving import Address, Served, served_run
+from asyncrl_cli.runs.checkpoints import Checkpoint
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.spec.load import load_spec
+
+SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\npipeline: {publish_every: 2}\nstop: {steps: 10}\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory.create(tmp_path / "runs", "mine")
+    run.write_json("manifest.json", {"started": "2026-11-21T10:00:00"})
+    run.write_text("spec.yaml", SPEC)
+    return run
+
+
+def served(run: RunDirectory, step: int | None = None) -> Served:
+    return served_run(run, load_spec(run.path / "spec.yaml").spec, step)
+
+
+def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoint(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=r"has saved no model yet.*asyncrl serve .*spec.yaml"):
+        served(run)
+    (run.path / "model").mkdir()
+    run.update(phase="finished", step=10)
+    final = served(run)
+    assert final.model(tmp_path) == run.path / "model"
+    assert (final.name, final.version) == (run.run_id, 5)
+
+    run.update(phase="interrupted", step=12)  # the final model is of step 10
+    checkpoint = Checkpoint.at(tmp_path / "step-000012")
+    with patch("asyncrl_cli.pipeline.serving.newest_sound", return_value=checkpoint) as newest:
+        assert (served(run).what, served(run).version) == (f"step 12 of {run.run_id}", 6)
+        run.update(phase="finished")
+        assert served(run, 12).what.startswith("step 12"), "a step that is asked for goes before the final model"
+        newest.assert_called_with(run, 12)
+
+
+def test_it_prints_the_address_and_ends_with_130(run: RunDirectory) -> None:
+    (run.path / "model").mkdir()
+    run.update(phase="finished", step=10)
+    address = Address("http://127.0.0.1:1/v1", "secret", run.run_id)
+
+    def serve(served: Served, ready, status, warn) -> None:  # type: ignore[no-untyped-def]
+        assert (served.spec.rollout.gateway.host, served.spec.rollout.gateway.port) == ("::1", 8000)
+        ready(address)
+        raise Interrupted
+
+    with patch("asyncrl_cli.pipeline.serving.serve", serve):
+        arguments = ["serve", "mine", "--runs-dir", str(run.path.parent), "--host", "::1", "--port", "8000"]
+        ended = CliRunner().invoke(app, [*arguments, "--json"])
+        assert ended.exit_code == 130
+        assert json.loads(ended.stdout) == {
+            "base_url": "http://127.0.0.1:1/v1",
+            "api_key": "secret",
+            "model": run.run_id,
+        }
+        ended = CliRunner().invoke(app, arguments)
+        assert "Authorization: Bearer secret" in ended.stdout
+        assert _shown(served(run), address) in ended.stdout
+
+
+def test_a_spec_has_no_steps(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    ended = CliRunner().invoke(app, ["serve", str(tmp_path / "spec.yaml"), "--step", "3"])
+    assert ended.exit_code == typer.BadParameter.exit_code
+    assert "name a run" in ended.output
