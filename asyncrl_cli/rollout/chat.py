@@ -42,6 +42,8 @@ class ChatFormat:
         """Ends a reply, as its last token."""
         self.vocabulary: int = len(tokenizer)
         """Token ids are below this."""
+        self.longest_token: int = max(map(len, tokenizer.get_vocab()))
+        """Characters of the longest token: a text has at least its length over this of tokens."""
 
     def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """A whole prompt, with the beginning of the reply that is asked for. Raises ``ChatError``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -300,6 +300,7 @@ class Session:
         same = [normal(message) for message in messages]
         if not same:
             raise ChatError("there are no messages")
+        self._refuse_flood(message["content"] for message in same)
         keys = (key(list(tools or ())), *(key(message) for message in same))
 
         def covers(_: TokenSequence, turn: Turn) -> int | None:
@@ -319,6 +320,8 @@ class Session:
         return _Asked(None, tuple(self._chat.render(same, tools)), tools=tools, messages=keys)
 
     def _place_text(self, prompt: str) -> _Asked:
+        self._refuse_flood([prompt])
+
         def covers(_: TokenSequence, turn: Turn) -> int | None:
             return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
 
@@ -400,6 +403,16 @@ class Session:
             digest = hashlib.blake2b(f"{seed}/call/{index}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "big") >> 1
         return replace(sampling, seed=seed)
+
+    def _refuse_flood(self, texts: Iterable[str]) -> None:
+        """What is too long by its characters alone is not tokenized: megabytes of it would take the event loop seconds,
+        and the process gigabytes."""
+        characters, longest = sum(map(len, texts)), self._limits.max_length
+        if characters > longest * self._chat.longest_token:
+            raise self._refused(
+                "context_length_exceeded",
+                f"This model's maximum context length is {longest} tokens, and this has {characters} characters",
+            )
 
     def _refused(self, code: str, message: str) -> SessionError:
         self.failure = self.failure or message

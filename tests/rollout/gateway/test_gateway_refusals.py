@@ -59,6 +59,9 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", "unsupported_parameter"),
     (CHAT, chat(top_p=0.5), 400, "top_p", "unsupported_parameter"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * MAX_LENGTH}]), 400, None, "context_length_exceeded"),
+    (CHAT, chat(messages=[{"role": "user", "content": "x" * 15_000_000}]), 400, None, "context_length_exceeded"),
+    (TEXT, text(prompt="x" * 15_000_000), 400, None, "context_length_exceeded"),
+    (TEXT, text(prompt=[1] * 5_000_000), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt=""), 400, None, "invalid_value"),
     (TEXT, text(prompt=[]), 400, "prompt", "invalid_value"),
     (TEXT, text(prompt=[[]]), 400, "prompt", "invalid_value"),
@@ -85,7 +88,7 @@ def test_requests_that_are_wrong() -> None:
             there.sessions.close("8-0")
             for (path, body, status, param, code), stream in product(WRONG, (False, True)):
                 answer = await there.post(path, {"stream": stream, **body})
-                case = f"{path} {str(body)[:200]}: {answer.text}"
+                case = f"{path} {str(body)[:100]}: {answer.text}"
                 assert answer.status_code == status, case
                 error = answer.json()["error"]
                 assert error.keys() == {"message", "type", "param", "code"}, case
