@@ -13,9 +13,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Prompt
+
+
+@runtime_checkable
+class Stratified(Protocol):
+    """Rows of several kinds in a certain order of kinds, ``strata``: each row's kind. Shuffling keeps that order."""
+
+    strata: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,4 +120,10 @@ class PromptLoader:
             return rows
         indices = list(rows)
         random.Random(f"{self._seed}/{self._epoch}").shuffle(indices)
-        return indices
+        if not isinstance(self._prompts, Stratified):
+            return indices
+        strata = self._prompts.strata
+        shuffled: dict[int, list[int]] = {}
+        for row in reversed(indices):
+            shuffled.setdefault(int(strata[row]), []).append(row)
+        return [shuffled[int(strata[row])].pop() for row in rows]

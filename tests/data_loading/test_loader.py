@@ -53,6 +53,27 @@ def test_the_order_depends_on_seed_and_epoch_and_leaves_the_global_generator_alo
     assert random.random() == expected
 
 
+class Mixed(list[Prompt]):
+    """Prompts of several kinds, by their row."""
+
+    def __init__(self, strata: list[int]) -> None:
+        super().__init__(rows(len(strata)))
+        self.strata = strata
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(0, 9))
+def test_a_shuffle_keeps_the_order_of_kinds(strata: list[int], seed: int) -> None:
+    loader = PromptLoader(Mixed(strata), seed, True)
+    for _ in range(2):
+        drawn = [int(uid) for uid in taken(loader, len(strata))]
+        assert sorted(drawn) == list(range(len(strata)))
+        assert [strata[row] for row in drawn] == strata
+
+
+def test_kinds_are_shuffled_within_themselves() -> None:
+    assert taken(PromptLoader(Mixed([0, 1] * 20), 0, True), 40) != [str(row) for row in range(40)]
+
+
 def test_without_shuffling_the_order_is_the_files() -> None:
     assert taken(PromptLoader(rows(3), 7, False), 7) == ["0", "1", "2", "0", "1", "2", "0"]
 

@@ -7,6 +7,7 @@ import pytest
 from stand_ins import prompts
 
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.prompting import MAX_SKIPS_IN_A_ROW, PromptEncoder, PromptSource
 from asyncrl_cli.runs.directory import RunError
@@ -103,3 +104,32 @@ def test_only_long_prompts_end_the_search() -> None:
     with pytest.raises(RunError, match=r"data\.train: 10000 prompts in a row are longer than rollout\."):
         stream.next()
     assert len(asked) == stream.skipped == MAX_SKIPS_IN_A_ROW
+
+
+def test_what_is_skipped_is_said_once() -> None:
+    said: list[str] = []
+    rows = [Prompt("long", "123456789"), Prompt("short", "1")]
+    stream = PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), warn=said.append)
+    for _ in range(3):
+        stream.next()
+    assert len(said) == 1
+    assert "prompt long is longer than rollout.max_prompt_tokens" in said[0]
+
+
+def test_solved_prompts_are_left_out_until_all_are() -> None:
+    said: list[str] = []
+    rows = [Prompt(f"p{i}", "1") for i in range(4)]
+    stream = PromptSource(
+        PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), pools=Pools(1, 0.0, 0), warn=said.append
+    )
+    stream.visited("p1", solved=True)
+    stream.visited("p2", solved=True)
+    assert [stream.next()[0].uid for _ in range(5)] == ["p0", "p3", "p0", "p3", "p0"]
+    stream.visited("p2", solved=False)
+    assert [stream.next()[0].uid for _ in range(3)] == ["p2", "p3", "p0"]
+    assert not said
+    for row in rows:
+        stream.visited(row.uid, solved=True)
+    drawn = [stream.next()[0].uid for _ in range(8)]
+    assert set(drawn) <= {row.uid for row in rows}, "training goes on"
+    assert said == ["every training prompt is solved (data.pools): they are trained on again"]
