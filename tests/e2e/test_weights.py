@@ -62,11 +62,18 @@ class Bench:
 
     def recomputed(self, rollout: Rollout, version: int) -> np.ndarray:
         """Log-probs of the response under one version's weights, the whole sequence through them."""
+        ids = torch.from_numpy(rollout.response_ids.astype(np.int64))
+        return self._logprobs(rollout, version).gather(1, ids[:, None])[:, 0].numpy()
+
+    def likeliest(self, rollout: Rollout, version: int) -> np.ndarray:
+        """What these weights would have said greedily at each place of the response."""
+        return self._logprobs(rollout, version).argmax(-1).numpy()
+
+    def _logprobs(self, rollout: Rollout, version: int) -> torch.Tensor:
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
         with torch.no_grad():
             logprobs = self.models[version](ids).logits[0].log_softmax(-1)
-        start = len(rollout.prompt_ids)
-        return logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy()
+        return logprobs[len(rollout.prompt_ids) - 1 : -1]
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
         answer.exception()  # nobody may be waiting, which is no reason to complain
 
 
-class _Method:
+class RemoteMethod:
     def __init__(self, actor: Actor, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._actor = actor
         self._function = function
@@ -99,7 +99,7 @@ class _Method:
     def remote(self, *arguments: Any) -> asyncio.Future[Any]:
         return self._actor.begin(self._function(*arguments))
 
-    def options(self, **_: Any) -> _Method:
+    def options(self, **_: Any) -> RemoteMethod:
         return self
 
 
@@ -109,8 +109,8 @@ class remote:
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
 
-    def __get__(self, actor: Actor, owner: type) -> _Method:
-        return _Method(actor, partial(self._function, actor))
+    def __get__(self, actor: Actor, owner: type) -> RemoteMethod:
+        return RemoteMethod(actor, partial(self._function, actor))
 
 
 # -- engines
@@ -269,8 +269,8 @@ class StandInBuffer(Actor):
         self.dies_at = ""
         self.does_it_first = False
 
-    def __getattr__(self, method: str) -> _Method:
-        return _Method(self, partial(self._call, method))
+    def __getattr__(self, method: str) -> RemoteMethod:
+        return RemoteMethod(self, partial(self._call, method))
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if method == self.dies_at and not self.does_it_first:

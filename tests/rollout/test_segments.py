@@ -15,13 +15,16 @@ import numpy as np
 import psutil
 import pytest
 
+from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.continuation import join
 from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.slots import Slots
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
+from tests.pipeline.stand_ins import Actor, RemoteMethod, StandInProcess
 
 pytestmark = pytest.mark.stack
 
@@ -214,6 +217,68 @@ def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, runner
         return await task
 
     assert set(runner.run(generate()).versions.tolist()) == {14}
+
+
+class LocalEngine(Actor):
+    """A worker in this process, called as an actor is."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def __getattr__(self, method: str) -> RemoteMethod:
+        return RemoteMethod(self, getattr(self._worker, method))
+
+
+def test_requests_come_whole_through_aborts_and_new_weights(
+    bench: Bench, start: Callable[[], Bench], runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
+) -> None:
+    """Six requests, two engines that run two each, two pauses in the middle, and other weights after each."""
+
+    async def check() -> None:
+        benches = [bench, start()]
+        for one in benches:
+            one.engine._slots = Slots(2)
+        await asyncio.gather(*(one.publish(50, "drain") for one in benches))
+        engines = [StandInProcess(f"engine-{n}", partial(LocalEngine, worker(one))) for n, one in enumerate(benches)]
+        client = GenerationClient(engines, slots=2, retries=0, hang_s=LIMIT_S, decode=bench.engine._decode)
+        for engine in client.engines:
+            engine.serving = True
+        heard: dict[str, list[Segment]] = {}
+        names = [f"50-{place}/0" for place in range(6)]
+        asked = [RolloutRequest(name, (3 + n, 40, 50), Sampling(0.0, TOKENS)) for n, name in enumerate(names)]
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(LIMIT_S):
+            collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
+            answers = [tasks.create_task(client.generate(one, partial(add, heard))) for one in asked]
+            for version in (51, 52):
+                for one in benches:  # both are in the middle of something
+                    await until(lambda one=one: one.engine.segments(dict.fromkeys(names, 0)))
+                await client.pause()
+                made = [one.engine.sampled_tokens() for one in benches]
+                await asyncio.gather(*(one.publish(version, "drain") for one in benches))
+                assert [one.engine.sampled_tokens() for one in benches] == made
+                await client.resume()
+            await asyncio.wait(answers)
+            for collector in collectors:
+                collector.cancel()
+        rollouts = [answer.result() for answer in answers]
+        for rollout in rollouts:
+            assert (len(rollout.response_ids), rollout.finish_reason) == (TOKENS, "length")
+            assert rollout.text == bench.engine._decode(rollout.response_ids)
+            assert np.array_equal(rollout.versions, np.sort(rollout.versions))
+            parts = heard.get(rollout.rollout_id, [])
+            assert not parts or begins_with(rollout, parts)
+            for version in set(rollout.versions.tolist()):
+                where = rollout.versions == version
+                assert np.abs(bench.recomputed(rollout, version) - rollout.logprobs)[where].max() < TOLERANCE
+                assert np.array_equal(bench.likeliest(rollout, version)[where], rollout.response_ids[where])
+        assert sum(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts) >= 4
+        assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {50, 51, 52}
+        for one in benches:
+            one.engine._slots = Slots(64)
+        benches[1].engine.shutdown()
+
+    runner.run(check())
 
 
 @asynccontextmanager
