@@ -3,7 +3,7 @@
     python -m asyncrl_cli.runs.guardian MARK FOLDER
 
 It reads its standard input, the driver's end of which closes when the driver is gone, and then kills every
-process whose environment has ``ASYNCRL_RUN=MARK`` and removes FOLDER.
+process whose environment has ``ASYNCRL_RUN=MARK``, with all that came from it, and removes FOLDER.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from asyncrl_cli.runs.offspring import below
 
 MARK = "ASYNCRL_RUN"
 PATIENCE_S = 15.0
@@ -42,7 +44,8 @@ def kill_marked(mark: str) -> None:
         found = list(marked_processes(mark))
         if not found:
             return
-        for pid in found:
+        # What agents start may have an environment of its own.
+        for pid in (*found, *(process.pid for process in below(found))):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

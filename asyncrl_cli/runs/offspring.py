@@ -56,13 +56,15 @@ def below(roots: Iterable[int], spared: Iterable[int] = ()) -> list[Process]:
 def kill_below(spared: Iterable[int] = (), wanted: Callable[[Process], bool] = lambda _: True) -> None:
     """Kill what comes from this process and is ``wanted``, until none of it is left but what is ``spared``."""
     spared = frozenset(spared)
+    condemned: set[int] = set()  # what has ended has no environment any more to know it by
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        found = [process for process in below([os.getpid()], spared) if wanted(process)]
+        found = [one for one in below([os.getpid()], spared) if one.pid in condemned or wanted(one)]
         see_off(process.pid for process in found if process.ended and process.parent == os.getpid())
         if all(process.ended for process in found):
             return
         for process in found:
+            condemned.add(process.pid)
             with suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.005)

@@ -106,17 +106,22 @@ class Command:
 
 async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str], scratch: str) -> tuple[int, str, str]:
     """Run a command to its end; its status, and the end of what it printed on both streams."""
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        cwd=cwd,
-        env=environment,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+    # Pipes of our own: asyncio would wait for everyone who has inherited them, too.
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    reading = [asyncio.create_task(_end_of(descriptor)) for descriptor in (out, err)]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            cwd=cwd,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=to_out,
+            stderr=to_err,
+            start_new_session=True,
+        )
+    finally:
+        os.close(to_out)
+        os.close(to_err)
 
     def came_of_it(one: Process) -> bool:
         return one.session == process.pid or _has_scratch(one.pid, scratch)
@@ -131,15 +136,24 @@ async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str], 
         await asyncio.wait(reading, timeout=PIPES_S)
         for task in reading:
             task.cancel()
-    printed, errors = (task.result() if task.done() and not task.cancelled() else b"" for task in reading)
+        printed, errors = await asyncio.gather(*reading)
     return status, printed.decode(errors="replace"), errors.decode(errors="replace")
 
 
-async def _end_of(stream: asyncio.StreamReader) -> bytes:
-    """The last bytes of a stream."""
+async def _end_of(descriptor: int) -> bytes:
+    """The last bytes that come out of a pipe."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
+    )
     kept = b""
-    while chunk := await stream.read(KEPT):
-        kept = (kept + chunk)[-KEPT:]
+    try:
+        while chunk := await reader.read(KEPT):
+            kept = (kept + chunk)[-KEPT:]
+    except asyncio.CancelledError:
+        pass  # somebody keeps it open
+    finally:
+        transport.close()
     return kept
 
 

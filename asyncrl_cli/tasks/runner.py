@@ -44,36 +44,44 @@ class Runner:
         """Have the task loaded; returns what the user calls it. Raises ``TaskError``."""
         return (await self._shared()).name
 
-    async def play(self, rollout_id: str, prompt: Prompt, access: ModelAccess, apart: bool) -> Played:
-        """Play one episode, in a process that it has to itself if it shall be ``apart``.
+    async def play(self, key: str, prompt: Prompt, access: ModelAccess, apart: bool) -> Played:
+        """Play one episode, in a process that it has to itself if it shall be ``apart``. ``key`` is its own.
 
         Raises ``TaskError`` when the task can no longer be loaded.
         """
-        process = await (self._own() if apart else self._shared())
-        playing = asyncio.create_task(process.play(next(self._numbers), prompt, access))
-        self._playing[rollout_id] = playing
+        playing = self._playing[key] = asyncio.create_task(self._play(prompt, access, apart))
         try:
-            played = await playing
+            return await playing
         except asyncio.CancelledError:
-            played = Played(RewardFailure("it was cancelled"))
-            process.retired = process.retired or apart
-        del self._playing[rollout_id]
-        process.retire_when_idle()
-        if apart and not process.retired:
-            self._idle.append(process)
-        # Who ends a process of its own has no other to blame.
-        return Played(played.score, "anew") if apart and played.again == "apart" else played
+            return Played(RewardFailure("it was cancelled"))
+        finally:
+            del self._playing[key]
 
-    async def cancel(self, rollout_ids: list[str]) -> None:
+    async def cancel(self, keys: list[str]) -> None:
         """Stop these episodes, where they are being played."""
-        for rollout_id in rollout_ids:
-            if (playing := self._playing.get(rollout_id)) is not None:
+        for key in keys:
+            if (playing := self._playing.get(key)) is not None:
                 playing.cancel()
 
     async def stop(self) -> None:
         """End all processes, with everything that came from them."""
         for process in list(self._processes):
             process.close("the run ends")
+
+    async def _play(self, prompt: Prompt, access: ModelAccess, apart: bool) -> Played:
+        process = await (self._own() if apart else self._shared())
+        try:
+            played = await process.play(next(self._numbers), prompt, access)
+        except asyncio.CancelledError:
+            process.retired = process.retired or apart
+            raise
+        process.retire_when_idle()
+        if not apart:
+            return played
+        if not process.retired:
+            self._idle.append(process)
+        # Who ends a process of its own has no other to blame.
+        return Played(played.score, "anew") if played.again == "apart" else played
 
     async def _shared(self) -> EpisodeProcess:
         async with self._starting:

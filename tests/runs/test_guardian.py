@@ -18,12 +18,12 @@ STUBBORN = """
 import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 wait = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
-child = subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, start_new_session=True)
+child = subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, start_new_session=True, env={})
 child.stdout.readline()
 print(os.getpid(), child.pid, flush=True)
 signal.pause()
 """
-"""Ignores SIGTERM and has a grandchild in a session of its own; prints both pids."""
+"""Ignores SIGTERM and has a child in a session of its own, without the mark; prints both pids."""
 
 DRIVER = """
 import os, signal, subprocess, sys

@@ -1,0 +1,208 @@
+"""Environments against a server that says what it is told to: what goes over the wire, what adds up, what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Step
+from asyncrl_cli.tasks.play import LIMITS, play
+from asyncrl_cli.tasks.tools import ToolTask
+
+REFUSED = {"error": {"message": "too long", "type": "invalid_request_error", "param": None}}
+
+
+def said(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
+    """A chat completion with this message."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(calls)
+        ]
+    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+
+
+def playing(environment: Any, answers: Sequence[dict[str, Any]], status: int = 200) -> tuple[RewardResult, list[Any]]:
+    """Play against these answers, of which the last one, if it has an ``error``, has ``status``; with what was sent."""
+
+    async def scene() -> tuple[RewardResult, list[Any]]:
+        left, sent = list(answers), []
+
+        async def answer(request: web.Request) -> web.Response:
+            assert request.headers["Authorization"] == "Bearer key"
+            sent.append(await request.json())
+            body = left.pop(0)
+            return web.json_response(body, status=status if "error" in body else 200)
+
+        app = web.Application()
+        app.router.add_post("/sessions/1-0/v1/chat/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        access = ModelAccess(f"http://127.0.0.1:{port}/sessions/1-0/v1", "key", "policy", "1-0")
+        try:
+            async with aiohttp.ClientSession() as http:
+                return await play(environment, access, http), sent
+        finally:
+            await runner.cleanup()
+
+    return run(scene())
+
+
+def run(test: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(test, 60))
+
+
+class Count:
+    """Counts up to ``end``, and gives 0.25 for each turn."""
+
+    def __init__(self, end: int) -> None:
+        self.end, self.replies, self.closed = end, [], 0
+
+    def reset(self) -> Sequence[Message]:
+        return [{"role": "user", "content": "begin"}]
+
+    def step(self, reply: Message) -> Step:
+        self.replies.append(reply["content"])
+        turn = len(self.replies)
+        return Step([{"role": "user", "content": f"turn {turn}"}], 0.25, turn == self.end, {"turns": 1.0})
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_turns_follow_one_another_and_rewards_add_up() -> None:
+    environment = Count(3)
+    result, sent = playing(environment, [said("a"), said("b"), said("c")])
+    assert result == RewardResult(0.75, {"turns": 3.0})
+    assert environment.replies == ["a", "b", "c"]
+    assert environment.closed == 1
+    assert [body["messages"] for body in sent] == [
+        [{"role": "user", "content": "begin"}, *turns]
+        for turns in (
+            [],
+            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "turn 1"}],
+            [
+                *({"role": "assistant", "content": "a"}, {"role": "user", "content": "turn 1"}),
+                *({"role": "assistant", "content": "b"}, {"role": "user", "content": "turn 2"}),
+            ],
+        )
+    ]
+    assert all(body["model"] == "policy" and "tools" not in body for body in sent)
+
+
+@pytest.mark.parametrize("code", sorted(LIMITS))
+def test_at_a_limit_the_reward_so_far_counts(code: str) -> None:
+    environment = Count(9)
+    refused = {"error": REFUSED["error"] | {"code": code}}
+    result, _ = playing(environment, [said("a"), refused], status=400)
+    assert result.reward == 0.25
+    assert environment.closed == 1
+
+
+def test_the_limits_are_those_of_sessions() -> None:
+    import inspect
+
+    from asyncrl_cli.rollout import session
+
+    refusals = inspect.getsource(session.Session._sampling_of)
+    assert all(f'"{code}"' in refusals for code in LIMITS)
+    assert refusals.count("self._refused(") == len(LIMITS)
+
+
+def test_any_other_refusal_fails_the_episode() -> None:
+    environment = Count(9)
+    refused = {"error": REFUSED["error"] | {"code": "session_ended"}}
+    with pytest.raises(RuntimeError, match="answered 410: too long"):
+        playing(environment, [said("a"), refused], status=410)
+    assert environment.closed == 1
+
+
+def test_what_an_environment_raises_comes_out() -> None:
+    class Broken(Count):
+        def step(self, reply: Message) -> Step:
+            raise ValueError("no such turn")
+
+    environment = Broken(2)
+    with pytest.raises(ValueError, match="no such turn"):
+        playing(environment, [said("a")])
+    assert environment.closed == 1
+
+
+# -- tools
+
+
+def divide(a: float, b: float = 2.0, *, note: str = "") -> float:
+    """One number by another.
+
+    As exact as floats are.
+
+    a: what is divided
+    """
+    return a / b
+
+
+def words(text: list[str]) -> str:
+    return " ".join(text)
+
+
+class Divisions(ToolTask):
+    def tools(self, prompt: Prompt) -> list[Callable[..., Any]]:
+        return [divide, words]
+
+    def judge(self, prompt: Prompt, text: str) -> RewardResult:
+        return RewardResult(float(text == prompt.fields["answer"]), {"letters": float(len(text))})
+
+
+def test_functions_are_described_by_signature_and_docstring() -> None:
+    tools = Divisions().environment(Prompt("p", "3 by 2?")).tools
+    assert tools[0] == {
+        "type": "function",
+        "function": {
+            "name": "divide",
+            "description": "One number by another.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "number", "description": "what is divided"},
+                    "b": {"type": "number", "default": 2.0},
+                    "note": {"type": "string", "default": ""},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    assert tools[1]["function"]["parameters"]["properties"]["text"]["items"] == {"type": "string"}
+
+
+def test_calls_are_answered_errors_too_and_the_last_reply_is_judged() -> None:
+    environment = Divisions().environment(Prompt("p", "3 by 2?", {"answer": "1.5"}))
+    calls = [
+        ("divide", '{"a": 3}'),
+        ("divide", '{"a": 3, "b": 0}'),
+        ("divide", '{"a": "three"}'),
+        ("divide", "not json"),
+        ("guess", "{}"),
+        ("words", '{"text": ["a", "b"]}'),
+    ]
+    result, sent = playing(environment, [said(None, *calls), said("1.5")])
+    assert result == RewardResult(1.0, {"tool_calls": 6.0, "tool_errors": 4.0, "letters": 3.0})
+    assert sent[0]["tools"] == environment.tools
+    results = sent[1]["messages"][2:]
+    assert [message["tool_call_id"] for message in results] == [f"call{index}" for index in range(6)]
+    texts = [message["content"] for message in results]
+    assert texts[0] == "1.5"
+    assert texts[1] == "Error: ZeroDivisionError: float division by zero"
+    assert "valid number" in texts[2]
+    assert "JSON" in texts[3]
+    assert texts[4] == "Error: there is no tool 'guess'; there are divide, words"
+    assert texts[5] == "a b"

@@ -1,0 +1,263 @@
+"""An agent may do what it likes to its own episode, and little to others."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.tasks.episode_owner import Played
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.runner import Runner
+from asyncrl_cli.tasks.scoring import RewardFailure, Scored
+
+AGENTS = """
+    import asyncio, ctypes, os, subprocess, sys, time
+
+    async def agent(row, model):
+        names = {"row": row, "model": model}
+        body = "\\n    ".join(row["prompt"].splitlines())
+        exec(f"async def play():\\n    {body}", globals() | names, names)
+        return await names["play"]()
+
+    class Slow:
+        def __init__(self, prompt):
+            self.seconds = prompt["seconds"]
+        def reset(self):
+            time.sleep(self.seconds)
+            raise RuntimeError("it has slept")
+        def step(self, reply):
+            raise NotImplementedError
+"""
+WAITS = "await asyncio.sleep(600)"
+SOON = "await asyncio.sleep(1.5); return 0.5"
+ACCESS = ModelAccess("http://127.0.0.1:9/sessions/1-0/v1", "key", "policy", "1-0")
+PID = "return os.getpid()"
+LEAVES_CHILDREN = """
+first = subprocess.Popen(["sleep", "600"])
+line = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
+second = subprocess.run(line, shell=True, env={}, stdout=subprocess.PIPE, text=True)
+return float(f"{first.pid}.{int(second.stdout):07d}")
+"""
+
+
+class Scene:
+    """A runner, and what it makes of prompts."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._count = 0
+
+    async def play(self, *codes: str, apart: bool = False, **fields: Any) -> list[Played]:
+        """What becomes of episodes that run these at the same time."""
+        first, self._count = self._count, self._count + len(codes)
+        plays = (
+            self.runner.play(f"{first + index}", Prompt(f"row/{index}", code, fields), ACCESS, apart)
+            for index, code in enumerate(codes)
+        )
+        return await asyncio.gather(*plays)
+
+    async def pid(self) -> int:
+        (played,) = await self.play(PID)
+        assert isinstance(played.score, Scored)
+        return int(played.score.reward)
+
+
+@asynccontextmanager
+async def runner(
+    folder: Path, use: str = "agents:agent", blocked_s: float = 30.0, **limits: Any
+) -> AsyncIterator[Scene]:
+    (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
+    with patch("asyncrl_cli.tasks.runner.redirect_output"):
+        one = Runner("runner-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
+    try:
+        yield Scene(one)
+    finally:
+        await one.stop()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 120))
+
+
+def scene(test: Callable[[Scene], Coroutine[Any, Any, None]], folder: Path, **settings: Any) -> None:
+    async def scenes() -> None:
+        async with runner(folder, **settings) as one:
+            await test(one)
+
+    run(scenes())
+
+
+def reason(played: Played) -> str:
+    assert isinstance(played.score, RewardFailure)
+    return played.score.reason
+
+
+def test_episodes_end_each_in_its_own_way_in_one_process(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        assert await scene.runner.start() == "agents:agent"
+        pid = await scene.pid()
+        fine, raises, leaves, none, wrong = await scene.play(
+            "return 1", "raise ValueError('no idea')", "sys.exit(3)", "return None", "return 'a lot'"
+        )
+        assert fine == Played(Scored(1.0))
+        assert reason(raises) == "agents:agent failed on prompt 'row/1': ValueError: no idea"
+        assert "SystemExit: 3" in reason(leaves)
+        assert none == Played(None)
+        assert "returned 'a lot'" in reason(wrong)
+        assert [one.again for one in (raises, leaves, wrong)] == ["anew"] * 3
+        many = await scene.play(*["await asyncio.sleep(0.01); return len(asyncio.all_tasks())"] * 100)
+        assert all(isinstance(one.score, Scored) for one in many)
+        assert max(one.score.reward for one in many if isinstance(one.score, Scored)) > 100, "at the same time"
+        assert await scene.pid() == pid
+
+    scene(test, tmp_path)
+
+
+@pytest.mark.parametrize("hangs", [WAITS, "await asyncio.to_thread(time.sleep, 600)"])
+def test_an_episode_that_does_not_end_has_failed_and_others_go_on(tmp_path: Path, hangs: str) -> None:
+    async def test(scene: Scene) -> None:
+        pid = await scene.pid()
+        late, fine = await scene.play(hangs, SOON)
+        assert (late.again, fine.score) == ("no", Scored(0.5))
+        assert reason(late) == "agents:agent: the episode of prompt 'row/0' failed: it had not ended after 2 s"
+        renewed = await scene.pid() != pid
+        assert renewed == ("to_thread" in hangs), "a process with a thread that hangs is given up"
+        assert psutil.pid_exists(pid) != renewed
+
+    with patch("asyncrl_cli.tasks.episode_process.GRACE_S", 0.5):
+        scene(test, tmp_path, timeout_s=2.0)
+
+
+def test_what_an_episode_leaves_in_the_loop_is_cancelled(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.play(f"asyncio.create_task(asyncio.sleep(600)); {PID}")
+        (played,) = await scene.play("return len(asyncio.all_tasks())")
+        (again,) = await scene.play("return len(asyncio.all_tasks())")
+        assert played == again
+
+    scene(test, tmp_path)
+
+
+def test_who_blocks_the_loop_has_failed_and_others_are_played_again(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        pid = await scene.pid()
+        blocks, other = await scene.play("time.sleep(600)", WAITS)
+        assert (blocks.again, other.again) == ("no", "on")
+        assert "the episode blocked the event loop for 2 s" in reason(blocks)
+        assert await scene.pid() != pid
+
+    scene(test, tmp_path, blocked_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [
+        ("os._exit(4)", "the process that played it ended (exit status 4)"),
+        ("ctypes.string_at(0)", "signal SIGSEGV"),
+        ("os.closerange(3, 4096); await asyncio.sleep(600)", "the process that played it ended"),
+        ("ctypes.PyDLL(None).sleep(600)", "gave no sign of life"),
+    ],
+    ids=["exits", "crashes", "closes its socket", "holds the lock in C"],
+)
+def test_a_process_that_is_lost_makes_all_suspects_who_show_apart(tmp_path: Path, ends: str, how: str) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.pid()
+        both = await scene.play(ends, WAITS)
+        assert [one.again for one in both] == ["apart", "apart"]
+        assert how in reason(both[0])
+        guilty, innocent = await scene.play(ends, "return 1", apart=True)
+        assert (guilty.again, innocent.score) == ("anew", Scored(1.0))
+        assert how in reason(guilty)
+        await scene.pid()
+
+    with patch("asyncrl_cli.tasks.episode_owner.SILENT_S", 1.0):
+        scene(test, tmp_path, blocked_s=2.0)
+
+
+def test_memory_has_a_limit(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        (played,) = await scene.play("return len(bytearray(2**33))")
+        assert "MemoryError" in reason(played)
+        await scene.pid()
+
+    scene(test, tmp_path, memory_mb=4096)
+
+
+def test_what_is_printed_is_logged_up_to_a_limit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def test(scene: Scene) -> None:
+        (played,) = await scene.play("print('x' * 30_000_000); return 1")
+        assert played.score == Scored(1.0)
+        await scene.play("print('x' * 30_000_000); os._exit(1)")
+
+    with patch("asyncrl_cli.tasks.episode_owner.LOG_BYTES", 100_000):
+        scene(test, tmp_path)
+    printed = capfd.readouterr().out
+    assert 100_000 < len(printed) < 101_000
+    assert printed.count("has printed more than the log takes") == 1
+
+
+def test_what_agents_have_started_ends_with_their_process(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        (played,) = await scene.play(LEAVES_CHILDREN.strip())
+        assert isinstance(played.score, Scored)
+        first, second = f"{played.score.reward:.7f}".split(".")
+        left = [psutil.Process(int(pid)) for pid in (first, second)]
+        await scene.play("os._exit(1)")
+        assert psutil.wait_procs(left, 10)[1] == []
+
+    scene(test, tmp_path)
+
+
+def test_a_slow_environment_holds_up_no_other(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        ended: list[float] = []
+
+        async def one(seconds: float) -> None:
+            (played,) = await scene.play("", seconds=seconds)
+            assert "it has slept" in reason(played)
+            ended.append(seconds)
+
+        await asyncio.gather(one(1.0), one(0.0), one(0.1))
+        assert ended == [0.0, 0.1, 1.0]
+
+    scene(test, tmp_path, use="agents:Slow")
+
+
+def test_a_cancelled_episode_stops(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        code = f"""
+try:
+    {WAITS}
+finally:
+    open({str(tmp_path / "stopped")!r}, "w").close()"""
+        playing = asyncio.create_task(scene.runner.play("mine", Prompt("row", code), ACCESS, False))
+        await scene.pid()
+        await scene.runner.cancel(["mine"])
+        assert reason(await playing) == "it was cancelled"
+        await scene.play("return 1")  # its turn comes after the cancelled one's
+        assert (tmp_path / "stopped").exists()
+
+    scene(test, tmp_path)
+
+
+def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    async def refused(use: str) -> None:
+        async with runner(tmp_path, use) as one:
+            await one.runner.start()
+
+    with pytest.raises(TaskError, match="has no 'absent'"):
+        run(refused("agents:absent"))
+    (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
+    with pytest.raises(TaskError, match=r"loading the task ended its process \(exit status 9\)"):
+        run(refused("leaves:agent"))
