@@ -20,13 +20,32 @@ class ProceduralData(Protocol):
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
 
 
-def procedural_data(name: str, **config: Any) -> ProceduralData:
-    """The reasoning-gym data set ``name``, ``ROWS`` rows of it; raises ``TaskError`` where it is not installed."""
+def procedural_data(name: str, rows: int = ROWS, **config: Any) -> ProceduralData:
+    """``rows`` rows of the reasoning-gym data set ``name``.
+
+    Raises ``TaskError`` where reasoning-gym is not installed, or where the data set does not take ``config``.
+    """
     try:
-        reasoning_gym = importlib.import_module("reasoning_gym")
+        data = _reasoning_gym(name).create_dataset(name, seed=0, size=rows, **config)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise TaskError(
+            f"task.options do not fit the data set {name}: {error}",
+            mend="reasoning-gym's documentation has its options",
+        ) from error
+    return cast("ProceduralData", data)
+
+
+def data_set_names(task: str) -> list[str]:
+    """The data sets that reasoning-gym has. Raises ``TaskError`` where it is not installed, naming the ``task``."""
+    _reasoning_gym(task)
+    return list(importlib.import_module("reasoning_gym.factory").DATASETS)
+
+
+def _reasoning_gym(task: str) -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise TaskError(f"the task {name} needs reasoning-gym: {error}", mend="pip install 'asyncrl[gym]'") from error
-    return cast("ProceduralData", reasoning_gym.create_dataset(name, seed=0, size=ROWS, **config))
+        raise TaskError(f"the task {task} needs reasoning-gym: {error}", mend="pip install 'asyncrl[gym]'") from error
 
 
 def verified(data: ProceduralData, answer: str, fields: Mapping[str, Any]) -> float:

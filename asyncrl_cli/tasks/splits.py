@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 
 HELD_OUT_ONE_IN = 10
-"""One text in this many is held out."""
+"""One text in this many is held out, where nothing else is said."""
 
 
-def is_held_out(text: str) -> bool:
-    """Whether prompts with this text belong to the ``eval`` split."""
+def is_held_out(text: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
+    """Whether prompts with this text belong to the ``eval`` split, as one text in ``one_in`` does."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % HELD_OUT_ONE_IN == 0
+    return int.from_bytes(digest, "little") % one_in == 0
