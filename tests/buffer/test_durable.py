@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from buffer_stand_ins import (
+    PROMPT_IDS,
     SETTINGS,
     candidates,
     commit,
@@ -29,7 +30,8 @@ from buffer_stand_ins import (
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import LedgerError
-from asyncrl_cli.buffer.records import BufferSettings, Opening, Outcome, StepRecord
+from asyncrl_cli.buffer.records import BufferSettings, Candidate, Opening, Outcome, StepRecord
+from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.rollout.records import GIVEN, Segment
 
 
@@ -387,3 +389,32 @@ def test_messages_and_fields_of_a_prompt_come_back(path: Path) -> None:
     _, opening = reopened(book, path)
     assert opening.groups[0].admission.prompt == prompt
     assert opening.groups[0].admission.prompt_ids == one.prompt_ids
+
+
+def test_which_prompts_are_solved_is_known_after_a_restart(path: Path) -> None:
+    """The last visits of a prompt count, whatever became of its group but for a failure."""
+    settings = replace(SETTINGS, note_solved=True, max_staleness=9)
+    rewards = {  # by prompt, those of its visits
+        "once": [(1.0, 1.0)],
+        "twice": [(0.0, 1.0), (1.0, 2.0), (1.0, 1.5)],
+        "not_now": [(1.0, 1.0), (1.0, 0.5)],
+        "never": [(0.0, 0.0)],
+    }
+    visits = [(uid, pair) for uid, pairs in rewards.items() for pair in pairs]
+    book = DurableLedger(path, settings)
+    book.admit(
+        [
+            Candidate(serial, Prompt(uid, "text"), PROMPT_IDS, {"epoch": 0, "position": serial})
+            for serial, (uid, _) in enumerate([*visits, ("failed", ())], start=1)
+        ]
+    )
+    solved: set[int] = set()
+    for group_id, (_, pair) in enumerate(visits):
+        for place, reward in enumerate(pair):
+            name = f"{group_id}-{place}"
+            solved |= set(book.record([rollout(name)], [Outcome(name, reward)]).solved)
+    solved |= set(book.record([], [Outcome(f"{len(visits)}-0", None, "no memory")]).solved)
+    assert solved == {group_id for group_id, (_, pair) in enumerate(visits) if min(pair) >= 1.0}
+    book.journal.commit(book.journal.noted())
+    assert DurableLedger(path, settings).opening().solved == {"once": 1, "twice": 2}
+    assert DurableLedger(path, SETTINGS).opening().solved == {}, "the history is read only for those who want to know"

@@ -32,6 +32,7 @@ from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.buffer.records import PublishRecord, Taken, Waiting
 from asyncrl_cli.buffer.schema import open_for_reading
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.groups import GroupSource, rollout_seed
 from asyncrl_cli.pipeline.prompting import PromptSource
@@ -550,3 +551,23 @@ def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no
 
     rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failures": 100}
     play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS}, dies_at=dies_at)
+
+
+def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_the_buffer_died(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        pools = scene.stream.pools = Pools(1, 0.0, 0)
+        scene.scorer.rule = lambda text: 0.5 if "3-" in text else 1.0
+        await scene.finish(0, 3)
+        await scene.end(RolloutFailure("1-0", "no"))
+        assert pools.leaves_out("p0", 0)
+        assert not pools.leaves_out("p3", 0), "one that is not solved"
+        assert not pools.leaves_out("p1", 0), "one that failed"
+        pools.restore({"p3": 1})
+        scene.buffers.last.die()
+        await scene.end("2-0")
+        await scene.settled()
+        assert len(scene.buffers.made) == 2
+        assert pools.leaves_out("p0", 0)
+        assert pools.retired == 1, "what the journal knows, and nothing else"
+
+    play(tmp_path, test, data={"pools": {}})
