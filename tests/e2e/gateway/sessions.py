@@ -87,8 +87,8 @@ class Audit:
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.sessions.items()))
         return (
-            f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} replies with tool "
-            f"calls; {self.continued} calls went on from an earlier turn, {self.branches} began a branch; "
+            f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} replies with "
+            f"tool calls; {self.continued} calls went on from an earlier turn, {self.branches} began a branch; "
             f"{self.sampled} tokens; {self.versions} weight updates, {self.publish_s:.1f} s apart, {self.crossed} "
             f"sessions across one; {len(self.problems)} problems"
         )
