@@ -116,15 +116,8 @@ class Transcript:
         sequence.busy = True
         self._tell(sequence, first)
         last = first + _run(sequence.known.versions[first:])
-        call = Call(
-            sequence,
-            tuple(prompt_ids),
-            _slice(sequence.known, first, last),
-            more=last < len(sequence.known.response_ids),
-        )
-        if len(call.replayed.response_ids):
-            self._tell(sequence, last)
-        return call
+        more = last < len(sequence.known.response_ids)
+        return Call(sequence, tuple(prompt_ids), _slice(sequence.known, first, last), more)
 
     def grow(self, call: Call, segments: Sequence[Segment]) -> Tokens:
         """Tokens that a call has sampled; ``start`` counts from its first. Returns those that are new."""

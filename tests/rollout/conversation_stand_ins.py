@@ -1,0 +1,175 @@
+"""A model that says what a hash says, a byte-level tokenizer, and a reader of the segments that sessions tell."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.rollout.continuation import cut, join
+from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Segment
+from asyncrl_cli.rollout.transcript import OnSegments
+from asyncrl_cli.train.tokenizer import character_tokenizer
+
+CALC: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "calc", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
+
+CHATML = (
+    "{%- if tools %}<|im_start|>system\n"
+    "{%- if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "# Tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n"
+    "{%- elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for message in messages %}{% if message.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if loop.last and loop.index0 > ns.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message.content }}"
+    '{%- for call in message.tool_calls or [] %}{{ \'\n<tool_call>\n{"name": "\' + call.function.name + \'", '
+    "\"arguments\": ' }}{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{%- endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Like Qwen3's: tools in the system turn, results of tools together in a user's, and a last reply that is rendered
+otherwise than an earlier one."""
+
+
+@cache
+def byte_tokenizer() -> Any:
+    """A token for every byte and for some pairs, and ChatML's special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("a", "b"), ("Ġ", "t"), ("Ã", "©"), ("1", "+"), ("ab", "c")]
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
+    backend = Tokenizer(models.BPE(vocabulary, pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHATML,
+    )
+
+
+@cache
+def byte_chat() -> ChatFormat:
+    return ChatFormat(byte_tokenizer())
+
+
+@cache
+def character_chat() -> ChatFormat:
+    return ChatFormat(character_tokenizer(4096))
+
+
+@dataclass
+class HashModel:
+    """Replies with tokens, and ends a reply, as a hash of the prompt and the seed says; often with a tool call.
+
+    Tokens come in several deliveries, the last ones with the whole. Log-probs and versions follow from a token's place
+    in its sequence, so that versions never fall. ``requests`` has every request with its reply, ``sampled`` the places
+    (prompt, seed, index) of all tokens that were sampled and not taken over.
+    """
+
+    chat: ChatFormat
+    requests: list[tuple[RolloutRequest, Rollout]] = field(default_factory=list)
+    sampled: list[tuple[tuple[int, ...], int | None, int]] = field(default_factory=list)
+
+    async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
+        before, sampling = join(request.prefix), request.sampling
+        rng = random.Random(str((request.prompt_ids, sampling.seed)))
+        ids = self.chat.encode(f'<tool_call>{{"name": "calc", "arguments": {{"e": "{rng.random()}é"}}}}</tool_call>')
+        if rng.random() < 0.5:
+            # Not as a tokenizer would cut the text, with halves of characters in it.
+            ids = [rng.randrange(self.chat.vocabulary - 3) for _ in range(rng.randint(0, 12))]
+        assert self.chat.end_token is not None
+        ids = [*ids, self.chat.end_token][: sampling.max_tokens]
+        done = len(before.response_ids)
+        assert ids[:done] == before.response_ids.tolist()
+        assert done < len(ids), "there was nothing left to ask for"
+        versions = [(len(request.prompt_ids) + index) // 10 for index in range(len(ids))]
+        versions[:done] = before.versions.tolist()
+        logprobs = np.asarray([-0.25 * (index % 9) for index in range(len(ids))], np.float32)
+        starts = [(v, i) for i, v in enumerate(versions) if i == 0 or versions[i - 1] != v]
+
+        def segments(start: int, end: int) -> list[Segment]:
+            return cut(request.rollout_id, start, ids[start:end], logprobs[start:end], starts)
+
+        told = done
+        while told < len(ids) and rng.random() < 0.7:
+            await asyncio.sleep(0)
+            upto = rng.randint(told + 1, len(ids))
+            self.sampled += [(request.prompt_ids, sampling.seed, index) for index in range(told, upto)]
+            if on_segments is not None:
+                on_segments(segments(told, upto))
+            told = upto
+        await asyncio.sleep(0)
+        self.sampled += [(request.prompt_ids, sampling.seed, index) for index in range(told, len(ids))]
+        rollout = Rollout(
+            rollout_id=request.rollout_id,
+            prompt_ids=request.prompt_ids,
+            response_ids=np.asarray(ids, np.int32),
+            logprobs=logprobs,
+            versions=np.asarray(versions, np.int32),
+            text="",
+            finish_reason="stop" if ids[-1] == self.chat.end_token else "length",
+        )
+        self.requests.append((request, rollout))
+        return rollout
+
+
+@dataclass
+class Record:
+    """Keeps segments as the journal does: one that begins where another began takes its place and what followed."""
+
+    sequences: dict[str, dict[int, Segment]] = field(default_factory=dict)
+
+    def tell(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            known = self.sequences.setdefault(segment.rollout_id, {})
+            end = max((one.end for one in known.values()), default=0)
+            assert segment.start in (end, *known), "a gap, or a piece that begins within another"
+            for start in [start for start in known if start >= segment.start]:
+                del known[start]
+            known[segment.start] = segment
+
+    def recorded(self) -> Mapping[int, tuple[Segment, ...]]:
+        return {int(name.partition(".")[2] or 0): tuple(parts.values()) for name, parts in self.sequences.items()}
+
+
+def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], list[int]]]:
+    """Each sequence of a rollout, to be compared."""
+    for one in rollout.sequences:
+        yield one.rollout_id, one.response_ids.tolist(), one.logprobs.tolist(), one.versions.tolist()
+
+
+def sampled_runs(rollout: Rollout) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Each run of sampled tokens in a rollout's sequences, after all that stands before it."""
+    for one in rollout.sequences:
+        ids, given = one.response_ids.tolist(), one.versions == GIVEN
+        start = 0
+        while start < len(ids):
+            end = start + 1
+            while end < len(ids) and given[end] == given[start]:
+                end += 1
+            if not given[start]:
+                yield tuple(ids[:start]), tuple(ids[start:end])
+            start = end

@@ -1,0 +1,227 @@
+"""Chat templates as token deltas, tool calls, and text that comes bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.rollout.chat import ChatError, ChatFormat, before_stop, key, normal
+from asyncrl_cli.rollout.text_stream import BROKEN, TextStream
+from asyncrl_cli.rollout.tool_calls import ToolParserError, hermes, tool_parser
+from asyncrl_cli.train.tokenizer import CHARACTERS, character_tokenizer
+from tests.rollout.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat
+
+Messages = list[dict[str, Any]]
+TEXT = st.text(CHARACTERS.replace("<", ""), max_size=8)
+
+
+def called(*expressions: str) -> dict[str, Any]:
+    calls = [
+        {"id": f"{index:09}", "type": "function", "function": {"name": "calc", "arguments": json.dumps({"e": e})}}
+        for index, e in enumerate(expressions)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> tuple[Messages, list[int]]:
+    """Messages, and where replies stand among them."""
+    messages: Messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    messages.append({"role": "user", "content": draw(TEXT)})
+    replies = []
+    for _ in range(draw(st.integers(1, 4))):
+        replies.append(len(messages))
+        expressions = draw(st.lists(TEXT, max_size=2))
+        messages.append(called(*expressions) if expressions else {"role": "assistant", "content": draw(TEXT)})
+        results = [
+            {"role": "tool", "tool_call_id": f"{index:09}", "content": draw(TEXT)} for index in range(len(expressions))
+        ]
+        messages += results or [{"role": "user", "content": draw(TEXT)}]
+    return messages, replies
+
+
+def turn_by_turn(chat: ChatFormat, messages: Messages, replies: Sequence[int], said: Sequence[str]) -> list[int]:
+    """The prompt after the last message, put together from the first prompt, replies, and what follows each."""
+    assert chat.end_token is not None
+    ids = chat.render(messages[: replies[0]], [CALC])
+    for place, until, text in zip(replies, [*replies[1:], len(messages)], said, strict=True):
+        ids += [*chat.encode(text), chat.end_token]
+        ids += chat.continue_(messages[place + 1 : until], [CALC], chat.end_token, messages[place])
+    return ids
+
+
+def written(message: dict[str, Any], before: str, after: str) -> str:
+    """A reply as the template writes it."""
+    calls = [
+        f'{before}{{"name": "calc", "arguments": {call["function"]["arguments"]}}}{after}'
+        for call in message.get("tool_calls", ())
+    ]
+    return (message["content"] or "") + "".join(calls)
+
+
+@given(chats())
+@settings(deadline=None)
+def test_turn_by_turn_makes_the_tokens_of_the_whole(chat_of: tuple[Messages, list[int]]) -> None:
+    messages, replies = chat_of
+    chat = character_chat()
+    said = [written(messages[place], "<tool_call>", "</tool_call>") for place in replies]
+    assert turn_by_turn(chat, messages, replies, said) == chat.render(messages, [CALC])
+
+    # ChatML's text is the same as of the whole, too, and its tokens where the tokenizer cuts no pair across a turn.
+    chat = byte_chat()
+    said = [written(messages[place], "\n<tool_call>\n", "\n</tool_call>") for place in replies]
+    ids = turn_by_turn(chat, messages, replies, said)
+    assert chat.decode(ids, special=True) == chat.decode(chat.render(messages, [CALC]), special=True)
+
+
+def test_a_turn_that_was_cut_gets_its_end() -> None:
+    for chat in (character_chat(), byte_chat()):
+        end = chat.end_token
+        assert end is not None
+        after: Messages = [{"role": "user", "content": "more"}]
+        ended, cut = chat.continue_(after, None, end), chat.continue_(after, None, chat.encode("x")[0])
+        assert cut == [end, *ended]
+        assert chat.decode(ended, special=True).count("more") == 1
+    assert byte_chat().decode(ended, special=True) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_is_rendered_otherwise_when_more_follows_is_no_beginning() -> None:
+    tokenizer = character_tokenizer(64)
+    after: Messages = [{"role": "user", "content": "b"}]
+    for template, why in (
+        ("{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}", "differently"),
+        ("{{ messages[-1].content }}", "leaves a reply's text out"),
+        ("{{ raise_exception('two turns at most') if messages | length > 2 }}{{ messages }}", "two turns at most"),
+        (None, "model.chat_template"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(ChatError, match=why):
+            ChatFormat(tokenizer).continue_(after, None, 1)
+
+
+def test_messages_that_say_the_same_are_the_same() -> None:
+    one = called("1+1") | {"content": ""}
+    other = json.loads(json.dumps(called("1+1"))) | {"refusal": None, "audio": None, "annotations": [], "name": None}
+    other["tool_calls"][0]["function"]["arguments"] = '{\n "e":"1+1"}'
+    assert key(normal(one)) == key(normal(other))
+    assert normal({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}) == (
+        {"role": "user", "content": "ab"}
+    )
+    assert key(normal(called("1+1"))) != key(normal(called("1+2")))
+    assert normal({"role": "tool", "content": "1", "tool_call_id": "x"}) != normal({"role": "tool", "content": "1"})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *({}, {"role": 3}, "hello", {"role": "user", "content": 7}, {"role": "user", "content": [{"type": "image"}]}),
+        *({"role": "assistant", "tool_calls": 1}, {"role": "assistant", "tool_calls": [{"function": {}}]}),
+        *({"role": "assistant", "tool_calls": ["calc"]}, {"role": "user", "content": "\ud800"}),
+    ],
+)
+def test_what_is_no_message_is_said_to_be_none(message: Any) -> None:
+    with pytest.raises(ChatError):
+        character_chat().render([message])
+
+
+# -- tool calls
+
+PIECES = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<tool_call", "sum: ", "\n", " "),
+        *('{"name": "calc", "arguments": {"e": "1+1"}}', '{"name": "calc", "arguments": {"é": [1, {}]}}'),
+        *('{"name": "calc", "arguments": {}}', '{"arguments": {}}', '{"name": "calc"', "{}", "[]", "1"),
+    ]
+)
+ODD = (
+    *('{"name": 4, "arguments": {}}', '{"name": "", "arguments": {}}', '{"name": "calc", "arguments": "1+1"}'),
+    *('{"name": "calc", "arguments": {"e": NaN}}', '{"name": "\\ud800", "arguments": {}}', "[" * 100_000),
+    *('{"name": "calc", "arguments": {"e": "\\udfff"}}', '{"name": "calc", "arguments": [1]}', "null", '"name"'),
+)
+
+
+@given(st.lists(PIECES, max_size=8).map("".join))
+@settings(deadline=None)
+def test_hermes_reads_what_vllm_reads(text: str) -> None:
+    theirs = tool_parser_of_vllm()(text, [CALC])
+    assert hermes(text, [CALC]) == theirs
+
+
+def tool_parser_of_vllm() -> Any:
+    from asyncrl_cli.rollout import tool_calls
+
+    return tool_calls._of_vllm("hermes", character_tokenizer(64))
+
+
+@pytest.mark.parametrize("call", ODD)
+def test_a_malformed_call_is_content(call: str) -> None:
+    text = f"so <tool_call>{call}</tool_call>"
+    assert hermes(text, [CALC]) is None
+    assert tool_parser_of_vllm()(text, [CALC]) is None
+    chat = byte_chat()
+    assert chat.parse([1], chat.encode(text), [CALC]) == {"role": "assistant", "content": text}
+
+
+def test_calls_come_in_openais_shape_and_their_ids_follow_from_the_tokens() -> None:
+    chat = character_chat()
+    text = 'so <tool_call>{"name": "calc", "arguments": {"e": "1+1"}}</tool_call>'
+    ids = [*chat.encode(text + text), 1]
+    message = chat.parse([5, 6], ids, [CALC])
+    assert message["content"] == "so "
+    first, second = message["tool_calls"]
+    assert first["function"] == second["function"] == {"name": "calc", "arguments": '{"e": "1+1"}'}
+    assert first["id"] != second["id"]
+    assert chat.parse([5, 6], ids, [CALC]) == message
+    assert chat.parse([5, 7], ids, [CALC])["tool_calls"][0]["id"] != first["id"]
+    assert chat.parse([5, 6], ids, None) == {"role": "assistant", "content": text + text}
+    assert chat.parse([5, 6], ids, [CALC], stop=["<tool"]) == {"role": "assistant", "content": "so "}
+
+
+def test_other_formats_are_vllms_and_unknown_ones_are_refused() -> None:
+    chat = ChatFormat(byte_tokenizer(), "pythonic")
+    assert chat.parse([], chat.encode('[calc(e="1+1")]'), [CALC])["tool_calls"][0]["function"] == {
+        "name": "calc",
+        "arguments": '{"e": "1+1"}',
+    }
+    assert chat.parse([], chat.encode("[calc(e="), [CALC]) == {"role": "assistant", "content": "[calc(e="}
+    with pytest.raises(ToolParserError, match="Did you mean hermes"):
+        tool_parser("hermez", byte_tokenizer())
+    with pytest.raises(ToolParserError, match="does not fit this model's tokenizer"):
+        tool_parser("mistral", byte_tokenizer())
+
+
+# -- text as it comes
+
+BYTES = st.lists(st.integers(0, 260) | st.sampled_from(byte_chat().encode("é€😀 ab")), max_size=20)
+
+
+@given(BYTES, st.lists(st.integers(0, 20), max_size=6), st.lists(st.sampled_from(["ab", "é", "bca", "a", "€😀"])))
+@settings(deadline=None, max_examples=300)
+def test_pieces_of_text_make_the_text(ids: list[int], cuts: list[int], stop: list[str]) -> None:
+    chat = byte_chat()
+    final = before_stop(chat.decode(ids), stop)
+    pieces: list[str] = []
+    stream = TextStream(chat.decode, stop, pieces.append)
+    bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    for start, end in itertools.pairwise(bounds):
+        stream.feed(ids[start:end])
+        assert final.startswith("".join(pieces))
+    stream.finish(final)
+    assert "".join(pieces) == final
+    assert all(pieces)
+
+
+def test_half_a_character_and_what_may_become_a_stop_string_wait() -> None:
+    chat, pieces = byte_chat(), []
+    stream = TextStream(chat.decode, ["STOP"], pieces.append)
+    for token in chat.encode("a😀ST, STOP it"):
+        stream.feed([token])
+    assert "".join(pieces) == "a😀ST, "
+    assert not any(BROKEN in piece for piece in pieces)
+    assert "S" not in pieces

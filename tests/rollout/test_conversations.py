@@ -1,0 +1,197 @@
+"""Conversations in token space, over random harnesses: what is sampled is kept once, and never tokenized again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.rollout.continuation import join
+from asyncrl_cli.rollout.records import GIVEN, Rollout, Sampling, Segment
+from asyncrl_cli.rollout.session import CallOptions, Limits, Reply, Session
+from tests.rollout.conversation_stand_ins import (
+    CALC,
+    HashModel,
+    Record,
+    byte_chat,
+    character_chat,
+    sampled_runs,
+    tokens_of,
+)
+
+Messages = list[dict[str, Any]]
+LIMITS = Limits(max_length=4000, max_call_tokens=400)
+SAMPLING = Sampling(temperature=1.0, max_tokens=400, seed=5)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call: ``of`` an earlier conversation (a number that says which), which is gone on with, taken up at an
+    earlier message, or asked about again."""
+
+    kind: str
+    of: int
+    text: str
+    n: int = 1
+    max_tokens: int | None = None
+    disguise: bool = False
+    tools: bool = True
+
+
+OPS = st.builds(
+    Op,
+    kind=st.sampled_from(["new", "go on", "go on", "go on", "fork", "repeat"]),
+    of=st.integers(0, 20),
+    text=st.text(min_size=1, max_size=6) | st.sampled_from(["abc", "café 1+1", "<|im_end|>", "[", "</tool_call>"]),
+    n=st.sampled_from([1, 1, 1, 2]),
+    max_tokens=st.sampled_from([None, None, 1, 3, 20]),
+    disguise=st.booleans(),
+    tools=st.sampled_from([True, True, True, False]),
+)
+ROUNDS = st.lists(st.lists(OPS, min_size=1, max_size=3), min_size=1, max_size=6)
+"""The calls of a round run at the same time."""
+
+
+class Harness:
+    """Plays rounds of calls on a session, as a program would that knows messages and no tokens."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.conversations: list[tuple[Messages, bool]] = []  # each up to a reply, and whether it has tools
+        self.replies: list[Reply] = []
+
+    async def play(self, rounds: Sequence[Sequence[Op]]) -> None:
+        for ops in rounds:
+            asked = [self._messages(op) for op in ops]
+            answers = await asyncio.gather(*map(self._call, ops, asked))
+            for (messages, tools), replies in zip(asked, answers, strict=True):
+                self.replies += replies
+                self.conversations += [([*messages, dict(reply.message)], tools) for reply in replies]
+
+    async def _call(self, op: Op, asked: tuple[Messages, bool]) -> list[Reply]:
+        messages, tools = asked
+        sent = [disguised(message) if op.disguise else dict(message) for message in messages]
+        options = CallOptions(max_tokens=op.max_tokens, n=op.n)
+        return await self._session.chat(sent, [CALC] if tools else None, options)
+
+    def _messages(self, op: Op) -> tuple[Messages, bool]:
+        if op.kind == "new" or not self.conversations:
+            return [{"role": "user", "content": op.text}], op.tools
+        messages, tools = self.conversations[op.of % len(self.conversations)]
+        if op.kind == "repeat":
+            return messages[:-1], tools
+        if op.kind == "fork":
+            replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            messages = messages[: replies[op.of % len(replies)] + 1]
+        results: Messages = [
+            {"role": "tool", "tool_call_id": call["id"], "content": op.text}
+            for call in messages[-1].get("tool_calls", ())
+        ]
+        return messages + (results or [{"role": "user", "content": op.text}]), tools
+
+
+def disguised(message: dict[str, Any]) -> dict[str, Any]:
+    """The same message as another library would write it."""
+    same = {**message, "refusal": None, "annotations": [], "name": None}
+    if message["role"] == "assistant" and not message.get("content"):
+        same["content"] = "" if message.get("content") is None else None
+    elif message.get("content"):
+        same["content"] = [{"type": "text", "text": part} for part in (message["content"][:2], message["content"][2:])]
+    if calls := message.get("tool_calls"):
+        same["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": respelt(call["function"]["arguments"])}, "index": 0}
+            for call in calls
+        ]
+    return same
+
+
+def respelt(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), indent=1)
+
+
+def play(
+    rounds: Sequence[Sequence[Op]],
+    chat: Any,
+    recorded: dict[int, tuple[Segment, ...]] | None = None,
+) -> tuple[Harness, HashModel, list[Segment], Rollout]:
+    """Play rounds on a session of their own; the segments are those it told, in their order."""
+    model, told = HashModel(chat), []
+    session = Session(
+        *("7-2", chat, model.generate, SAMPLING, LIMITS),
+        fixed_sampling=True,
+        recorded=recorded,
+        on_segments=told.extend,
+    )
+    harness = Harness(session)
+    asyncio.run(harness.play(rounds))
+    rollout = session.rollout()
+    assert rollout is not None
+    return harness, model, told, rollout
+
+
+@given(ROUNDS, st.sampled_from(["bytes", "characters"]))
+@settings(deadline=None, max_examples=80)
+def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list[list[Op]], which: str) -> None:
+    chat = byte_chat() if which == "bytes" else character_chat()
+    harness, model, told, rollout = play(rounds, chat)
+
+    # What the model was asked and what it said is what stands in the sequences: each reply once, and nothing else.
+    asked = Counter((request.prompt_ids, tuple(reply.response_ids.tolist())) for request, reply in model.requests)
+    assert Counter(sampled_runs(rollout)) == asked
+    assert Counter((reply.prompt_ids, reply.token_ids) for reply in harness.replies) == asked
+    for sequence in rollout.sequences:
+        assert (sequence.logprobs[sequence.versions == GIVEN] == 0).all()
+        assert sequence.versions[0] == GIVEN
+
+    # A prompt begins with the very tokens of an earlier turn, if its messages begin with those of one.
+    said = list(zip(harness.conversations, harness.replies, strict=True))
+    for index, ((messages, tools), reply) in enumerate(said):
+        turns = {
+            (len(before), (*earlier.prompt_ids, *earlier.token_ids))
+            for (before, had_tools), earlier in said[:index]
+            if had_tools == tools and before == messages[: len(before)] and len(before) < len(messages)
+        }
+        longest = max((length for length, _ in turns), default=0)
+        tokens = [turn for length, turn in turns if length == longest]
+        assert not turns or any(reply.prompt_ids[: len(turn)] == turn for turn in tokens)
+
+    # What was told is the rollout, segment for segment.
+    record = Record()
+    record.tell(told)
+    assert set(record.sequences) == {sequence.rollout_id for sequence in rollout.sequences}
+    for sequence in rollout.sequences:
+        known = join(record.sequences[sequence.rollout_id].values())
+        assert known.response_ids.tolist() == sequence.response_ids.tolist()
+        assert known.versions.tolist() == sequence.versions.tolist()
+        assert known.logprobs.tolist() == sequence.logprobs.tolist()
+    assert sum(len(segment.response_ids) for segment in told) == sum(len(s.response_ids) for s in rollout.sequences)
+
+
+@given(ROUNDS, st.data())
+@settings(deadline=None, max_examples=60)
+def test_played_again_from_any_cut_it_is_the_same_and_nothing_recorded_is_sampled_again(
+    rounds: list[list[Op]], data: st.DataObject
+) -> None:
+    _, model, told, rollout = play(rounds, byte_chat())
+    cut_at = data.draw(st.integers(0, len(told)))
+    record = Record()
+    record.tell(told[:cut_at])
+    recorded = record.recorded()
+
+    _, again, told_again, same = play(rounds, byte_chat(), dict(recorded))
+    assert list(tokens_of(same)) == list(tokens_of(rollout))
+    kept = sum(len(s.response_ids) for parts in recorded.values() for s in parts if s.version != GIVEN)
+    assert len(again.sampled) == len(model.sampled) - kept
+    assert not Counter(again.sampled) - Counter(model.sampled)
+    # What is told now goes on where the record ends.
+    record.tell(told_again)
+    for sequence in same.sequences:
+        assert join(record.sequences[sequence.rollout_id].values()).response_ids.tolist() == (
+            sequence.response_ids.tolist()
+        )

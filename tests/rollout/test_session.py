@@ -1,0 +1,309 @@
+"""What a session does beside keeping tokens: sampling, limits, errors, ends, retries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError, Sessions
+from asyncrl_cli.rollout.transcript import OnSegments
+from asyncrl_cli.train.tokenizer import character_tokenizer
+from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat
+
+CHAT = character_chat()
+HELLO = [{"role": "user", "content": "hello"}]
+SAMPLING = Sampling(temperature=0.7, max_tokens=0, seed=3, stop=("##",))
+Say = Callable[[RolloutRequest], str]
+
+
+class Model:
+    """Says what it is told to say, and then the end token, if there is room. ``held`` holds replies back once they
+    have told their first half."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+        self.requests: list[RolloutRequest] = []
+        self.held: asyncio.Event | None = None
+        self.fails = False
+        self.begun = asyncio.Event()
+
+    async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
+        self.requests.append(request)
+        text = self.texts.pop(0)
+        whole = [*CHAT.encode(text), CHAT.end_token]
+        ids = np.asarray(whole[: request.sampling.max_tokens], np.int32)
+        half, zeros = len(ids) // 2, np.zeros(len(ids), np.float32)
+        if self.held is not None:
+            assert on_segments is not None
+            start = request.generated
+            on_segments([Segment(request.rollout_id, start, 4, ids[start:half], zeros[start:half])])
+            self.begun.set()
+            await self.held.wait()
+        if self.fails:
+            raise GenerationFailed("no engine")
+        reason = "stop" if len(ids) == len(whole) else "length"
+        return Rollout(request.rollout_id, request.prompt_ids, ids, zeros, np.full(len(ids), 4, np.int32), "", reason)
+
+
+def session(model: Any, *, limits: Limits | None = None, fixed: bool = True, **arguments: Any) -> Session:
+    limits = limits or Limits(max_length=100, max_call_tokens=50)
+    return Session("3-1", CHAT, model.generate, SAMPLING, limits, fixed_sampling=fixed, priority=3, **arguments)
+
+
+def run(work: Awaitable[Any]) -> Any:
+    async def main() -> Any:
+        return await asyncio.wait_for(work, 30)
+
+    return asyncio.run(main())
+
+
+def test_what_a_request_says() -> None:
+    model = Model("a", "b", "c", "d")
+    fixed = session(model)
+    run(fixed.chat(HELLO, None, CallOptions(max_tokens=7, temperature=0.1, seed=9, stop=("!",))))
+    run(fixed.chat(HELLO, None, CallOptions(), on_text=lambda choice, text: None))
+    run(session(model, fixed=False).chat(HELLO, None, CallOptions(temperature=0.1, seed=9, n=2)))
+    one, two, three, four = model.requests
+    assert (one.rollout_id, one.priority, one.affinity, one.awaited, one.streamed) == ("3-1/0", 3, "3-1", True, False)
+    assert two.rollout_id == "3-1/1" and two.streamed
+    assert one.sampling == Sampling(0.7, 7, one.sampling.seed, ("##", "!"))
+    assert two.sampling == Sampling(0.7, 50, two.sampling.seed, ("##",))
+    assert one.sampling.seed != two.sampling.seed, "each call has a seed of its own"
+    assert [(r.sampling.temperature, r.sampling.seed) for r in (three, four)] == [(0.1, 9), (0.1, 10)]
+
+    again = Model("a")
+    run(session(again).chat(HELLO, None, CallOptions()))
+    assert again.requests[0].sampling.seed == one.sampling.seed, "which follows from the session's seed and its number"
+
+
+def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
+    model, pieces = Model("so ##", "more"), []
+    one = session(model)
+    (reply,) = run(one.chat(HELLO, None, CallOptions(max_tokens=5), on_text=lambda _, text: pieces.append(text)))
+    assert (reply.text, reply.message["content"], reply.stopped_by) == ("so ", "so ", "##")
+    assert CHAT.decode(reply.token_ids) == "so ##"
+    assert pieces == ["so "]
+    (later,) = run(one.chat([*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    assert CHAT.decode(later.prompt_ids, special=True) == "helloso ##<eos>?", "the turn gets the end that it lacks"
+    assert one.last_text == "more"
+
+
+def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
+    one = session(Model("a", "b", "c"))
+    conversation: list[Any] = list(HELLO)
+    for tools in (None, None, [CALC]):
+        (reply,) = run(one.chat(conversation, tools, CallOptions()))
+        conversation += [reply.message, {"role": "user", "content": "?"}]
+    rollout = one.rollout()
+    assert rollout is not None
+    texts = [CHAT.decode(sequence.response_ids.tolist(), special=True) for sequence in rollout.sequences]
+    assert texts == ["helloa<eos>?b<eos>", "helloa<eos>?b<eos>?c<eos>"]
+
+
+def test_texts_go_on_in_token_space() -> None:
+    model = Model("abc", "def", "ghi", "jkl", "mno")
+    one = session(model)
+    cut = CallOptions(max_tokens=3)
+    (first,) = run(one.complete("x=", cut))
+    (second,) = run(one.complete("x=abc+", cut))
+    assert second.prompt_ids == (*first.prompt_ids, *first.token_ids, *CHAT.encode("+"))
+    (third,) = run(one.complete([*second.prompt_ids, *second.token_ids, 50], CallOptions()))
+    (fourth,) = run(one.complete("x=abc+defg", cut))
+    rollout = one.rollout()
+    assert rollout is not None
+    first_sequence, branch = rollout.sequences
+    assert first_sequence.response_ids.tolist() == [*third.prompt_ids, *third.token_ids]
+    assert branch.response_ids.tolist() == [*fourth.prompt_ids, *fourth.token_ids]
+    assert (rollout.finish_reason, branch.finish_reason) == ("stop", "length")
+    # A text knows nothing of the end token, so what follows it is another conversation.
+    text = CHAT.decode(third.prompt_ids) + "ghi"
+    run(one.complete(text + "!", cut))
+    assert len(one.rollout().sequences) == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "code", "failed"),
+    [
+        (lambda s: s.chat([{"role": "user", "content": "x" * 100}], None, CallOptions()), 400, "context_length", True),
+        (lambda s: s.chat(HELLO, None, CallOptions(n=5)), 400, "max_calls_exceeded", True),
+        (lambda s: s.chat(HELLO, None, CallOptions(max_tokens=101)), 400, "invalid_value", False),
+        (lambda s: s.chat(HELLO, None, CallOptions(max_tokens=0)), 400, "invalid_value", False),
+        (lambda s: s.chat([], None, CallOptions()), 400, "invalid_value", False),
+        (lambda s: s.chat([{"role": "user", "content": 3}], None, CallOptions()), 400, "invalid_value", False),
+        (lambda s: s.complete("", CallOptions()), 400, "invalid_value", False),
+        (lambda s: s.complete([5, 99], CallOptions()), 400, "invalid_value", False),
+    ],
+)
+def test_what_is_refused(work: Callable[[Session], Any], status: int, code: str, failed: bool) -> None:
+    one = session(Model(), limits=Limits(max_length=100, max_call_tokens=50, max_calls=4))
+    with pytest.raises(SessionError) as error:
+        run(work(one))
+    assert error.value.status == status
+    assert error.value.code.startswith(code)
+    assert bool(one.failure) == failed
+    assert one.rollout() is None
+    assert one.calls == 0
+
+
+def test_limits_are_kept() -> None:
+    model = Model(*["0123456789"] * 9)
+    one = session(model, limits=Limits(max_length=40, max_call_tokens=8, max_calls=4, max_sampled_tokens=25))
+    conversation: list[Any] = list(HELLO)
+    for allowed in (8, 8, 8, 1):
+        (reply,) = run(one.chat(conversation, None, CallOptions(max_tokens=40)))
+        assert len(reply.token_ids) == allowed, "of a call, and of what is left of the session's"
+        conversation.append(reply.message)
+        if allowed > 1:
+            continue
+    with pytest.raises(SessionError) as error:
+        run(one.chat(conversation, None, CallOptions()))
+    assert (error.value.code, one.failure) == ("max_calls_exceeded", "this session has had its 4 calls")
+    one.calls = 0
+    with pytest.raises(SessionError, match="25 generated tokens") as error:
+        run(one.chat(HELLO, None, CallOptions()))
+    assert error.value.code == "max_sampled_tokens_exceeded"
+    assert one.failure == "this session has had its 4 calls", "the first one"
+
+    short = session(model, limits=Limits(max_length=9, max_call_tokens=50))
+    (reply,) = run(short.chat(HELLO, None, CallOptions()))
+    assert len(reply.token_ids) == 4, "as many as fit"
+    with pytest.raises(SessionError) as error:
+        run(short.chat([*HELLO, reply.message], None, CallOptions()))
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_the_end_cancels_what_runs_and_refuses_what_comes() -> None:
+    async def main() -> None:
+        model = Model("one", "two", "three")
+        one = session(model)
+        await one.chat(HELLO, None, CallOptions())
+        model.held = asyncio.Event()
+        call = asyncio.create_task(one.chat(HELLO, None, CallOptions(n=2)))
+        await model.begun.wait()
+        one.close()
+        for work in (call, one.chat(HELLO, None, CallOptions()), one.complete("x", CallOptions())):
+            with pytest.raises(SessionError) as error:
+                await work
+            assert (error.value.status, error.value.code) == (410, "session_ended")
+        rollout = one.rollout()
+        assert rollout is not None
+        assert CHAT.decode(rollout.response_ids.tolist()) == "helloone"
+        assert rollout.branches == (), "what nobody heard is no part of it"
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_call_that_is_given_up_goes_on_when_it_is_repeated(how: str, n: int) -> None:
+    async def main() -> None:
+        record = Record()
+        model = Model("first", *["second reply"] * 2 * n)
+        one = session(model, on_segments=record.tell)
+        (first,) = await one.chat(HELLO, None, CallOptions())
+        messages = [*HELLO, first.message, {"role": "user", "content": "?"}]
+        model.held = asyncio.Event()
+        call = asyncio.create_task(one.chat(messages, None, CallOptions(n=n)))
+        await model.begun.wait()
+        if how == "cancelled":
+            call.cancel()
+        else:
+            model.fails = True
+            model.held.set()
+        with pytest.raises(asyncio.CancelledError if how == "cancelled" else GenerationFailed):
+            await call
+        rollout = one.rollout()
+        assert rollout is not None
+        assert rollout.response_ids.tolist() == [*first.prompt_ids, *first.token_ids]
+
+        model.held, model.fails = None, False
+        replies = await one.chat(messages, None, CallOptions(n=n))
+        assert [reply.text for reply in replies] == ["second reply"] * n
+        assert [request.generated for request in model.requests[-n:]] == [6] * n, "from the tokens that it had"
+        rollout = one.rollout()
+        assert rollout is not None
+        assert len(rollout.sequences) == n, "in the sequence that it was in"
+        for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
+            told = [token for part in parts for token in part.response_ids.tolist()]
+            assert told == sequence.response_ids.tolist()
+
+    run(main())
+
+
+def test_another_call_than_the_recorded_one_voids_what_was_recorded() -> None:
+    record = Record()
+    model = Model("first", "second")
+    one = session(model, on_segments=record.tell)
+    (first,) = run(one.chat(HELLO, None, CallOptions(max_tokens=4)))
+    run(one.chat([*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
+
+    other = Model("something else")
+    again = session(other, recorded=record.recorded(), on_segments=record.tell)
+    (same,) = run(again.chat(HELLO, None, CallOptions()))
+    assert same.token_ids == first.token_ids, "all there is, as the conversation went on after it"
+    assert (same.versions == 4).all()
+    run(again.chat([*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions()))
+    rollout = again.rollout()
+    assert rollout is not None
+    assert len(other.requests) == 1
+    assert CHAT.decode(rollout.response_ids.tolist()) == "hellofirs!something else"
+    (parts,) = record.recorded().values()
+    assert [token for part in parts for token in part.response_ids.tolist()] == rollout.response_ids.tolist()
+
+
+def test_recorded_branches_are_found_in_whatever_order_they_begin() -> None:
+    record, chats = Record(), [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    model = HashModel(CHAT)
+    one = session(model, on_segments=record.tell)
+    replies = [run(one.chat(chat, None, CallOptions()))[0] for chat in chats]
+
+    again_model, record_again = HashModel(CHAT), Record()
+    again = session(again_model, recorded=record.recorded(), on_segments=record.tell)
+    for chat, reply in reversed(list(zip(chats, replies, strict=True))):
+        assert run(again.chat(chat, None, CallOptions()))[0].token_ids == reply.token_ids
+    assert again_model.sampled == []
+    rollout = again.rollout()
+    assert rollout is not None
+    for sequence in rollout.sequences:
+        record_again.sequences[sequence.rollout_id] = record.sequences[sequence.rollout_id]
+        told = [t for part in record.sequences[sequence.rollout_id].values() for t in part.response_ids.tolist()]
+        assert told == sequence.response_ids.tolist()
+
+
+def test_a_template_that_cannot_go_on_gives_each_call_a_branch() -> None:
+    tokenizer = character_tokenizer(100)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}"
+    model = Model("a", "b")
+    one = Session("3-1", ChatFormat(tokenizer), model.generate, SAMPLING, Limits(100, 50), fixed_sampling=True)
+    (first,) = run(one.chat(HELLO, None, CallOptions()))
+    (second,) = run(one.chat([*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    assert CHAT.decode(second.prompt_ids) == "hello,a,?."
+    rollout = one.rollout()
+    assert rollout is not None
+    assert [one.rollout_id for one in rollout.sequences] == ["3-1", "3-1.1"]
+    assert rollout.branches[0].versions.tolist() == [GIVEN] * 10 + [4, 4]
+
+
+def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:
+    sessions, one = Sessions(), session(Model())
+    sessions.open(one)
+    assert sessions.get("3-1") is one
+    with pytest.raises(ValueError, match="open already"):
+        sessions.open(one)
+    sessions.close("3-1")
+    sessions.close("3-1")
+    for name, status in (("3-1", 410), ("3-2", 404)):
+        with pytest.raises(SessionError) as error:
+            sessions.get(name)
+        assert error.value.status == status
+    with pytest.raises(SessionError, match="has ended"):
+        run(one.chat(HELLO, None, CallOptions()))
+    sessions.open(session(Model()))
+    assert len(sessions) == 1
