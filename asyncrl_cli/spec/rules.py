@@ -141,6 +141,9 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
     for index, name in enumerate(names):
         if name in names[:index]:
             yield Problem(f"task.mix.{index}.name", f"`{name}` names another task of the mix too", "Use another name.")
+        if name in ("mean", "correct"):
+            message = f"`{name}` would give it the metric of all tasks together, reward/{name}"
+            yield Problem(f"task.mix.{index}.name", message, "Use another name.")
     for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
         if task.mix and split.path is not None:
             mend = f"Give the file to a member, as task.mix.0.{split_name}.path; here only `size` counts."
@@ -166,7 +169,7 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def splits(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Each split has a `path` or a `size`, its file or folder exists, and no split is trained and evaluated on."""
+    """Each split has a `path` or a `size`, its file or folder exists, and `data.eval` is not `data.train`."""
     for key, split in all_splits(spec):
         path = split.path
         if path is None and split.size is None and not key.startswith("task.mix."):
@@ -181,12 +184,10 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
             yield Problem(f"{key}.path", f"{path} {found}", SOURCES)
         elif kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
             yield Problem(f"{key}.path", f"{path} is a folder that `datasets` has not saved", SOURCES)
-    train = spec.data.train
-    held_out = [split for split in all_splits(spec) if split[0].startswith(("data.eval", "evaluation."))]
-    if train.path is not None:
-        for key, split in held_out:
-            if (split.path, split.config, split.split) == (train.path, train.config, train.split):
-                yield warning(f"{key}.path", "the held-out prompts are trained on", "Use a file of its own.")
+    train, held_out = spec.data.train, spec.data.eval
+    same = (train.path, train.config, train.split) == (held_out.path, held_out.config, held_out.split)
+    if train.path is not None and same:
+        yield warning("data.eval.path", "the held-out prompts are trained on", "Use a file of its own.")
 
 
 @rule

@@ -22,6 +22,7 @@ import numpy as np
 from stand_ins import Actor, Notes, StandInBuffer, StandInProcess, prompts, remote
 
 from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.records import EvaluationResult
@@ -345,6 +346,12 @@ class Scorer:
         return [Scored(float(number(text) % 3) / 2) for _, text, _ in responses]
 
 
+def loader_of(spec: ExperimentSpec) -> PromptLoader:
+    """The training prompts of a simulated run; prompt ``p7`` has the difficulty 7."""
+    data = prompts(PROMPTS)
+    return PromptLoader(data, spec.seed, spec.data.shuffle, stages_of(data, spec.data.curriculum))
+
+
 class View:
     """Keeps what a person would see."""
 
@@ -432,15 +439,17 @@ class Simulation:
             decode=Encoder().decode,
             on_progress=watchdog.progress,
         )
-        scorer, encoder, data = Scorer(), Encoder(), prompts(PROMPTS)
+        scorer: Any = Scorer()
+        encoder, data = Encoder(), prompts(PROMPTS)
+        held_out = [(prompt, encoder.encode(prompt)) for prompt in data[:2]]
         parts = Parts(
             run=run,
             buffer=buffer,
             ranks=ranks,
             client=client,
-            scoring=scorer,  # type: ignore[arg-type]
+            scoring=scorer,
             prompts=PromptSource(
-                PromptLoader(data, spec.seed, spec.data.shuffle),
+                loader_of(spec),
                 encoder,  # type: ignore[arg-type]
                 opening.waiting,
             ),
@@ -449,8 +458,8 @@ class Simulation:
                 spec,
                 run,
                 client,
-                HeldOut([(prompt, encoder.encode(prompt)) for prompt in data[:2]], scorer),  # type: ignore[arg-type]
-                {},
+                HeldOut(held_out, scorer),
+                {name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
             ),
             checkpoints=Checkpoints(run, ranks, spec),
             reporter=reporter,

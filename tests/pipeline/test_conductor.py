@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from simulation import Fate, Simulation, Weights, checksum, length, number, token
+from simulation import Fate, Simulation, Weights, checksum, length, loader_of, number, token
 from stand_ins import spec
 
 from asyncrl_cli.buffer.journal import read_batch
@@ -48,6 +48,7 @@ class Finished:
         with closing(open_for_reading(self.path / FILE)) as connection:
             self.batches = list(self._batches(connection))
             self.digests = [digest for (digest,) in connection.execute("SELECT digest FROM batches ORDER BY step")]
+            self.evaluations = connection.execute("SELECT step, kind, oldest, newest FROM evaluations").fetchall()
             self.published = dict(connection.execute("SELECT version, checksum FROM publishes"))
             self.prompts = [
                 uid for (uid,) in connection.execute("SELECT uid FROM groups WHERE serial IS NOT NULL ORDER BY id")
@@ -81,7 +82,8 @@ class Finished:
         assert all(self.digests[batch.step] == batch_digest(batch) for batch in self.batches)
         groups = [group.group_id for batch in self.batches for group in batch.groups]
         assert len(set(groups)) == len(groups) == len(self.batches) * self.spec.pipeline.groups_per_step
-        assert self.prompts == [f"p{index}" for index in range(len(self.prompts))], "none left out, none twice"
+        loader = loader_of(self.spec)
+        assert self.prompts == [loader.next().uid for _ in self.prompts], "none left out, none twice"
         assert self.published == {version: checksum(self.weights_of(version)) for version in self.published}
         assert sorted(self.published) == list(range(STEPS // self.spec.pipeline.publish_every + 1))
         for batch in self.batches:
@@ -93,7 +95,28 @@ class Finished:
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "every step is reported once"
         state = self.simulation.run.state
         assert (state.phase, state.step) == ("finished", STEPS)
-        assert set(state.accuracy) == {"greedy", "sampled"}
+        sets = {f"{name}:greedy" for name in self.spec.evaluation.sets}
+        assert set(state.accuracy) == {"greedy", "sampled", *sets}
+        self._check_evaluations()
+
+    def _check_evaluations(self) -> None:
+        """Of those that were under way when a driver died, some are missing, if the run was past their step by then."""
+        evaluation, every = self.spec.evaluation, self.spec.pipeline.publish_every
+        intervals = {"greedy": evaluation.every, "sampled": evaluation.every if evaluation.samples > 1 else 0}
+        intervals |= {f"{name}:greedy": chosen.every or 0 for name, chosen in evaluation.sets.items()}
+        due = {
+            (step, kind)
+            for kind, interval in intervals.items()
+            for step in range(STEPS + 1)
+            if step in (0, STEPS) or (interval and step % interval == 0)
+        }
+        done = {(step, kind) for step, kind, *_ in self.evaluations}
+        assert {(step, kind) for step, kind in due if step == STEPS} <= done <= due
+        assert done == due or self.simulation.drivers > 1
+        for step, kind, oldest, newest in self.evaluations:
+            assert step // every <= oldest <= newest
+            if evaluation.pin or step in (0, STEPS):
+                assert oldest == newest == step // every, f"the {kind} evaluation after step {step} is of one version"
 
     def _check_tokens(self, batch: TrainingBatch, admitted_at: int, rollout: Any) -> None:
         seed = rollout_seed(self.spec.seed, *place_of(rollout.rollout_id))
@@ -128,15 +151,16 @@ def small_spec(**sections: Any) -> ExperimentSpec:
 
 
 specs = st.builds(
-    lambda partial, staleness, every, on_stale, engines, slots, ranks, checkpoints, keep, tokens, evaluations: (
+    lambda partial, staleness, every, on_stale, engines, slots, ranks, checkpoints, keep, tokens, evaluation, data: (
         small_spec(
+            data=data,
             pipeline={"max_staleness": staleness, "publish_every": every, "on_stale": on_stale}
             | ({"mode": "sync", "partial_rollouts": True} if partial else {}),
             rollout={"engines": engines, "max_running_rollouts": slots},
             trainer={"ranks": ranks},
             checkpoints={"every": checkpoints, "keep_last": keep},
             journal={"keep": tokens},
-            evaluation={"every": evaluations},
+            evaluation=evaluation,
         )
     ),
     partial=st.booleans(),
@@ -149,7 +173,24 @@ specs = st.builds(
     checkpoints=st.integers(0, 3),
     keep=st.integers(1, 2),
     tokens=st.sampled_from(["all", "all", 1, 2]),
-    evaluations=st.sampled_from([0, 2]),
+    evaluation=st.sampled_from(
+        [
+            {},
+            {"every": 2},
+            {"every": 2, "samples": 3, "pin": True},
+            {"sets": {"more": {"data": {"size": 2}, "every": 3}}, "pin": True},
+        ]
+    ),
+    data=st.sampled_from(
+        [
+            {},
+            {"shuffle": True},
+            {
+                "shuffle": True,
+                "curriculum": {"field": "answer", "stages": [{"until_prompt": 7, "max": 2}, {"min": 30}]},
+            },
+        ]
+    ),
 )
 fates = st.builds(
     lambda seed, faults, victims: (seed, faults, victims),

@@ -88,13 +88,10 @@ def test_only_files_are_sought_beside_the_spec(write: Write) -> None:
 
 def test_one_source_may_be_trained_and_evaluated_on_by_split(write: Write) -> None:
     def warned(train: str, held_out: str) -> list[str]:
-        text = "evaluation: {sets: {s: {data: {path: 'hf:a/b', split: %s}}}}\n"
-        return [
-            problem.path
-            for problem in load_spec(
-                write(f"{HEAD}data: {{train: {{path: 'hf:a/b', split: {train}}}}}\n{text % held_out}")
-            ).warnings
+        splits = [
+            f"{name}: {{path: 'hf:a/b', split: {split}}}" for name, split in (("train", train), ("eval", held_out))
         ]
+        return [problem.path for problem in load_spec(write(f"{HEAD}data: {{{', '.join(splits)}}}\n")).warnings]
 
     assert warned("train", "test") == []
-    assert warned("train", "train") == ["evaluation.sets.s.data.path"]
+    assert warned("train", "train") == ["data.eval.path"]
