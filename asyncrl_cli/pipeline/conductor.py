@@ -36,6 +36,7 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import newest_undamaged
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.mix import task_names
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
 
 PATIENCE_S = 2.0
@@ -340,7 +341,8 @@ class Conductor:
     ) -> Coroutine[Any, Any, None]:
         """Report a trained step; what is returned tells the buffer, which nothing needs to wait for."""
         window = self._clock.lap(report, taken.journal_s)
-        metrics = step_metrics(taken.batch, report, published, window, taken.counts)
+        names = task_names(self._spec.task)
+        metrics = step_metrics(taken.batch, report, published, window, taken.counts, names)
         prompts = self._parts.prompts
         metrics["data/skipped_prompts"] = float(prompts.skipped)
         if prompts.pools is not None:
