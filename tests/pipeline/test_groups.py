@@ -89,6 +89,7 @@ class Scene:
         self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), Encoder())  # type: ignore[arg-type]
 
         self.spawned: list[asyncio.Task[None]] = []
+        self.episodes: Any = None
         self.buffers.last.dies_at, self.buffers.last.does_it_first = dies_at, does_it_first
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -100,6 +101,7 @@ class Scene:
             self.scorer,  # type: ignore[arg-type]
             self.stream,
             lambda work: self.spawned.append(tasks.create_task(work)),
+            self.episodes,
         )
         self.buffer.on_reopen = self.groups.reopened
         self.client.on_segments = self.groups.note_segments

@@ -1,0 +1,268 @@
+"""Agents, commands and environments during real training: what is recorded of them, and what bad ones cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+
+from asyncrl_cli.buffer.schema import FILE, open_for_reading
+from asyncrl_cli.rollout.records import GIVEN
+from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
+
+pytestmark = pytest.mark.stack
+
+PLAYERS = """
+    import asyncio, json, os, subprocess, sys, time
+    from pathlib import Path
+
+    import aiohttp
+
+    HERE = Path(__file__).parent
+
+    async def ask(model, messages):
+        key = {"Authorization": "Bearer " + model.api_key}
+        async with aiohttp.ClientSession() as http:
+            body = {"model": model.model, "messages": messages}
+            async with http.post(model.base_url + "/chat/completions", json=body, headers=key) as answer:
+                assert answer.status == 200, await answer.text()
+                return (await answer.json())["choices"][0]["message"]
+
+    async def agent(row, model, turns=2):
+        messages = [{"role": "user", "content": row["prompt"]}]
+        for turn in range(turns):
+            messages += [await ask(model, messages), {"role": "user", "content": f"turn {turn}>"}]
+        return len(messages[-2]["content"] or "") / 20
+
+    class Echo:
+        def __init__(self, prompt):
+            self.prompt, self.turn = prompt["prompt"], 0
+
+        def reset(self):
+            return [{"role": "user", "content": self.prompt}]
+
+        def step(self, reply):
+            from asyncrl_cli.tasks.base import Step
+
+            self.turn += 1
+            again = [{"role": "user", "content": f"turn {self.turn}>"}]
+            return Step(again, len(reply["content"]) / 40, self.turn == 2, {"turns": 1.0})
+
+    async def bad(row, model):
+        kind = row["kind"]
+        if kind == "never returns":
+            await asyncio.sleep(600)
+        if kind == "floods":
+            await asyncio.gather(*(ask(model, [{"role": "user", "content": f"{n}>"}]) for n in range(200)))
+        if kind == "prints":
+            print("x" * 50_000_000)
+        if kind == "leaves children":
+            line = "setsid sleep 987 > /dev/null 2>&1 & setsid sleep 987 > /dev/null 2>&1 &"
+            subprocess.run(line, shell=True, env={})
+        if kind == "ends its process":
+            os._exit(5)
+        return await agent(row, model)
+
+    async def slow(row, model):
+        (HERE / "begun").touch()
+        return await agent(row, model, turns=4)
+"""
+COMMAND = """
+import json, os, urllib.request
+row = json.loads(os.environ["ASYNCRL_PROMPT"])
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": row["prompt"]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(json.dumps({"reward": len(text) / 20, "metrics": {"letters": len(text)}}))
+"""
+ROLLOUT = {"group_size": 4, "max_running_rollouts": 32, "max_prompt_tokens": 16, "max_response_tokens": 12}
+SMALL: dict[str, Any] = {
+    "model": {"warm_start": None, "max_length": 128},
+    "rollout": ROLLOUT,
+    "pipeline": {"mode": "async", "max_staleness": 2, "groups_per_step": 4},
+}
+
+
+class Piece(NamedTuple):
+    """A recorded segment."""
+
+    start: int
+    version: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Played(NamedTuple):
+    """A recorded rollout: its pieces by branch."""
+
+    uid: str
+    state: str
+    failure: str
+    metrics: dict[str, float]
+    pieces: dict[int, list[Piece]]
+
+
+def played(run: Path) -> dict[tuple[int, int], Played]:
+    """What the journal has of rollouts, by group and place."""
+    with closing(open_for_reading(run / FILE)) as journal:
+        pieces: dict[tuple[int, int], dict[int, list[Piece]]] = {}
+        segments = journal.execute(
+            "SELECT group_id, place, branch, start, version, tokens, logprobs FROM segments ORDER BY 1, 2, 3, 4"
+        )
+        for group_id, place, branch, start, version, tokens, logprobs in segments:
+            piece = Piece(
+                start,
+                version,
+                tuple(np.frombuffer(tokens, "<i4").tolist()),
+                tuple(np.frombuffer(logprobs, "<f4").tolist()),
+            )
+            pieces.setdefault((group_id, place), {}).setdefault(branch, []).append(piece)
+        found = journal.execute(
+            "SELECT group_id, place, uid, state, failure, metrics FROM rollouts JOIN groups ON groups.id = group_id"
+        ).fetchall()
+    return {
+        (group_id, place): Played(
+            uid, state, failure or "", json.loads(metrics or "{}"), pieces.get((group_id, place), {})
+        )
+        for group_id, place, uid, state, failure, metrics in found
+    }
+
+
+def calls(rollout: Played) -> list[int]:
+    """How many replies the policy gave, in each sequence."""
+    return [
+        sum(sampled for sampled, _ in groupby(pieces, key=lambda piece: piece.version != GIVEN))
+        for pieces in rollout.pieces.values()
+    ]
+
+
+def write(runs: Runs, name: str, count: int, **fields: Any) -> str:
+    """Prompts in a file beside the spec, and the players."""
+    (runs.folder / "players.py").write_text(textwrap.dedent(PLAYERS))
+    lines = [json.dumps({"uid": f"{name}/{n}", "prompt": f"{name[:2]}{n}>"} | fields) for n in range(count)]
+    (runs.folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return f"{name}.jsonl"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
+    uses: dict[str, dict[str, Any]] = {
+        "agent": {"use": "players:agent"},
+        "echo": {"use": "players:Echo"},
+        "program": {"use": "command", "options": {"command": [sys.executable, "-c", COMMAND]}},
+    }
+    mix = [
+        {"name": name, "train": {"path": write(runs, name, 40)}, "eval": {"path": write(runs, name, 4)}} | use
+        for name, use in uses.items()
+    ]
+    for name in uses:
+        write(runs, name, 40)
+    run = runs.train(**SMALL, task={"use": None, "mix": mix}, data={"train": {"size": 60}, "eval": {"size": 6}})
+    trained = {key: one for key, one in played(run).items() if one.state == "taken"}
+    assert len(trained) == 4 * 4 * 4
+    expected = {"agent": [2], "echo": [2], "program": [1]}
+    versions = set()
+    for rollout in trained.values():
+        name = rollout.uid.partition("/")[0]
+        assert calls(rollout) == expected[name], "and no branch"
+        assert set(rollout.metrics) == {"agent": set(), "echo": {"turns"}, "program": {"letters"}}[name]
+        (pieces,) = rollout.pieces.values()
+        assert pieces[0].version == GIVEN
+        assert [piece.start for piece in pieces[1:]] == [piece.start + len(piece.tokens) for piece in pieces[:-1]]
+        for piece in pieces:
+            assert all(value == 0 if piece.version == GIVEN else value <= 0 for value in piece.logprobs)
+        sampled = [piece.version for piece in pieces if piece.version != GIVEN]
+        assert sampled == sorted(sampled)
+        versions |= set(sampled)
+    assert versions >= {0, 1}, "weights were updated while episodes ran"
+    assert {one.failure for one in played(run).values()} == {""}, "nobody saw an error"
+    assert len(rows(run, "metrics.jsonl")) == 4
+    samples = rows(run, "evaluations/step-000004-greedy.jsonl")[1:]
+    assert len(samples) == 6 and all("failure" not in sample for sample in samples)
+
+
+def test_bad_agents_fail_with_their_reasons_and_the_run_goes_on(runs: Runs) -> None:
+    kinds = ("never returns", "floods", "prints", "leaves children", "ends its process", "plays fair")
+    parts = [write(runs, kind.replace(" ", "-"), 3 if kind != "plays fair" else 30, kind=kind) for kind in kinds]
+    lines = [line for part in parts for line in (runs.folder / part).read_text().splitlines()]
+    (runs.folder / "all.jsonl").write_text("\n".join(lines) + "\n")
+    run = runs.train(
+        model=SMALL["model"],
+        pipeline=SMALL["pipeline"],
+        rollout=ROLLOUT | {"retries": 0, "max_failures": 100},
+        task={"use": "players:bad", "episode": {"timeout_s": 6, "max_calls": 8}},
+        data={"train": {"path": "all.jsonl"}, "eval": {"path": "plays-fair.jsonl", "size": 2}, "shuffle": False},
+    )
+    reasons: dict[str, set[str]] = {kind: set() for kind in kinds}
+    ended: dict[str, set[str]] = {kind: set() for kind in kinds}
+    for rollout in played(run).values():
+        kind = rollout.uid.partition("/")[0].replace("-", " ")
+        ended[kind].add(rollout.state)
+        reasons[kind] |= {rollout.failure} - {""}
+    assert all("had not ended after 6 s" in reason for reason in reasons["never returns"]) and reasons["never returns"]
+    assert all("has had its 8 calls" in reason for reason in reasons["floods"]) and reasons["floods"]
+    assert all("exit status 5" in reason for reason in reasons["ends its process"]) and reasons["ends its process"]
+    assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
+    for kind in ("prints", "leaves children", "plays fair"):
+        assert "taken" in ended[kind] and not reasons[kind], kind
+    logs = sum(log.stat().st_size for log in run.glob("logs/runner-*.log"))
+    assert logs < 200_000_000
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
+    assert left == []
+
+
+def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
+    spec = runs.write_spec(
+        **SMALL,
+        task={"use": "players:slow"},
+        data={"train": {"path": write(runs, "slow", 60)}, "eval": {"path": write(runs, "slow", 60), "size": 2}},
+        stop={"steps": 100},
+    )
+    process = runs.start("train", spec)
+    until(lambda: list(runs.folder.glob("*/manifest.json")) or process.poll() is not None, "the run's folder")
+    run = runs.newest()
+
+    def in_the_midst() -> bool:
+        if not (run / FILE).exists():
+            return False
+        found = played(run).values()
+        return any(one.state == "taken" for one in found) and any(
+            one.state == "running" and sum(calls(one)) >= 2 for one in found
+        )
+
+    until(lambda: in_the_midst() or process.poll() is not None, "episodes in their midst")
+    mark = mark_of(process.pid)
+    process.kill()
+    process.communicate()
+    until(lambda: not processes_of(mark), "the run's processes to end", 60)
+    before = played(run)
+    steps = sum(one.state == "taken" for one in before.values()) // 16
+    ended = runs.run("resume", run.name, "--runs-dir", runs.folder, "--steps", str(steps + 3))
+    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    after = played(run)
+    kept = 0
+    for key, rollout in before.items():
+        now = after[key]
+        assert now.failure == ""
+        for branch, pieces in rollout.pieces.items():
+            old = [token for piece in pieces for token in zip(piece.tokens, piece.logprobs, strict=True)]
+            new = [token for piece in now.pieces[branch] for token in zip(piece.tokens, piece.logprobs, strict=True)]
+            assert new[: len(old)] == old
+            kept += rollout.state == "running"
+    assert kept, "some were unfinished"
