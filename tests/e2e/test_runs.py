@@ -47,8 +47,9 @@ def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
         ({"mode": "one_step_off", "max_staleness": 1}, {"zero_stage": 0, "gradient_checkpointing": True}),
         ({"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"}, {"zero_stage": 2}),
         ({"max_staleness": 1, "on_stale": "requeue"}, {"zero_stage": 3, "minibatches": 2}),
+        ({"mode": "sync", "partial_rollouts": True, "max_staleness": 1}, {"zero_stage": 0}),
     ],
-    ids=["one_step_off", "recompute_every_2", "requeue"],
+    ids=["one_step_off", "recompute_every_2", "requeue", "partial_rollouts"],
 )
 def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
     shared_runs: Runs, pipeline: dict[str, object], trainer: dict[str, object]
@@ -60,6 +61,8 @@ def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
     assert max(row["staleness/tokens_max"] for row in metrics) <= pipeline["max_staleness"]  # type: ignore[operator]
     assert metrics[-1]["buffer/groups_late"] == 0
     every = int(str(pipeline.get("publish_every", 1)))
+    if pipeline.get("partial_rollouts"):
+        assert any(row["staleness/rollouts_crossed"] > 0 for row in metrics)
     published = [row for row in metrics if "publish/probe_gap" in row]
     assert [row["step"] for row in published] == list(range(every, 9, every))
     assert all(row["publish/probe_gap"] < 1e-4 for row in published)

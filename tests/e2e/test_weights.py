@@ -42,8 +42,8 @@ class Bench:
         self.engine = Engine(spec, str(folder))
         self._requests = 0
 
-    async def publish(self, version: int, policy: str) -> None:
-        """Give the engine new random weights as ``version``."""
+    async def publish(self, version: int, policy: str, endless: bool = False) -> None:
+        """Give the engine new random weights as ``version``; ``endless`` ones never say the end token greedily."""
         generator = torch.Generator().manual_seed(version)
         model = self._load()
         parameters = dict(model.named_parameters())
@@ -51,6 +51,8 @@ class Bench:
             for name, target in self.mapping.tensors():
                 noise = torch.randn(target.shape, generator=generator)
                 parameters[name].add_(noise, alpha=0.05)
+                if endless and name.endswith("embed_tokens.weight"):  # the head's, too
+                    parameters[name][model.config.eos_token_id] = 0.0
                 target.copy_(parameters[name])
         self.models[version] = model
         await self.engine.update_weights(version, self.mapping.checksum(), self.mapping.describe(), policy)
@@ -65,9 +67,9 @@ class Bench:
         ids = torch.from_numpy(rollout.response_ids.astype(np.int64))
         return self._logprobs(rollout, version).gather(1, ids[:, None])[:, 0].numpy()
 
-    def likeliest(self, rollout: Rollout, version: int) -> np.ndarray:
-        """What these weights would have said greedily at each place of the response."""
-        return self._logprobs(rollout, version).argmax(-1).numpy()
+    def greedy(self, rollout: Rollout, version: int) -> np.ndarray:
+        """Log-probs of what these weights would have said greedily at each place of the response."""
+        return self._logprobs(rollout, version).amax(-1).numpy()
 
     def _logprobs(self, rollout: Rollout, version: int) -> torch.Tensor:
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])

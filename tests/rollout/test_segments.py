@@ -239,7 +239,7 @@ def test_requests_come_whole_through_aborts_and_new_weights(
         benches = [bench, start()]
         for one in benches:
             one.engine._slots = Slots(2)
-        await asyncio.gather(*(one.publish(50, "drain") for one in benches))
+        await asyncio.gather(*(one.publish(50, "drain", endless=True) for one in benches))
         engines = [StandInProcess(f"engine-{n}", partial(LocalEngine, worker(one))) for n, one in enumerate(benches)]
         client = GenerationClient(engines, slots=2, retries=0, hang_s=LIMIT_S, decode=bench.engine._decode)
         for engine in client.engines:
@@ -255,7 +255,7 @@ def test_requests_come_whole_through_aborts_and_new_weights(
                     await until(lambda one=one: one.engine.segments(dict.fromkeys(names, 0)))
                 await client.pause()
                 made = [one.engine.sampled_tokens() for one in benches]
-                await asyncio.gather(*(one.publish(version, "drain") for one in benches))
+                await asyncio.gather(*(one.publish(version, "drain", endless=True) for one in benches))
                 assert [one.engine.sampled_tokens() for one in benches] == made
                 await client.resume()
             await asyncio.wait(answers)
@@ -271,7 +271,7 @@ def test_requests_come_whole_through_aborts_and_new_weights(
             for version in set(rollout.versions.tolist()):
                 where = rollout.versions == version
                 assert np.abs(bench.recomputed(rollout, version) - rollout.logprobs)[where].max() < TOLERANCE
-                assert np.array_equal(bench.likeliest(rollout, version)[where], rollout.response_ids[where])
+                assert np.abs(bench.greedy(rollout, version) - rollout.logprobs)[where].max() < TOLERANCE
         assert sum(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts) >= 4
         assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {50, 51, 52}
         for one in benches:
