@@ -11,9 +11,11 @@ or another episode, to blame, and of those only so many may fail.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.runners import Runners
@@ -29,6 +31,9 @@ from asyncrl_cli.tasks.scoring import RewardFailure, Scored
 OnSegments = Callable[[list[Segment]], None]
 Recorded = Mapping[int, tuple[Segment, ...]]
 """What is recorded of a rollout, by branch."""
+
+LOOK_S = 10.0
+"""Seconds between two looks at an episode under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class Episodes:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """``retries``: times that an episode is played again after its own code failed. ``on_progress`` hears that an
-        episode has ended."""
+        episode has ended, and now and then that some are busy with something else than the policy: tools may take
+        their time, which is bounded."""
         self._client = client
         self._service = service
         self._runners = runners
@@ -124,9 +130,19 @@ class Episodes:
             service.sessions.open(session, name)
             try:
                 access = ModelAccess(service.session_url(name), service.api_key, service.model, session.rollout_id)
-                return await place.play(name, prompt, access)
+                return await self._patiently(place.play(name, prompt, access))
             finally:
                 service.sessions.close(name)
+
+    async def _patiently(self, work: Coroutine[Any, Any, Played]) -> Played:
+        playing = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait([playing], timeout=LOOK_S))[0]:
+                if self.resting:
+                    self._on_progress()
+            return playing.result()
+        finally:
+            playing.cancel()
 
     async def _judged(
         self, prompt: Prompt, session: Session, played: Played

@@ -43,7 +43,8 @@ def test_a_command_finds_policy_and_prompt_in_its_environment(tmp_path: Path) ->
     seen = tmp_path / "seen.json"
     code = (
         "import json, os; row = open(os.environ['ASYNCRL_PROMPT_FILE']).read();"
-        f"json.dump([[os.environ[name] for name in {names!r}], row, os.getcwd(), os.listdir()], open({str(seen)!r}, 'w'));"
+        f"found = [[os.environ[name] for name in {names!r}], row, os.getcwd(), os.listdir()];"
+        f"json.dump(found, open({str(seen)!r}, 'w'));"
         "print(1)"
     )
     assert play(python(code), env={"OWN": "mine"}) == 1.0
