@@ -260,7 +260,7 @@ class GroupSource:
             raise RunError(
                 f"{self.failures} groups were lost to failed rollouts; the first: {self.first_failure}",
                 place="rollout",
-                mend="Mend that cause (engine-*.log, scorer.log and runner-*.log in the run's folder say more), or raise "
+                mend="Mend that cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or raise "
                 "rollout.max_failures",
             )
         if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
