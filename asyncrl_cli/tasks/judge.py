@@ -1,0 +1,134 @@
+"""The ready task ``judge``: a language model behind an OpenAI-compatible URL scores the responses.
+
+Its answer must end with a number; one that does not is no score, and the rollout fails with that reason rather than
+being counted as bad.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.base import RewardResult
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.function_task import row_of
+
+TEMPLATE = """\
+Rate the response to the prompt below, from {low} (worthless) to {high} (perfect).
+
+# Prompt
+{prompt}
+
+# Response
+{response}
+
+Think briefly. Then end with a line that says `Score: ` and the number."""
+PATTERN = r"(?:score|rating)?[\s:=*_`]*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[\s.*_`]*$"
+SHOWN = 100
+"""Characters of an answer that an error shows: the last ones."""
+
+
+class NoScore(Exception):
+    """The judge gave no score; says what it gave instead."""
+
+
+class Judge:
+    """The task ``judge``."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key_env: str | None = None,
+        template: str = TEMPLATE,
+        system: str | None = None,
+        scale: Sequence[float] = (0.0, 10.0),
+        pattern: str = PATTERN,
+        timeout_s: float = 25.0,
+        retries: int = 2,
+        request: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Args:
+            base_url: such as ``http://judge:8000/v1``.
+            model: the judge's name there.
+            api_key_env: the environment variable that holds the key; left out, no key is sent that means anything.
+            template: what the judge is asked: ``{prompt}``, ``{response}``, ``{low}``, ``{high}`` and the row's fields
+                in braces (``{answer}``); ``{{`` is a brace.
+            system: a system message for the judge.
+            scale: the lowest and the highest score; rewards are 0.0 and 1.0 there. A score beyond is none.
+            pattern: a regular expression whose group is the score, sought in the last line that is not empty, whatever
+                its capital letters.
+            timeout_s: seconds for one answer; with all ``retries`` it should fit into ``task.reward_timeout_s``.
+            request: further fields of the request; ``{temperature: 0}`` if nothing is said.
+
+        Raises ``TaskError`` and ``ValueError`` for impossible options.
+        """
+        low, high = scale
+        if not low < high:
+            raise ValueError(f"scale must be the lowest and the highest score, not {list(scale)}")
+        if not timeout_s > 0 or retries < 0:
+            raise ValueError("timeout_s must be more than 0, and retries 0 or more")
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+        if "response" not in names:
+            raise ValueError("template must have {response} in it")
+        self._pattern = re.compile(pattern, re.IGNORECASE)
+        if self._pattern.groups < 1:
+            raise ValueError("pattern must have a group, the score")
+        key = "none" if api_key_env is None else os.environ.get(api_key_env)
+        if not key:
+            raise TaskError(
+                f"the environment variable {api_key_env} is not set",
+                place="task.options.api_key_env",
+                mend="export it where asyncrl is started",
+            )
+        self._template = template
+        self._system = system
+        self._low, self._high = float(low), float(high)
+        self._access = {"base_url": base_url, "api_key": key, "timeout": timeout_s, "max_retries": retries}
+        self._request = {"model": model, **({"temperature": 0} if request is None else request)}
+        self._client: Any = None
+
+    async def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
+        """The judge's score on a scale from 0.0 to 1.0, with the metric ``judge_score``, as the judge said it.
+
+        Raises ``NoScore``, ``KeyError`` for a field that the row lacks, and what the ``openai`` package raises.
+        """
+        if self._client is None:
+            from openai import AsyncOpenAI
+
+            self._client = AsyncOpenAI(**self._access)
+        answer = await self._client.chat.completions.create(
+            messages=self._messages(row_of(prompt), response), **self._request
+        )
+        score = self._score(answer.choices[0].message.content or "")
+        return RewardResult((score - self._low) / (self._high - self._low), {"judge_score": score})
+
+    def _messages(self, row: Mapping[str, Any], response: str) -> list[dict[str, str]]:
+        shown = {
+            name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in row.items()
+        }
+        if not isinstance(row["prompt"], str):
+            shown["prompt"] = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
+        scale = {"low": f"{self._low:g}", "high": f"{self._high:g}"}
+        question = self._template.format_map(shown | scale | {"response": response})
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, {"role": "user", "content": question}]
+
+    def _score(self, answer: str) -> float:
+        lines = [line for line in answer.splitlines() if line.strip()]
+        found = self._pattern.search(lines[-1]) if lines else None
+        shown = repr(answer if len(answer) <= SHOWN else "…" + answer[-SHOWN:])
+        if found is None or found[1] is None:
+            raise NoScore(f"the judge's answer does not end with a score: {shown}")
+        try:
+            score = float(found[1])
+        except ValueError:
+            raise NoScore(f"the judge's score {found[1]!r} is no number") from None
+        if not self._low <= score <= self._high:
+            raise NoScore(f"the judge's score {score:g} is not from {self._low:g} to {self._high:g}: {shown}")
+        return score

@@ -1,0 +1,80 @@
+"""The ready task ``unit_tests``: Python code in the response, judged by tests in the row, in a sandbox.
+
+A row's ``tests`` are code, or a list of codes, that run after the response's. A code with functions named ``test_...``
+counts as one test for each of them, any other as one test; a test passes if it raises nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.base import RewardResult
+from asyncrl_cli.tasks.matching import texts_field
+from asyncrl_cli.tasks.sandbox import Limits, Test, run
+
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+class UnitTests:
+    """The task ``unit_tests``."""
+
+    def __init__(
+        self,
+        field: str = "tests",
+        partial: bool = False,
+        time_s: float = 10.0,
+        memory_mb: int = 1024,
+        disk_mb: int = 64,
+        processes: int = 32,
+    ) -> None:
+        """Args:
+            field: of the row, with the tests.
+            partial: the reward is the share of tests that pass; else 1.0 if all do.
+            time_s: seconds for the code and all its tests; keep it below ``task.reward_timeout_s``.
+            memory_mb: MiB of each of its processes.
+            disk_mb: MiB of its files.
+            processes: that it may have at a time, threads included.
+
+        Raises ``ValueError`` for impossible values.
+        """
+        numbers = {"time_s": time_s, "memory_mb": memory_mb, "disk_mb": disk_mb, "processes": processes}
+        for name, number in numbers.items():
+            if not number > 0:
+                raise ValueError(f"{name} must be more than 0, not {number}")
+        self._field = field
+        self._partial = partial
+        self._limits = Limits(time_s, memory_mb, disk_mb, processes)
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
+        """1.0 if all tests pass (or the share that does), with the metric ``tests_passed``, a share.
+
+        Raises ``MissingField``, and ``SyntaxError`` for a row's impossible tests.
+        """
+        tests = [test for code in texts_field(prompt, self._field) for test in tests_in(code)]
+        code = code_in(response)
+        passed = run(code, tests, self._limits) if _compiles(code) else [False]
+        share = sum(passed) / len(passed)
+        return RewardResult(share if self._partial else float(all(passed)), {"tests_passed": share})
+
+
+def code_in(response: str) -> str:
+    """The last fenced block of a response, or all of it."""
+    blocks: list[str] = _FENCED.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def tests_in(code: str) -> list[Test]:
+    """The tests of one code. Raises ``SyntaxError``."""
+    functions = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+    named = [name for name in functions if name.startswith("test_")]
+    return [Test(code, name) for name in named] or [Test(code)]
+
+
+def _compiles(code: str) -> Any:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
