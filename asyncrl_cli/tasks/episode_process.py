@@ -113,11 +113,10 @@ class _Threads(ThreadPoolExecutor):
 class _Player:
     """Plays the episodes of one task."""
 
-    def __init__(self, task: object, name: str, timeout_s: float, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, task: object, timeout_s: float, writer: asyncio.StreamWriter) -> None:
         import aiohttp
 
         self._task = task
-        self._name = name
         self._timeout_s = timeout_s
         self._writer = writer
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -162,11 +161,13 @@ class _Player:
         del self._playing[number], self._stop[number]
 
     def _failure(self, prompt: Prompt, what: str) -> RewardFailure:
-        return RewardFailure(f"{self._name}: the episode of prompt {prompt.uid!r} failed: {what}")
+        task, prompt = task_of(self._task, prompt)
+        return RewardFailure(f"{task_name(task)}: the episode of prompt {prompt.uid!r} failed: {what}")
 
     async def _episode(self, prompt: Prompt, access: ModelAccess) -> Scored | RewardFailure | None:
+        task, prompt = task_of(self._task, prompt)
+        name = task_name(task)
         try:
-            task, prompt = task_of(self._task, prompt)
             if isinstance(task, AgentTask):
                 value: object = await task.run(prompt, access)
             else:
@@ -176,8 +177,8 @@ class _Player:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit() would end all episodes
-            return failed(error, self._name, prompt)
-        return None if value is None else checked(value, self._name, prompt)
+            return failed(error, name, prompt)
+        return None if value is None else checked(value, name, prompt)
 
 
 class _Pulse(threading.Thread):
@@ -237,10 +238,9 @@ async def _serve(descriptor: int, pulse: int) -> None:
         send(writer, Loaded("", error))
         await writer.drain()
         return
-    name = task_name(task)
-    player = _Player(task, name, load.spec.episode.timeout_s, writer)
+    player = _Player(task, load.spec.episode.timeout_s, writer)
     _Pulse(pulse, player.traces, load.blocked_s).start()
-    send(writer, Loaded(name))
+    send(writer, Loaded(task_name(task)))
     while True:
         try:
             message = await receive(reader)
