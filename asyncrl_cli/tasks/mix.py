@@ -60,7 +60,7 @@ class MixedPrompts(LazyPrompts):
     """The rows of a mix. ``strata`` has each row's task, by index: a shuffle that keeps it keeps the shares."""
 
     def __init__(self, names: Sequence[str], prompts: Sequence[Sequence[Prompt]], strata: Any, places: Any) -> None:
-        self.strata: NDArray[np.int32] = strata
+        self.strata: Sequence[int] = strata.tolist()
 
         def row(index: int) -> Prompt:
             task = int(strata[index])
