@@ -23,5 +23,6 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """One paragraph: ``place: message. mend.``"""
-        sentences = [sentence.rstrip(".") + "." for sentence in (self.message, self.mend) if sentence]
+        said = (sentence.rstrip(".") for sentence in (self.message, self.mend) if sentence)
+        sentences = [sentence if sentence.endswith("?") else f"{sentence}." for sentence in said]
         return (f"{self.place}: " if self.place else "") + " ".join(sentences)
