@@ -167,12 +167,8 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
         "echo": {"use": "players:Echo"},
         "program": {"use": "command", "options": {"command": [sys.executable, "-c", COMMAND]}},
     }
-    mix = [
-        {"name": name, "train": {"path": write(runs, name, 40)}, "eval": {"path": write(runs, name, 4)}} | use
-        for name, use in uses.items()
-    ]
-    for name in uses:
-        write(runs, name, 40)
+    files = {name: {"path": write(runs, name, 40)} for name in uses}
+    mix = [{"name": name, "train": files[name], "eval": files[name]} | use for name, use in uses.items()]
     run = runs.train(**SMALL, task={"use": None, "mix": mix}, data={"train": {"size": 60}, "eval": {"size": 6}})
     trained = {key: one for key, one in played(run).items() if one.state == "taken"}
     assert len(trained) == 4 * 4 * 4
