@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -51,14 +52,15 @@ class MathAnswers:
 
         Raises ``MissingField``, and ``ValueError`` for a row whose answer is no mathematics.
         """
-        truth = self._read(_after_mark(text_field(prompt, self._field)), whole=True)
-        if not truth:
+        module = _math_verify()
+        truth = next(filter(None, self._readings(_after_mark(text_field(prompt, self._field)))), None)
+        if truth is None:
             raise ValueError(f"the row's {self._field!r} is nothing that math-verify can read")
         answer = self._answer(response)
         if answer is None:
             return 0.0
-        found = self._read(answer, whole=answer is not response)
-        return float(bool(found) and _math_verify().verify(truth, found, timeout_seconds=self._timeout_s))
+        found = self._readings(answer) if answer is not response else [self._parsed(response)]
+        return float(any(each and module.verify(truth, each, timeout_seconds=self._timeout_s) for each in found))
 
     def _answer(self, response: str) -> str | None:
         """The part of the response that math-verify is to read."""
@@ -72,13 +74,17 @@ class MathAnswers:
         found: list[str] = (_NUMBER if self._extract == "last_number" else _TAG).findall(response)
         return found[-1] if found else None
 
-    def _read(self, text: str, whole: bool) -> Any:
-        """What math-verify makes of a text; ``whole`` if it is nothing but an answer, which may be bare LaTeX."""
-        number = text.replace("$", "").strip()
+    def _readings(self, answer: str) -> Iterator[Any]:
+        """What math-verify makes of a text that is an answer and nothing else: bare LaTeX first, then words."""
+        number = answer.replace("$", "").strip()
         if _NUMBER.fullmatch(number):  # thousands are written with commas
-            text = number.replace(",", "")
-        elif whole and "$" not in text and "\\boxed" not in text:
-            text = f"${text}$"
+            yield self._parsed(number.replace(",", ""))
+            return
+        if "$" not in answer and "\\boxed" not in answer:
+            yield self._parsed(f"${answer}$")
+        yield self._parsed(answer)
+
+    def _parsed(self, text: str) -> Any:
         return _math_verify().parse(text, parsing_timeout=self._timeout_s)
 
 

@@ -48,14 +48,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class Check:
     """Code to run after the solution, and the name of a function of it to call (or none)."""
 
     code: str
     call: str | None = None
 
 
-def run(code: str, tests: Sequence[Test], limits: Limits) -> list[bool]:
+def run(code: str, tests: Sequence[Check], limits: Limits) -> list[bool]:
     """Which tests pass after ``code``: those that end without an exception, before a limit is reached.
 
     Raises ``OSError`` when no process can be started.

@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.matching import texts_field
-from asyncrl_cli.tasks.sandbox import Limits, Test, run
+from asyncrl_cli.tasks.sandbox import Check, Limits, run
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
@@ -66,11 +66,11 @@ def code_in(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def tests_in(code: str) -> list[Test]:
+def tests_in(code: str) -> list[Check]:
     """The tests of one code. Raises ``SyntaxError``."""
     functions = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
     named = [name for name in functions if name.startswith("test_")]
-    return [Test(code, name) for name in named] or [Test(code)]
+    return [Check(code, name) for name in named] or [Check(code)]
 
 
 def _compiles(code: str) -> Any:

@@ -52,12 +52,12 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     monkeypatch.setattr("asyncrl_cli.tasks.scorer.redirect_output", lambda *_: None)
 
-    def score_all(texts: list[str], prefix: str = "", **task: Any) -> list[Scored | RewardFailure]:
-        responses: list[Response] = [
-            (Prompt(f"{text.partition('/')[0]}/{place}" if task.get("mix") else f"row/{place}", "?", {"place": place}),)
-            + (text.partition("/")[2] if task.get("mix") else text, True)
-            for place, text in enumerate(texts)
-        ]
+    def score_all(texts: list[str], **task: Any) -> list[Scored | RewardFailure]:
+        def response(place: int, text: str) -> Response:
+            name, _, said = text.partition("/") if "mix" in task else ("row", "/", text)
+            return Prompt(f"{name}/{place}", "?", {"place": place}), said, True
+
+        responses = [response(place, text) for place, text in enumerate(texts)]
 
         async def run() -> list[Scored | RewardFailure]:
             scorer = Scorer(TaskSpec(**task), str(tmp_path), str(tmp_path))

@@ -1,0 +1,143 @@
+"""A judge's score counts if it is one; everything else is a reason why there is no reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.judge import Judge
+from asyncrl_cli.tasks.scoring import RewardFailure, Scored, score_async
+
+PROMPT = Prompt("row/1", "What is 2+2?", {"answer": "4"})
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with the statuses and texts of ``replies``, one after the other; the last one for good."""
+
+    replies: ClassVar[list[tuple[int, str]]] = []
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+        status, text = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "judge", "choices": [message]}
+        data = json.dumps(answer if status == 200 else {"error": {"message": text}}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def judged(judge: Judge, *replies: str | tuple[int, str], prompt: Prompt = PROMPT) -> Scored | RewardFailure:
+    Handler.replies = [reply if isinstance(reply, tuple) else (200, reply) for reply in replies]
+    Handler.asked = []
+    return asyncio.run(score_async(judge, (prompt, "It is 4.", True)))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("7", 7.0),
+        ("Fine.\nScore: 7.5", 7.5),
+        ("It scores 3 on style and 4 on tone.\n\n**Score: 8**\n", 8.0),
+        ("Score: 8/10", 8.0),
+        ("rating = 10.", 10.0),
+    ],
+)
+def test_a_number_at_the_end_is_the_score(url: str, reply: str, score: float) -> None:
+    assert judged(Judge(url, "judge"), reply) == Scored(score / 10, {"judge_score": score})
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ("I like it.", "does not end with a score: 'I like it.'"),
+        ("", "does not end with a score"),
+        ("Score: 8\nas it is right", "does not end with a score"),
+        ("Score: 11", "score 11 is not from 0 to 10"),
+        ("Score: -1", "score -1 is not from 0 to 10"),
+        ("Score: nan", "does not end with a score"),
+    ],
+)
+def test_anything_else_is_no_score(url: str, reply: str, says: str) -> None:
+    failure = judged(Judge(url, "judge"), reply)
+    assert isinstance(failure, RewardFailure)
+    assert "Judge.reward failed on prompt 'row/1': NoScore: the judge's" in failure.reason and says in failure.reason
+
+
+def test_what_the_judge_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    judge = Judge(
+        url,
+        "judge",
+        api_key_env="JUDGE_KEY",
+        system="Be strict.",
+        scale=(1, 5),
+        template="{prompt} | {response} | {answer} | {low}-{high} {{}}",
+        request={"max_tokens": 5},
+    )
+    assert judged(judge, "2") == Scored(0.25, {"judge_score": 2.0})
+    (asked,) = Handler.asked
+    assert asked == {
+        "path": "/v1/chat/completions",
+        "key": "Bearer secret",
+        "model": "judge",
+        "max_tokens": 5,
+        "messages": [
+            {"role": "system", "content": "Be strict."},
+            {"role": "user", "content": "What is 2+2? | It is 4. | 4 | 1-5 {}"},
+        ],
+    }
+    chat = Prompt("row/2", ({"role": "user", "content": "Hi {x}"},), {"answer": "4"})
+    judged(judge, "2", prompt=chat)
+    assert Handler.asked[0]["messages"][1]["content"].startswith("user: Hi {x} | It is 4.")
+
+
+def test_a_server_that_fails_is_asked_again_so_many_times(url: str) -> None:
+    assert judged(Judge(url, "judge", retries=2), (500, "busy"), (503, "busy"), "7") == Scored(
+        0.7, {"judge_score": 7.0}
+    )
+    failure = judged(Judge(url, "judge", retries=0), (500, "busy"))
+    assert isinstance(failure, RewardFailure) and "InternalServerError" in failure.reason
+    failure = judged(Judge("http://127.0.0.1:9/v1", "judge", retries=0), "7")
+    assert isinstance(failure, RewardFailure) and "APIConnectionError" in failure.reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": (1, 1)}, {"template": "x"}, {"pattern": "x"}, {"timeout_s": 0}],
+)
+def test_impossible_options(options: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Judge("http://judge/v1", "judge", **options)
+
+
+def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(TaskError, match="variable JUDGE_KEY is not set"):
+        Judge("http://judge/v1", "judge", api_key_env="JUDGE_KEY")

@@ -1,0 +1,111 @@
+"""Exact and regular-expression match, and answers that are equal in value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.matching import ExactMatch, MissingField, RegexMatch
+from asyncrl_cli.tasks.math_answers import MathAnswers
+
+
+def row(**fields: Any) -> Prompt:
+    return Prompt("row", "?", fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "response", "reward"),
+    [
+        ({}, "Paris", " Paris\n", 1.0),
+        ({}, "Paris", "paris", 0.0),
+        ({"ignore_case": True}, "Paris", "PARIS", 1.0),
+        ({"strip": False}, "Paris", "Paris ", 0.0),
+        ({}, ["Paris", "Lutetia"], "Lutetia", 1.0),
+        ({}, 42, "42", 1.0),
+        ({}, "Paris", "It is Paris", 0.0),
+    ],
+)
+def test_exact(options: Any, answer: Any, response: str, reward: float) -> None:
+    assert ExactMatch(**options).reward(row(answer=answer), response, True) == reward
+
+
+@given(st.text())
+def test_a_text_is_itself_and_no_longer_one(text: str) -> None:
+    task = ExactMatch(strip=False)
+    assert task.reward(row(answer=text), text, True) == 1.0
+    assert task.reward(row(answer=text), text + "x", True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "response", "reward"),
+    [
+        ({"pattern": r"answer is (\w+)"}, {"answer": "Paris"}, "the answer is Rome, no: the answer is Paris.", 1.0),
+        ({"pattern": r"answer is (\w+)"}, {"answer": "Rome"}, "the answer is Rome, no: the answer is Paris.", 0.0),
+        ({"pattern": r"^[a-z ]+$"}, {}, "only small letters", 1.0),
+        ({"pattern": r"^[a-z ]+$"}, {}, "Not Only", 0.0),
+        ({"pattern": r"^[a-z ]+$", "ignore_case": True}, {}, "Not Only", 1.0),
+        ({"pattern_field": "want"}, {"want": r"\d{4}"}, "in 1789", 1.0),
+        ({"pattern": "(a)|b"}, {"answer": "a"}, "b", 0.0),
+    ],
+)
+def test_regex(options: Any, fields: Any, response: str, reward: float) -> None:
+    assert RegexMatch(**options).reward(row(**fields), response, True) == reward
+
+
+def test_what_a_row_lacks_is_named() -> None:
+    with pytest.raises(MissingField, match="no field 'answer'; it has question"):
+        ExactMatch().reward(row(question="?"), "", True)
+    with pytest.raises(MissingField, match="field 'answer' is NoneType"):
+        ExactMatch().reward(row(answer=None), "", True)
+    for options in ({}, {"pattern": "a", "pattern_field": "b"}, {"pattern": "("}):
+        with pytest.raises(ValueError, match="pattern"):
+            RegexMatch(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "options"),
+    [
+        ("42", "so the answer is 42", {}),
+        ("3 * 4 is 12.\n#### 12", "First 3, then 4.\n#### 12", {}),
+        ("#### 1,234", "It is 1234.", {}),
+        ("$5", "5 dollars #### 5 dollars", {}),
+        (r"\frac{1}{2}", r"hence \boxed{0.5}", {}),
+        (r"\frac{1}{2}", "1/2", {}),
+        ("x^2+1", r"we get $1 + x^2$", {}),
+        (12, "12.0", {}),
+        ("(1,2)", r"\boxed{(1, 2)}", {}),
+        ("12", "2 apples, then 12 pears.", {"extract": "last_number"}),
+        ("12", r"\boxed{13} no \boxed{\frac{24}{2}}", {"extract": "boxed"}),
+        ("1/2", "<answer>0.5</answer> 3", {"extract": "answer_tag"}),
+    ],
+)
+def test_equal_answers(answer: Any, response: str, options: Any) -> None:
+    assert MathAnswers(**options).reward(row(answer=answer), response, True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "options"),
+    [
+        ("42", "", {}),
+        ("42", "no idea!", {}),
+        ("42", "42 #### 41", {}),
+        ("12", "12", {"extract": "boxed"}),
+        ("12", r"\boxed{12", {"extract": "boxed"}),
+        ("12", "twelve", {"extract": "last_number"}),
+        ("12", "12", {"extract": "answer_tag"}),
+        ("12", r"\boxed{9^{9^{9^{9^9}}}}", {"timeout_s": 1}),
+    ],
+)
+def test_other_answers(answer: str, response: str, options: Any) -> None:
+    assert MathAnswers(**options).reward(row(answer=answer), response, True) == 0.0
+
+
+def test_a_row_without_mathematics_is_a_mistake_and_no_wrong_answer() -> None:
+    with pytest.raises(ValueError, match="nothing that math-verify can read"):
+        MathAnswers().reward(row(answer=""), "12", True)
+    with pytest.raises(ValueError, match="extract must be one of any, boxed"):
+        MathAnswers(extract="all")  # type: ignore[arg-type]
