@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid
+from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid, template_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,6 +92,10 @@ class ArrowPrompts(Sequence[Prompt]):
             )
         if self._form.template is None:
             self._check_prompts(self._table.column(self._form.prompt_column))
+        else:
+            for name in sorted(template_columns(self._form.template)):
+                nulls = pc.is_null(self._table.column(name))
+                self._refuse_first(nulls, f"has a `{name}` that is null", "fill it in, or leave the row out")
         if self._form.uid_column in names:
             uids = self._table.column(self._form.uid_column)
             self._check_uids(uids)

@@ -59,6 +59,9 @@ class RowForm:
         if self.template is None:
             content = self._content(row[self.prompt_column], refuse)
         else:
+            for column in sorted(template_columns(self.template)):
+                if row[column] is None:
+                    refuse(f"has a `{column}` that is null", "fill it in, or leave the row out")
             try:
                 content = self.template.format_map(row)
             except (ValueError, TypeError, LookupError, AttributeError) as error:

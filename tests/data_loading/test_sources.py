@@ -160,6 +160,7 @@ def test_what_arrow_has_and_json_has_not(tmp_path: Path) -> None:
     [
         ([{"text": "a"}], {}, "", "there is no column `prompt`.*the columns are text"),
         ([{"text": "a"}], {"template": "{question}"}, "", "there is no column `question`"),
+        ([{"a": "x", "b": 1}, {"a": "y", "b": None}], {"template": "{a}{b}"}, ":2", "`b` that is null"),
         ([{"prompt": "a"}], {"uid_column": "id"}, "", "there is no column `id`"),
         ([{"prompt": 3}], {}, "", "the column `prompt` holds int64"),
         ([{"prompt": "a"}, {"prompt": None}], {}, ":2", "`prompt` that is null"),
@@ -203,6 +204,7 @@ def test_a_csv_that_is_wrong_is_blamed_by_line(tmp_path: Path, text: str, line: 
             "def rows(split, size): yield {'prompt': 'a', 'x': {1}}",
             r":1: the row has a value that JSON cannot say: a set",
         ),
+        ("def rows(split, size): yield {'prompt': None}", ":1: the row has a `prompt` that is null"),
         ("def rows(split, size): raise OSError('no disk')", r"rows\('train', 2\) failed: OSError: no disk"),
         ("def rows(split): yield {}", r"cannot be called as f\(split, size\)"),
         ("def rows(split, size): return 3", "returned a number"),

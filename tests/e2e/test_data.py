@@ -1,0 +1,90 @@
+"""A run on rows of a Parquet file in stages of difficulty, evaluated on further sets, and resumed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.data.curriculum import stages_of
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.sources import read_source
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.tasks.spell_backward import SpellBackward
+
+from .conftest import Runs, rows
+
+pytestmark = pytest.mark.stack
+
+
+def test_stages_sets_and_a_resume(shared_runs: Runs) -> None:
+    words = [
+        {"word": prompt.content.removesuffix(">"), "letters": prompt.fields["metadata"]["word_len"], **prompt.fields}
+        for prompt in SpellBackward().prompts("train", 300)
+        if isinstance(prompt.content, str)
+    ]
+    parquet.write_table(pa.Table.from_pylist(words), shared_runs.folder / "words.parquet")
+    with (shared_runs.folder / "sums.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("prompt", "answer"), ("1+2=", "3"), ("4-1=", "3")])
+    (shared_runs.folder / "length_reward.py").write_text(
+        "def reward(prompt, response):\n    return float(len(response) > 1)\n"
+    )
+    (shared_runs.folder / "length_reward_rows.py").write_text(
+        "def rows(split, size):\n    return ({'prompt': f'{n}>', 'split': split} for n in range(10))\n"
+    )
+    spec = shared_runs.write_spec(
+        name="data",
+        data={
+            "train": {"path": "words.parquet", "template": "{word}>"},
+            "curriculum": {"field": "letters", "stages": [{"until_prompt": 20, "max": 3}, {"min": 4}]},
+        },
+        evaluation={
+            "every": 2,
+            "samples": 2,
+            "prompts": 8,
+            "pin": True,
+            "sets": {
+                "sums": {"data": {"path": "sums.csv"}, "task": {"use": "length_reward:reward"}, "every": 3},
+                "rows": {
+                    "data": {"path": "length_reward_rows:rows", "size": 4},
+                    "task": {"use": "length_reward:reward"},
+                    "greedy": False,
+                    "samples": 3,
+                },
+            },
+        },
+    )
+    ended = shared_runs.run("train", spec)
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    run = shared_runs.newest()
+    ended = shared_runs.run("resume", run, "--steps", "6")
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+
+    loaded = load_spec(spec).spec
+    prompts = read_source(loaded.data.train, "train", Path())
+    loader = PromptLoader(prompts, loaded.seed, loaded.data.shuffle, stages_of(prompts, loaded.data.curriculum))
+    with closing(sqlite3.connect(run / FILE)) as journal:
+        drawn = journal.execute("SELECT uid, prompt, fields FROM groups ORDER BY id").fetchall()
+        evaluated = journal.execute("SELECT step, kind, oldest, newest FROM evaluations").fetchall()
+    assert len(drawn) >= 48
+    for place, (uid, content, fields) in enumerate(drawn):
+        prompt = loader.next()
+        assert (uid, json.loads(content), json.loads(fields)) == (prompt.uid, prompt.content, prompt.fields)
+        assert (prompt.fields["letters"] == 3) == (place < 20)
+
+    both = {(step, kind) for step in (0, 2, 4, 6) for kind in ("greedy", "sampled", "rows:sampled")}
+    sums = {(step, "sums:greedy") for step in (0, 3, 4, 6)}  # step 4 was the run's end at first
+    assert {(step, kind) for step, kind, *_ in evaluated} == both | sums
+    assert all(oldest == newest == step for step, _, oldest, newest in evaluated), "each is of one version"
+    head, *samples = rows(run, "evaluations/step-000006-rows-sampled.jsonl")
+    assert (head["prompts"], head["samples"], len(samples)) == (4, 3, 12)
+    right = [sum(row["reward"] for row in samples[3 * n : 3 * n + 3]) for n in range(4)]
+    assert head["pass_at"][0] == pytest.approx(head["accuracy"]) == pytest.approx(sum(right) / 12)
+    assert head["pass_at"][2] == pytest.approx(sum(number > 0 for number in right) / 4)
