@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,7 @@ class Reply:
     token_ids: tuple[int, ...]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    finish_reason: str
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stopped_by: str | None = None
 
 
@@ -260,6 +260,7 @@ class Session:
             prompt_ids=call.prompt_ids,
             sampling=sampling,
             prefix=_segments(request_id, replayed),
+            newest=call.newest,
             priority=self._priority,
             affinity=self.rollout_id,
             streamed=stream is not None,

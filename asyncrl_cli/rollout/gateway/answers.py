@@ -260,7 +260,7 @@ class ChatAnswer:
         if rest:
             yield self.piece(choice, rest)
         if calls := _calls(reply):
-            yield event(self._chunk(choice, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}))  # type: ignore[typeddict-item]
+            yield event(self._chunk(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}))
         last = self._chunk(choice, {})
         last["choices"][0]["finish_reason"] = reply.finish_reason
         last["choices"][0]["logprobs"] = self._logprobs(reply)

@@ -93,7 +93,7 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def install(app: FastAPI) -> None:
-    """Have an application answer all errors in this shape."""
+    """Have an application answer all errors in this shape that it knows of; ``metrics.Watched`` sees to the others."""
 
     async def refused(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -106,14 +106,13 @@ def install(app: FastAPI) -> None:
         )
         return answer.response(error.headers)
 
-    for kind in (ApiError, *_foreseen()):
+    for kind in _foreseen():
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, refused)
 
 
 def _foreseen() -> tuple[type[Exception], ...]:
     from asyncrl_cli.rollout.client import GenerationFailed
     from asyncrl_cli.rollout.session import SessionError
 
-    return SessionError, GenerationFailed
+    return ApiError, SessionError, GenerationFailed
