@@ -71,11 +71,13 @@ class MixedPrompts(LazyPrompts):
 
 
 class MixTask:
-    """The task of ``task.mix``. ``members`` has its tasks by name, in the order of the spec."""
+    """The task of ``task.mix``. ``tasks`` has its tasks by name, in the order of the spec, and ``members`` the same as
+    rollouts see them: in a mix of episodes every one of them is played."""
 
     def __init__(self, tasks: Mapping[str, Any], spec: TaskSpec, base: Path = Path()) -> None:
         """``base`` is where relative paths of the members' files start."""
         episodic = any(is_episodic(task) for task in tasks.values())
+        self.tasks = tasks
         self.members: Mapping[str, Any] = {
             name: task if is_episodic(task) or not episodic else OneCall(task) for name, task in tasks.items()
         }
@@ -84,8 +86,11 @@ class MixTask:
 
     def member(self, prompt: Prompt) -> tuple[Any, Prompt]:
         """The task that a prompt belongs to, and the prompt as that task made it."""
-        name, _, uid = prompt.uid.partition("/")
-        return self.members[name], Prompt(uid, prompt.content, prompt.fields)
+        return self.members[task_name(prompt)], _without_name(prompt)
+
+    def scored_by(self, prompt: Prompt) -> tuple[Any, Prompt]:
+        """The task that scores responses to a prompt, and the prompt as that task made it."""
+        return self.tasks[task_name(prompt)], _without_name(prompt)
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """``size`` rows. Training prompts of a task that has too few come again; held-out ones do not, and the
@@ -98,9 +103,7 @@ class MixTask:
             source = (member.train if split == "train" else member.eval) or SplitSpec()
             if source.path is None and source.size is None:
                 source = source.model_copy(update={"size": max(1, wanted[index])})
-            task = self.members[member.name]
-            made_by = task.task if isinstance(task, OneCall) else task
-            own.append(load_prompts(split, source, made_by, self._base, f"task.mix.{index}.{split}"))
+            own.append(load_prompts(split, source, self.tasks[member.name], self._base, f"task.mix.{index}.{split}"))
         if split == "eval":
             lengths = np.array([len(prompts) for prompts in own])
             again = np.flatnonzero(places >= lengths[strata])
@@ -110,12 +113,12 @@ class MixTask:
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         """What the prompt's task says."""
-        task, its_prompt = self.member(prompt)
+        task, its_prompt = self.scored_by(prompt)
         return task.reward(its_prompt, response, finished)
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
         """One of a task of the mix, by weight among those that have any. Raises ``TaskError`` if none has."""
-        tasks = [task.task if isinstance(task, OneCall) else task for task in self.members.values()]
+        tasks = list(self.tasks.values())
         weights = [
             member.weight if isinstance(task, DemonstrationTask) else 0.0
             for member, task in zip(self._spec.mix, tasks, strict=True)
@@ -127,6 +130,10 @@ class MixTask:
         (task,) = rng.choices(tasks, weights)
         shown: tuple[str, str] | Sequence[Message] = task.demonstration(rng, clean)
         return shown
+
+
+def _without_name(prompt: Prompt) -> Prompt:
+    return Prompt(prompt.uid.partition("/")[2], prompt.content, prompt.fields)
 
 
 class OneCall:

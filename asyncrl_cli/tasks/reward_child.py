@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrl_cli.runs.parent import die_with
-from asyncrl_cli.tasks.base import TaskMix, task_of
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.mix import MixTask
 from asyncrl_cli.tasks.reward_process import Loaded
 from asyncrl_cli.tasks.scoring import Response, awaits, reward_name, score, score_async, took_too_long
 
@@ -35,7 +35,7 @@ def main(descriptor: int, owner_pid: int) -> None:
     except TaskError as error:
         owner.send((number, error))
         return
-    tasks = dict(task.members) if isinstance(task, TaskMix) else {"": task}
+    tasks = dict(task.tasks) if isinstance(task, MixTask) else {"": task}
     awaiting = frozenset(name for name, member in tasks.items() if awaits(member))
     together = together if together is not None else len(awaiting) == len(tasks)
     owner.send((number, Loaded({name: reward_name(member) for name, member in tasks.items()}, awaiting, together)))
@@ -84,7 +84,9 @@ async def _score_together(task: object, owner: Connection[Any, Any]) -> None:
 
 def _resolved(task: object, response: Response) -> tuple[Any, Response]:
     """The task that a response belongs to, and the response with the prompt as that task knows it."""
-    member, prompt = task_of(task, response[0])
+    if not isinstance(task, MixTask):
+        return task, response
+    member, prompt = task.scored_by(response[0])
     return member, (prompt, *response[1:])
 
 

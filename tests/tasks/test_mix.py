@@ -153,6 +153,7 @@ def test_a_mix_with_an_agent_is_episodes_throughout() -> None:
     one_call, prompt = mixed.member(Prompt("a/train/1", "a1"))
     assert isinstance(one_call, OneCall)
     assert one_call.reward(prompt, "said", True) == ("a", "train/1", "said")
+    assert mixed.scored_by(Prompt("a/train/1", "a1"))[0] is one_call.task
     assert mixed.prompts("train", 1)[0].uid == "a/train/0"
 
 

