@@ -280,8 +280,9 @@ class Engine:
             detokenize=bool(rest.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # While weights travel, the engine that left the prefix may have been a version ahead of this one.
-        newest = request.prefix[-1].version if request.prefix else 0
+        # While weights travel, the engine that left the prefix, or sampled the turns before, may have been a version
+        # ahead of this one.
+        newest = max(request.newest, request.prefix[-1].version if request.prefix else 0)
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._aborts > aborts or (not self._loading and self._version >= newest)

@@ -68,7 +68,8 @@ class RolloutRequest:
     same weights, since the seed follows from it.
 
     ``prefix`` holds what was generated of it before, without gaps from token 0: the engine goes on from there and
-    delivers the whole. ``sampling.max_tokens`` counts the prefix in.
+    delivers the whole. ``sampling.max_tokens`` counts the prefix in. ``newest`` is the newest version that sampled a
+    token of the prompt, when that is a conversation: no engine generates it under an older one.
 
     Of requests that wait, those of the lowest ``priority`` run first, among equals the oldest. Requests of one
     ``affinity`` go to the same engine while it serves and has room, for the sake of its prefix cache; those without one
@@ -80,6 +81,7 @@ class RolloutRequest:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     prefix: tuple[Segment, ...] = ()
+    newest: int = 0
     priority: int = 0
     affinity: str = ""
     streamed: bool = False

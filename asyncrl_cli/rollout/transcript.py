@@ -76,6 +76,11 @@ class Call:
         """Where its reply begins in the sequence."""
         return len(self.prompt_ids)
 
+    @property
+    def newest(self) -> int:
+        """The newest version that sampled a token of the sequence before; 0 when none did."""
+        return int(self.sequence.known.versions[: self.first].max(initial=0))
+
 
 class Transcript:
     """All sequences of a rollout."""

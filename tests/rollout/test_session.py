@@ -96,7 +96,8 @@ def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
 
 
 def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
-    one = session(Model("a", "b", "c"))
+    model = Model("a", "b", "c")
+    one = session(model)
     conversation: list[Any] = list(HELLO)
     for tools in (None, None, [CALC]):
         (reply,) = run(one.chat(conversation, tools, CallOptions()))
@@ -105,6 +106,7 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
     assert rollout is not None
     texts = [CHAT.decode(sequence.response_ids.tolist(), special=True) for sequence in rollout.sequences]
     assert texts == ["helloa<eos>?b<eos>", "helloa<eos>?b<eos>?c<eos>"]
+    assert [request.newest for request in model.requests] == [0, 4, 0], "versions of a sequence never fall"
 
 
 def test_texts_go_on_in_token_space() -> None:

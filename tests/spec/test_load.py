@@ -157,7 +157,7 @@ def test_deep_nesting_is_a_problem_like_any_other(write: Write) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["model.path", "model.init.tokenizer", "data.train.path", "data.eval.path", "runs_dir"],
+    ["model.path", "model.init.tokenizer", "model.chat_template", "data.train.path", "data.eval.path", "runs_dir"],
 )
 def test_a_path_with_a_nul_is_refused(path: str, write: Write) -> None:
     overrides = ["model.init={architecture: qwen3}", "model.path=null"] if "tokenizer" in path else []

@@ -65,6 +65,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["model.path=null"], "model", "model.path (a saved one)"),
         (["model.path=/no/such"], "model.path", "there is no folder /no/such"),
         (["model.path=~/no/such"], "model.path", "there is no folder"),
+        (["model.chat_template=no/such.jinja"], "model.chat_template", "there is no file /"),
         (["task.use=my/tasks.py:reward"], "task.use", "`my.tasks:reward`"),
         (["task.use=nothing"], "task.use", "Ready tasks: chain_sum, spell_backward"),
         (["task.use=null"], "task", "Give task.use (one task) or task.mix (several)."),

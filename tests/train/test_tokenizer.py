@@ -59,3 +59,19 @@ def test_chat_messages_stand_one_behind_the_other(loaded: Any) -> None:
     assert loaded.apply_chat_template(messages[:1], tokenize=False) == "2+2="
     ids = loaded.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert ids == [*loaded.encode("2+2="), *loaded.encode("#4"), loaded.eos_token_id, *loaded.encode("ok?")]
+
+
+def test_tool_calls_and_results_are_written_as_hermes_and_in_brackets(loaded: Any) -> None:
+    call = {"type": "function", "function": {"name": "calc", "arguments": {"e": "37*48"}}}
+    messages = [
+        {"role": "user", "content": "37*48="},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1776"},
+        {"role": "assistant", "content": "#1776"},
+    ]
+    texts = [loaded.apply_chat_template(messages[:count], tokenize=False) for count in range(1, 5)]
+    written = '<tool_call>{"name": "calc", "arguments": {"e": "37*48"}}</tool_call>'
+    assert texts[-1] == f"37*48={written}<eos>[1776]#1776<eos>"
+    assert all(texts[-1].startswith(text) for text in texts), "the beginning of a chat is the chat's beginning"
+    call["function"]["arguments"] = '{"e": "37*48"}'  # type: ignore[index]
+    assert loaded.apply_chat_template(messages, tokenize=False) == texts[-1], "as a program has them"

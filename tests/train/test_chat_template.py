@@ -1,0 +1,61 @@
+"""``model.chat_template`` is the template of the run's tokenizer, wherever one is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.prepare import model_key, prepare_model, skeleton
+from asyncrl_cli.train.tokenizer import ChatTemplateError, load_tokenizer
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+INIT = {"architecture": "qwen3", "config": {**SIZES, "num_key_value_heads": 1, "head_dim": 8}}
+
+
+def spec(runs: Path, **model: Any) -> ExperimentSpec:
+    return ExperimentSpec.model_validate(
+        {"name": "x", "model": model, "task": {"use": "chain_sum"}, "stop": {"steps": 1}, "runs_dir": runs}
+    )
+
+
+def chat_of(folder: Path) -> str:
+    """How a tokenizer in a folder writes a message."""
+    text = load_tokenizer(folder, None).apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    return str(text)
+
+
+def test_skeleton_and_model_have_it_whatever_the_model_is_made_from(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    plain = prepare_model(spec(tmp_path, init=INIT), lambda: pytest.fail("no warm start"), lambda *_: None)
+    assert chat_of(plain) == "hi"
+    made = spec(tmp_path, init=INIT, chat_template=str(template))
+    folder = prepare_model(made, lambda: pytest.fail("no warm start"), lambda *_: None)
+    assert folder != plain, "what lies in runs/models has the template that it was made with"
+    assert chat_of(folder) == chat_of(skeleton(made, tmp_path / "made")) == "<hi>"
+
+    saved = spec(tmp_path, path=str(plain), chat_template=str(template))
+    copied = skeleton(saved, tmp_path / "copied")
+    assert copied == tmp_path / "copied"
+    assert chat_of(copied) == "<hi>"
+    configs = [json.loads((one / "config.json").read_text()) for one in (plain, copied)]
+    assert configs[0] == configs[1]
+    assert load_tokenizer(plain, str(template)).get_vocab() == load_tokenizer(plain, None).get_vocab()
+
+    key = model_key(made)
+    template.write_text("{% for m in messages %}({{ m.content }}){% endfor %}")
+    assert model_key(made) != key
+
+
+def test_what_is_no_template_is_named_with_its_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    with pytest.raises(ChatTemplateError, match=r"broken\.jinja is no chat template: line 2"):
+        skeleton(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
+    # One that takes no lone message is a template all the same.
+    broken.write_text("{{ raise_exception('a system message comes first') }}")
+    skeleton(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
