@@ -1,6 +1,8 @@
 """From ``task.use`` to a task, and what is said when that fails."""
 
 import asyncio
+import importlib
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,12 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.spec.rules import READY_TASKS
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, is_episodic
 from asyncrl_cli.tasks.chain_sum import ChainSum
 from asyncrl_cli.tasks.errors import TaskError
-from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.load import GYM_TASK, READY, load_task
 
 names = (f"user_task_{number}" for number in itertools.count())
 
@@ -41,6 +44,13 @@ class Echo:
     def reward(self, prompt, response, finished):
         return self.bonus + (response == prompt.content)
 """
+
+
+def test_the_spec_knows_the_ready_tasks_and_each_is_there() -> None:
+    assert set(READY) == set(READY_TASKS)
+    for target in (*READY.values(), GYM_TASK):
+        module, _, name = target.partition(":")
+        assert inspect.isclass(getattr(importlib.import_module(module), name))
 
 
 def test_a_ready_task_takes_its_options() -> None:
