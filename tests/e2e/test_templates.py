@@ -1,0 +1,35 @@
+"""From `asyncrl init` to a trained run."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.buffer.queries import group_record, snapshot
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.rollout.records import GIVEN
+
+from .conftest import Runs, rows
+
+pytestmark = pytest.mark.stack
+
+
+def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
+    made = shared_runs.run("init", "agent", "my-task")
+    assert made.code == 0, made.err
+    spec = shared_runs.folder / "my-task/spec.yaml"
+    changes = ("stop.steps=3", f"runs_dir={shared_runs.folder}", "tracking.mlflow=false")
+    ended = shared_runs.run("train", spec, *(word for change in changes for word in ("--set", change)))
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    run = shared_runs.newest()
+    assert run.name.startswith("my-task-")
+    metrics = rows(run, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert all(1.0 <= row["task/tries"] <= 2.0 for row in metrics), "what the agent measures is a metric"
+    with snapshot(run / FILE) as journal:
+        trained = [group_record(journal, group) for (group,) in journal.execute("SELECT id FROM groups").fetchall()]
+    assert len(trained) == 3 * 4 and all(group.row.state == "trained" for group in trained)
+    for rollout in (rollout for group in trained for rollout in group.rollouts):
+        # One sequence: question, reply, and (unless that was right) hint and reply.
+        given = [segment.version == GIVEN for segment in rollout.segments]
+        assert {segment.rollout_id for segment in rollout.segments} == {rollout.rollout_id}
+        assert given[0] and not given[-1] and sum(given) == rollout.metrics["tries"]
