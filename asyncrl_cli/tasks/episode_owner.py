@@ -74,7 +74,7 @@ class EpisodeProcess:
         self._said = b""
         self._log_left = LOG_BYTES
         self._readers: list[int] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self.retired = False
         self.closed = False
         self.pid = 0
@@ -111,7 +111,8 @@ class EpisodeProcess:
         loading = asyncio.create_task(self._loaded(reader))
         self._tasks.append(loading)
         try:
-            await asyncio.wait({loading, self._ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {loading, self._ended}
+            await asyncio.wait(first, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             self.name = self._name(loading)
         except BaseException:
             self.close("")
@@ -123,7 +124,8 @@ class EpisodeProcess:
     async def play(self, number: int, prompt: Prompt, access: ModelAccess) -> Played:
         """Play one episode; cancelling this stops it. ``number`` was never used before."""
         limit_s = self._load.spec.episode.timeout_s + 3 * GRACE_S
-        episode = self._episodes[number] = asyncio.get_running_loop().create_future()
+        episode: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
+        self._episodes[number] = episode
         send(self._writer, Play(number, prompt, access))
         try:
             async with asyncio.timeout(limit_s):

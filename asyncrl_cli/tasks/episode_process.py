@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -63,9 +63,11 @@ class _Traces:
         self._owner: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self._calls: defaultdict[int, set[Future[Any]]] = defaultdict(set)
 
-    def make_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **more: Any) -> Any:
+    def make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **more: Any
+    ) -> asyncio.Task[Any]:
         """The loop's task factory."""
-        task = asyncio.Task(work, loop=loop, **more)
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
         context = more.get("context")
         episode = _EPISODE.get(None) if context is None else context.get(_EPISODE)
         if episode is not None:
