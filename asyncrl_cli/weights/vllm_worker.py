@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -103,4 +105,6 @@ class WorkerExtension:
 
 
 die_with_parent()
+# Else a progress bar of vLLM, shown or not, makes a named semaphore, which a killed process leaves in /dev/shm.
+tqdm.set_lock(threading.RLock())
 WeightTransferEngineFactory.register_engine(BACKEND, MappingTransferEngine)
