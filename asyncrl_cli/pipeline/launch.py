@@ -234,7 +234,8 @@ async def _start(
         on_progress=watchdog.progress,
     )
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
-    pools = spec.data.pools and Pools(spec.data.pools.retire_after, spec.data.pools.revisit, spec.seed)
+    chosen = spec.data.pools
+    pools = None if chosen is None else Pools(chosen.retire_after, chosen.revisit, spec.seed)
     service: Service | None = None
     if experiment.episodic:
         service = await playing.open(client, ChatFormat(tokenizer, spec.rollout.tool_parser))
