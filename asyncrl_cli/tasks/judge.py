@@ -89,7 +89,12 @@ class Judge:
         self._template = template
         self._system = system
         self._low, self._high = float(low), float(high)
-        self._access = {"base_url": base_url, "api_key": key, "timeout": timeout_s, "max_retries": retries}
+        self._access: dict[str, Any] = {
+            "base_url": base_url,
+            "api_key": key,
+            "timeout": timeout_s,
+            "max_retries": retries,
+        }
         self._request = {"model": model, **({"temperature": 0} if request is None else request)}
         self._client: Any = None
 

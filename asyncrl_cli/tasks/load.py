@@ -137,7 +137,7 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
             f"task.use: {use} has a method run that is not async", mend="make it async def run(self, prompt, model)"
         )
     signature = inspect.signature(found)
-    further = {"prompt": {}} if is_environment and "prompt" in signature.parameters else {}
+    further: dict[str, Any] = {"prompt": {}} if is_environment and "prompt" in signature.parameters else {}
     try:
         signature.bind(**options, **further)
     except TypeError as error:

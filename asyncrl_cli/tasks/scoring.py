@@ -14,6 +14,7 @@ import resource
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.base import RewardResult, Task
@@ -68,7 +69,7 @@ async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
 
 def checked(value: object, name: str, prompt: Prompt) -> Scored | RewardFailure:
     """What a task returned as a reward: a number, or a ``RewardResult``. ``name`` is what the user calls the reward."""
-    metrics: Mapping[object, object] = {}
+    metrics: Mapping[Any, Any] = {}
     reward = value
     if isinstance(value, RewardResult):
         reward = value.reward
