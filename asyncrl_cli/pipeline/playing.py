@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.pipeline.episodes import Episodes, Service
 from asyncrl_cli.pipeline.faults import Faults
@@ -16,6 +17,9 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.session import Limits, Sessions
 from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
 
+if TYPE_CHECKING:
+    from asyncrl_cli.rollout.gateway.server import Gateway
+
 
 class Playing:
     """Gateway and runners of one run. What was started by the time of ``stop`` is stopped by it."""
@@ -23,12 +27,13 @@ class Playing:
     def __init__(self, spec: ExperimentSpec, factory: ActorFactory) -> None:
         self._spec = spec
         self._factory = factory
-        self._stops: list[Callable[[], Awaitable[None]]] = []
+        self._runners: list[Runners] = []
+        self._gateway: Gateway | None = None
 
     def runners(self, task: TaskSpec, faults: Faults, name: str = "runner") -> Runners:
         """The runners of a task, yet to be started; ``name`` is what their logs are called."""
         runners = Runners(task.episode, partial(self._factory.runner, task), faults, name)
-        self._stops.append(runners.stop)
+        self._runners.append(runners)
         return runners
 
     async def open(self, client: GenerationClient, chat: ChatFormat) -> Service:
@@ -40,7 +45,7 @@ class Playing:
         model = self._spec.name
         spec = self._spec.rollout.gateway
         gateway = await start_gateway(spec, chat, sessions, new_session(self._spec, chat, client), model)
-        self._stops.append(gateway.stop)
+        self._gateway = gateway
         return Service(chat, sessions, gateway.session_url, gateway.api_key, model)
 
     def episodes(
@@ -65,5 +70,7 @@ class Playing:
         )
 
     async def stop(self) -> None:
-        """Stop everything, in bounded time."""
-        await asyncio.gather(*(stop() for stop in self._stops), return_exceptions=True)
+        """Stop everything, in bounded time; agents first, so that none finds nobody there."""
+        await asyncio.gather(*(runners.stop() for runners in self._runners), return_exceptions=True)
+        if self._gateway is not None:
+            await self._gateway.stop()
