@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -176,7 +176,7 @@ class Evaluator:
         lines = [json.dumps(asdict(result))]
         for place, sample in enumerate(samples):
             rollout, score = sample.rollout, sample.score
-            row = {
+            row: dict[str, Any] = {
                 "uid": sample.prompt.uid,
                 "prompt": sample.prompt.content,
                 "response": rollout.text if rollout is not None else "",
