@@ -214,11 +214,19 @@ async def _start_trainers(
 
 
 async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], faults: Faults) -> str:
-    """Start one engine on ``folder``, again when it dies meanwhile; returns the Ray node's id. Raises ``RunError``."""
+    """Start one engine on ``folder``, again when it dies meanwhile; returns the Ray node's id. Raises ``RunError``.
+
+    One that fails is started once more: when vLLM's core process is killed while it starts, that looks like a failure
+    of the engine's own. A mistake in the settings fails again.
+    """
+    failed = False
     while True:
         try:
             await engine.preload()
             return await engine.start(await asyncio.shield(folder))
-        except ActorDied as died:
-            await faults.restarting("engine", engine.name, died.message)
+        except RunError as error:
+            if failed and not isinstance(error, ActorDied):
+                raise
+            failed = failed or not isinstance(error, ActorDied)
+            await faults.restarting("engine", engine.name, error.message)
             engine.renew()

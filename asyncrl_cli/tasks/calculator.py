@@ -91,7 +91,7 @@ class Calculator:
         slips = not clean and rng.random() < self._slip
         if not clean and done == 0 and rng.random() >= self._careful:
             reply = _answer(rng.randint(-99, 10 ** rng.randint(2, 4)))
-        elif done == len(operations) or slips and done:
+        elif done == len(operations) or (slips and done):
             reply = _answer(totals[done])
         else:
             call = f"{totals[done]}{operations[done]}"
