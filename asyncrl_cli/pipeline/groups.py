@@ -35,6 +35,8 @@ from asyncrl_cli.tasks.scoring import RewardFailure, Scored
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
+ADMIT_S = 0.02
+"""Seconds between two admissions: groups that end one soon after another are replaced in one call, with one commit."""
 SCORE_PATIENCE_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
 TELL_S = 0.25
@@ -106,6 +108,7 @@ class GroupSource:
                     self._candidates.popleft()
                 for admission in admitted.admissions:
                     self._start(OpenGroup(admission, frozenset()))
+                await asyncio.sleep(ADMIT_S)
 
     def resume(self, opening: Opening) -> None:
         """Go on with what the journal knows, at the start."""

@@ -484,6 +484,7 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncio.to_thread", here),
         patch("ray.kill", Actor.die),
         patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+        patch("asyncrl_cli.pipeline.groups.ADMIT_S", 0.0),
         patch("asyncrl_cli.pipeline.follower.GUARD_S", 0.0),
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
         patch("asyncrl_cli.pipeline.checkpoints.sync", lambda path: None),

@@ -170,7 +170,7 @@ class Scene:
 async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterator[Scene]:
     """A group source at work; at the end it dies as it stands."""
     scene = Scene(folder, engines, **sections)
-    with patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0):
+    with patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0), patch("asyncrl_cli.pipeline.groups.ADMIT_S", 0.0):
         async with asyncio.TaskGroup() as tasks, collecting(scene.client):
             await scene.start(tasks)
             yield scene
