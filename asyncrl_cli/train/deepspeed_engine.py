@@ -22,7 +22,13 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
         "DS_LOG_LEVEL": "warning",
     }
     if spec.trainer.gpus_per_rank == 0:
-        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank)}
+        environment |= {
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
+            # Threads that wait for each other sleep. Where something else runs on their cores, spinning takes from the
+            # one that is waited for: a warm start of a minute took ten beside another.
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
     if spec.cluster.address is None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
