@@ -43,7 +43,7 @@ def write_spec(runs: Runs, sessions: int) -> Path:
         "runs_dir": str(runs.folder),
         "model": {
             "init": calculator["model"]["init"],
-            "warm_start": {"steps": 500, "clean_fraction": 1.0},
+            "warm_start": {"steps": 300, "clean_fraction": 1.0},
             "chat_template": "library_agents.jinja",
             "max_length": 2048,
         },
