@@ -14,7 +14,19 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import checkpoint, init, inspect, replay, resume, runs, serve, staleness, track, train, validate_spec
+from asyncrl_cli.cli import (
+    checkpoint,
+    init,
+    inspect,
+    replay,
+    resume,
+    runs,
+    serve,
+    staleness,
+    track,
+    train,
+    validate_spec,
+)
 from asyncrl_cli.runs.errors import UserError
 
 app = typer.Typer(

@@ -227,7 +227,7 @@ class TaskSpec(Section):
     reward_workers: Count = Field(1, description="Processes that compute rewards.")
     reward_memory_mb: Count | None = Field(
         None,
-        description="MiB of memory that a reward's process may take; a reward that wants more fails. Left out: no limit.",
+        description="MiB of memory that a reward's process may take; a reward that wants more fails. None: no limit.",
     )
     reward_concurrency: Count = Field(
         1, description="Rewards that are async functions may await so many at a time in each of the processes."
