@@ -61,9 +61,9 @@ PLAYERS = """
         if kind == "never returns":
             await asyncio.sleep(600)
         if kind == "floods":
-            await asyncio.gather(*(ask(model, [{"role": "user", "content": f"{n}>"}]) for n in range(200)))
+            await asyncio.gather(*(ask(model, [{"role": "user", "content": f"{n}>"}]) for n in range(40)))
         if kind == "prints":
-            print("x" * 50_000_000)
+            print("x" * 20_000_000)
         if kind == "leaves children":
             line = "setsid sleep 987 > /dev/null 2>&1 & setsid sleep 987 > /dev/null 2>&1 &"
             subprocess.run(line, shell=True, env={})
@@ -195,14 +195,14 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
 
 def test_bad_agents_fail_with_their_reasons_and_the_run_goes_on(runs: Runs) -> None:
     kinds = ("never returns", "floods", "prints", "leaves children", "ends its process", "plays fair")
-    parts = [write(runs, kind.replace(" ", "-"), 3 if kind != "plays fair" else 30, kind=kind) for kind in kinds]
+    parts = [write(runs, kind.replace(" ", "-"), 1 if kind != "plays fair" else 30, kind=kind) for kind in kinds]
     lines = [line for part in parts for line in (runs.folder / part).read_text().splitlines()]
     (runs.folder / "all.jsonl").write_text("\n".join(lines) + "\n")
     run = runs.train(
         model=SMALL["model"],
         pipeline=SMALL["pipeline"],
         rollout=ROLLOUT | {"retries": 0, "max_failures": 100},
-        task={"use": "players:bad", "episode": {"timeout_s": 6, "max_calls": 8}},
+        task={"use": "players:bad", "episode": {"timeout_s": 30, "max_calls": 8}},
         data={"train": {"path": "all.jsonl"}, "eval": {"path": "plays-fair.jsonl", "size": 2}, "shuffle": False},
     )
     reasons: dict[str, set[str]] = {kind: set() for kind in kinds}
@@ -211,14 +211,14 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_goes_on(runs: Runs) -> N
         kind = rollout.uid.partition("/")[0].replace("-", " ")
         ended[kind].add(rollout.state)
         reasons[kind] |= {rollout.failure} - {""}
-    assert all("had not ended after 6 s" in reason for reason in reasons["never returns"]) and reasons["never returns"]
+    assert all("had not ended after 30 s" in reason for reason in reasons["never returns"]) and reasons["never returns"]
     assert all("has had its 8 calls" in reason for reason in reasons["floods"]) and reasons["floods"]
     assert all("exit status 5" in reason for reason in reasons["ends its process"]) and reasons["ends its process"]
     assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
     for kind in ("prints", "leaves children", "plays fair"):
         assert "taken" in ended[kind] and not reasons[kind], kind
     logs = sum(log.stat().st_size for log in run.glob("logs/runner-*.log"))
-    assert logs < 200_000_000
+    assert 16_000_000 < logs < 60_000_000, "16 MiB of each process, and there were few"
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
     assert left == []
 
