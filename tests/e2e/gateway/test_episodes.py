@@ -231,21 +231,21 @@ def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
         stop={"steps": 100},
     )
     process = runs.start("train", spec)
-    until(lambda: list(runs.folder.glob("*/manifest.json")) or process.poll() is not None, "the run's folder")
+    until(lambda: list(runs.folder.glob("*/metrics.jsonl")) or process.poll() is not None, "the first step")
     run = runs.newest()
 
     def in_the_midst() -> bool:
-        if not (run / FILE).exists():
-            return False
         found = played(run).values()
         return any(one.state == "taken" for one in found) and any(
             one.state == "running" and sum(calls(one)) >= 2 for one in found
         )
 
-    until(lambda: in_the_midst() or process.poll() is not None, "episodes in their midst")
-    mark = mark_of(process.pid)
-    process.kill()
-    process.communicate()
+    try:
+        until(lambda: in_the_midst() or process.poll() is not None, "episodes in their midst")
+        mark = mark_of(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
     until(lambda: not processes_of(mark), "the run's processes to end", 60)
     before = played(run)
     steps = sum(one.state == "taken" for one in before.values()) // 16
