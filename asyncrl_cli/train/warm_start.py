@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl_cli.data.prompts import Message
+from asyncrl_cli.rollout.chat import normal
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
@@ -144,7 +145,7 @@ def _texts(demonstration: tuple[str, str] | Sequence[Message], tokenizer: Any) -
     """Prompt and response; those of a conversation as the chat template writes them."""
     if isinstance(demonstration, tuple):
         return demonstration
-    *before, reply = (dict(message) for message in demonstration)
+    *before, reply = (dict(normal(message)) for message in demonstration)  # as the gateway shows them to templates
     prompt: str = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
     whole: str = tokenizer.apply_chat_template([*before, reply], tokenize=False)
     if not whole.startswith(prompt):

@@ -9,15 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.spec.sections import ModelInit, WarmStart
+from asyncrl_cli.tasks.calculator import TOOL, Calculator
 from asyncrl_cli.tasks.function_task import FunctionTask
 from asyncrl_cli.tasks.spell_backward import SpellBackward
 from asyncrl_cli.train.initial_model import build_initial_model
+from asyncrl_cli.train.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.train.warm_start import (
     IGNORED,
     WarmStartError,
     _accumulate_gradients,
     _optimizers,
+    _tokenized,
     collate,
     learning_rate_factor,
     warm_start,
@@ -34,6 +38,8 @@ CONFIG = {
     "initializer_range": 0.1,
 }
 TASK = SpellBackward(min_letters=3, max_letters=3)
+PRINTS_JSON = CHAT_TEMPLATE.replace("arguments if arguments is string else ", "")
+"""As most models' templates do: a text would stand in quotes."""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +113,20 @@ def test_labels_are_the_response_and_nothing_else(examples: list[tuple[list[int]
         assert seen == ids[:-1] + [0] * (len(seen) - len(ids) + 1)
         assert [label for label in learned if label != IGNORED] == ids[prompt:]
         assert learned[prompt - 1 : len(ids) - 1] == ids[prompt:]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PRINTS_JSON], ids=["its own", "prints JSON"])
+def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> None:
+    tokenizer = character_tokenizer(256)
+    tokenizer.chat_template = template
+    task, chat = Calculator(), ChatFormat(tokenizer)
+    for seed in range(8):
+        messages = task.demonstration(random.Random(seed), clean=True)
+        ((ids, prompt),) = _tokenized([messages], tokenizer, 256)
+        assert ids[:prompt] == chat.render(messages[:-1])
+        reply = chat.parse(ids[:prompt], ids[prompt:], [TOOL])
+        calls = [[call["function"] for call in said.get("tool_calls", ())] for said in (reply, messages[-1])]
+        assert calls[0] == calls[1] and (reply["content"] or None) == messages[-1]["content"]
 
 
 def test_gradients_do_not_depend_on_the_grouping_by_length(initial: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ from tests.e2e.conftest import ROOT, Runs, rows
 
 GROUPS_A_STEP, GROUP_SIZE = 5, 4
 LOG = "sessions.jsonl"
+REWORDS = "smolagents"
+"""The library that tells the model of its tool calls in other words than the model's."""
 HERE = Path(__file__).parent
 
 
@@ -159,6 +161,8 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
             found.continued += 1
         elif number:
             found.branches += 1
+            if session["library"] != REWORDS:
+                problems.append(f"call {number} begins a branch, though nothing was reworded")
             if max(versions[holders[0]][: len(prompt)]) != GIVEN:
                 problems.append(f"call {number} goes on from a sequence whose ids its prompt does not have")
         begun.append(whole)
