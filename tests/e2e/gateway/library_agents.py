@@ -207,7 +207,7 @@ class LibraryAgents:
         return self._sums.demonstration(rng, clean)
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
-        """One session; its reward is 1.0 for the right number behind a ``#``."""
+        """One session; its reward is 1.0 for the right number behind a ``#``, and up to 0.5 for calls of the tool."""
         library = LIBRARIES[zlib.crc32(model.rollout_id.encode()) % len(LIBRARIES)]
         log, text = Log(), ""
         try:
@@ -220,7 +220,9 @@ class LibraryAgents:
             os.write(descriptor, json.dumps(line).encode() + b"\n")
         finally:
             os.close(descriptor)
-        return RewardResult(float(text.strip() == f"#{prompt.fields['answer']}"), {"calls": float(len(log.calls))})
+        right = text.strip() == f"#{prompt.fields['answer']}"
+        used = sum(call["calls_a_tool"] for call in log.calls)
+        return RewardResult(1.0 if right else 0.5 * used / TURNS, {"calls": float(len(log.calls))})
 
 
 def _client(access: ModelAccess, log: Log) -> Any:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from asyncrl_cli.buffer.queries import group_record, snapshot
@@ -37,6 +36,7 @@ def write_spec(runs: Runs, sessions: int) -> Path:
     agents."""
     folder = runs.folder / "agents"
     folder.mkdir(exist_ok=True)
+    (folder / LOG).unlink(missing_ok=True)
     for name in ("library_agents.py", "library_agents.jinja"):
         shutil.copy(HERE / name, folder)
     calculator = yaml.safe_load((ROOT / "specs/calculator-agent.yaml").read_text())
@@ -83,6 +83,7 @@ class Audit:
     crossed: int = 0
     sampled: int = 0
     versions: int = 0
+    updates: int = 0
     publish_s: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -91,8 +92,8 @@ class Audit:
         return (
             f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} replies with "
             f"tool calls; {self.continued} calls went on from an earlier turn, {self.branches} began a branch; "
-            f"{self.sampled} tokens; {self.versions} weight updates, {self.publish_s:.1f} s apart, {self.crossed} "
-            f"sessions across one; {len(self.problems)} problems"
+            f"{self.sampled} tokens; {self.versions} versions of the weights, {self.publish_s:.1f} s apart, by "
+            f"{self.updates} updates, {self.crossed} sessions across one; {len(self.problems)} problems"
         )
 
 
@@ -112,6 +113,7 @@ def audit(run: Path) -> Audit:
         }
         times = [at for (at,) in journal.execute("SELECT at FROM publishes ORDER BY version")]
     found.versions = len(times) - 1
+    found.updates = int(sum(row["train/updates"] for row in rows(run, "metrics.jsonl")))
     found.publish_s = (times[-1] - times[0]) / max(1, len(times) - 1)
     for name, rollout in recorded.items():
         if len(logged[name]) != 1:
@@ -138,7 +140,7 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
     if charged != rollout.tokens:
         problems.append(f"{charged} tokens were charged, {rollout.tokens} recorded")
     accounted: Counter[str] = Counter()
-    begun: list[list[int]] = []
+    begun: list[tuple[str, list[int]]] = []
     for number, call in enumerate(session["calls"]):
         prompt, reply = call["prompt"], call["sampled"]
         found.calls += 1
@@ -151,21 +153,22 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
             for name, sequence in ids.items()
             if sequence[: len(whole)] == whole
             and GIVEN not in versions[name][len(prompt) : len(whole)]
-            and (np.array(versions[name][len(prompt) - 1 : len(prompt)]) == GIVEN).all()
+            and versions[name][len(prompt) - 1] == GIVEN
         ]
-        if not holders:
-            problems.append(f"the ids of call {number} are not in the rollout")
+        if len(holders) != 1:
+            problems.append(f"the ids of call {number} are in {len(holders)} sequences of the rollout, not in one")
             continue
-        accounted[holders[0]] += len(reply)
-        if any(prompt[: len(earlier)] == earlier for earlier in begun):
+        (holder,) = holders
+        accounted[holder] += len(reply)
+        if any(version != GIVEN for version in versions[holder][: len(prompt)]):
             found.continued += 1
+            if not any(name == holder and prompt[: len(earlier)] == earlier for name, earlier in begun):
+                problems.append(f"call {number} goes on from turns whose ids its prompt does not have")
         elif number:
             found.branches += 1
             if session["library"] != REWORDS:
                 problems.append(f"call {number} begins a branch, though nothing was reworded")
-            if max(versions[holders[0]][: len(prompt)]) != GIVEN:
-                problems.append(f"call {number} goes on from a sequence whose ids its prompt does not have")
-        begun.append(whole)
+        begun.append((holder, whole))
     if sum(accounted.values()) != sum(version != GIVEN for one in versions.values() for version in one):
         problems.append(f"calls account for {dict(accounted)} sampled tokens")
     if len(ids) > 1 and len(begun) < len(ids):
