@@ -103,14 +103,16 @@ async def plain(question: str, access: ModelAccess, log: Log, streamed: bool = F
                 async with client.chat.completions.stream(
                     **wanted, extra_body=RETURN_IDS, stream_options={"include_usage": True}
                 ) as stream:
-                    message = (await stream.get_final_completion()).choices[0].message
+                    try:
+                        message = (await stream.get_final_completion()).choices[0].message
+                    except openai.LengthFinishReasonError:
+                        return ""  # this helper takes no reply that was cut, whichever server cuts it
             else:
                 completion = await client.chat.completions.create(**wanted, extra_body=RETURN_IDS)
                 message = completion.choices[0].message
             text = message.content or ""
             if not message.tool_calls:
                 return text
-            assert isinstance(client, openai.AsyncOpenAI)
             calls = [
                 {
                     "id": call.id,
