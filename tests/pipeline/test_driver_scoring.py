@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -38,7 +39,8 @@ class StandIn:
     def __init__(self, answer: Callable[[list[str]], Awaitable[list[Any]]], start: BaseException | None = None) -> None:
         self._answer = answer
         self._start = start
-        self.start = self.score = self.ping = self
+        self.start = self.score = self
+        self.ping: Any = self
         self.calls: list[list[str]] = []
 
     def remote(self, asked: list[Response] | None = None) -> Awaitable[Any]:
@@ -183,6 +185,7 @@ def test_a_silent_actor_is_replaced(killed: list[Any], monkeypatch: pytest.Monke
 
     monkeypatch.setattr(scoring, "ACTOR_S", 0.01)
     silent = StandIn(never)
+    silent.ping = SimpleNamespace(remote=lambda: never([]))
     asked, notes = scoring_with(silent, StandIn(lengths), spec=TaskSpec(use="a:b", reward_timeout_s=0.01))
     assert plain(asyncio.run(asked.score(responses("a")))) == [1.0]
     assert killed == [silent]
