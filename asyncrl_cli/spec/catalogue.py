@@ -12,7 +12,8 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from asyncrl_cli.spec.sections import ExperimentSpec, Section
+from asyncrl_cli.spec.section import Section
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Mappings merge key by key, everything else replaces what was below. Each node keeps the place it came from.
 
-`pipeline.mode` is a preset, so a layer that sets it starts from there: what the layers below say of the keys
-that follow from the mode is dropped. `--set pipeline.mode=sync` works on any spec.
+`pipeline.mode` is a preset, and so are those of algorithms: a layer that sets one starts from there, and what the
+layers below say of the keys that follow from it is dropped. `--set pipeline.mode=sync` works on any spec.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.spec.problems import Place, Problem
-from asyncrl_cli.spec.sections import NUL
+from asyncrl_cli.spec.section import NUL, Section
 from asyncrl_cli.spec.source import Node, read_yaml
 
-FOLLOW_FROM_MODE = ("max_staleness", "weight_update", "partial_rollouts")
-"""Keys of `pipeline` whose defaults `pipeline.mode` decides, or that belong to one mode."""
+
+def _following(section: type[Section]) -> tuple[str, ...]:
+    return tuple(name for name, field in section.model_fields.items() if field.default_factory_takes_validated_data)
+
+
+PRESETS = {
+    "pipeline.mode": ("max_staleness", "weight_update", "partial_rollouts"),
+    "algorithm.preset": _following(AlgorithmSpec),
+    "algorithm.correction.preset": _following(CorrectionSpec),
+}
+"""Keys that are presets, each with those beside it whose defaults it decides, or that belong to one value of it."""
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -74,8 +84,9 @@ def read_layers(
     for layer in [*bases, root]:
         if layer is None:
             return None
-        if merged and _child(layer, "pipeline", "mode"):
-            merged = _without_preset(merged)
+        for preset in PRESETS:
+            if merged and _child(layer, *preset.split(".")):
+                merged = _without_preset(merged, preset)
         merged = merge(merged, layer) if merged else layer
     return merged
 
@@ -107,22 +118,28 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
         )
         return root
     value = read_yaml(text, place, problems, path)
-    if path == "pipeline.mode":
-        root = _without_preset(root)
+    if path in PRESETS:
+        root = _without_preset(root, path)
     return _place(root, path.split("."), value, place, path, problems) if value else root
 
 
-def _without_preset(root: Node) -> Node:
-    """The tree without the files' settings of what follows from the mode; those of other overrides stay."""
-    pipeline = _child(root, "pipeline")
-    if pipeline is None or not isinstance(pipeline.value, dict) or not isinstance(root.value, dict):
-        return root
-    kept = {
-        key: node
-        for key, node in pipeline.value.items()
-        if key not in FOLLOW_FROM_MODE or node.place.file.startswith("--set")
-    }
-    return replace(root, value=root.value | {"pipeline": replace(pipeline, value=kept)})
+def _without_preset(root: Node, preset: str) -> Node:
+    """The tree without the files' settings of what follows from a preset; those of other overrides stay."""
+
+    def without(node: Node, keys: list[str]) -> Node:
+        if not isinstance(node.value, dict):
+            return node
+        if keys[1:]:
+            below = {keys[0]: without(node.value[keys[0]], keys[1:])} if keys[0] in node.value else {}
+            return replace(node, value=node.value | below)
+        kept = {
+            key: child
+            for key, child in node.value.items()
+            if key not in PRESETS[preset] or child.place.file.startswith("--set")
+        }
+        return replace(node, value=kept)
+
+    return without(root, preset.split("."))
 
 
 def _child(node: Node | None, *keys: str) -> Node | None:

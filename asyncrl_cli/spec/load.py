@@ -21,7 +21,8 @@ from asyncrl_cli.spec.explain import explain
 from asyncrl_cli.spec.layers import override, read_layers
 from asyncrl_cli.spec.problems import Place, Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.sections import CHARACTERS, NUL, ExperimentSpec, SplitSpec
+from asyncrl_cli.spec.section import NUL
+from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec, SplitSpec
 from asyncrl_cli.spec.source import SCALARS, Node
 
 MODEL_KEYS = ("model.path", "model.init.tokenizer")

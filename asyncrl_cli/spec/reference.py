@@ -13,7 +13,8 @@ from pydantic_core import PydanticUndefined
 
 from asyncrl_cli.spec.catalogue import Key, keys
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.sections import ExperimentSpec, Section
+from asyncrl_cli.spec.section import Section
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 _INTRODUCTION = """\
 # The experiment spec
@@ -21,7 +22,7 @@ _INTRODUCTION = """\
 One YAML file says everything about a run. `asyncrl validate-spec SPEC` checks it in half a second and names every
 mistake with its line; `--resolved` shows it with all defaults, and `--schema` prints a JSON schema for your editor.
 
-This page is made from the models in `asyncrl_cli/spec/sections.py` by `python -m asyncrl_cli.spec.reference`.
+This page is made from the models in `asyncrl_cli/spec` by `python -m asyncrl_cli.spec.reference`.
 
 - **Files on files.** `extends: base.yaml` (or a list, later ones on top) starts from other specs, relative to this
   file. Mappings merge key by key; lists and values replace. A key set to `null` drops what the base had there, as in

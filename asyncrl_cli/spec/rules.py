@@ -13,6 +13,7 @@ from difflib import get_close_matches
 
 from asyncrl_cli.data.rows import template_columns
 from asyncrl_cli.data.sources import kind_of, names_a_file
+from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec, SplitSpec
 
@@ -368,12 +369,82 @@ def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
         yield warning("rollout.max_running_rollouts", message, mend)
 
 
+# The objective.
+
+
 @rule
 def correction(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Stale rollouts are corrected by importance weights."""
-    if spec.algorithm.importance_cap is None and spec.pipeline.max_staleness > 0:
-        message = f"stale rollouts (up to {spec.pipeline.max_staleness} versions) are trained on without correction"
-        yield warning("algorithm.importance_cap", message, "Set it to 2.0.")
+    """Stale rollouts are corrected: by weights, masks or rejection, or by the clipped ratio being to the policy that
+    sampled them."""
+    algorithm, staleness = spec.algorithm, spec.pipeline.max_staleness
+    chosen = algorithm.correction
+    key = "algorithm.correction"
+    corrects = chosen.level is not None or chosen.reject_by is not None
+    if chosen.proximal != "behaviour" and not corrects and staleness > 0:
+        message = f"stale rollouts (up to {staleness} versions) are trained on without correction"
+        yield warning(f"{key}.level", message, "Use the preset truncated.")
+    if chosen.proximal == "behaviour" and chosen.level is not None:
+        message = "the clipped ratio is to the behaviour policy already; weights correct for the same twice"
+        yield Problem(f"{key}.level", message, f"Set it to null, or {key}.proximal to recomputed.")
+    bounds = [bound for bound in ("cap", "mask_low", "mask_high") if getattr(chosen, bound) is not None]
+    if bounds and chosen.level is None:
+        yield Problem(f"{key}.{bounds[0]}", "bounds weights, and level says there are none", f"Set {key}.level.")
+    if chosen.level is not None and not bounds:
+        message = "weights have no bound, so one token can outweigh a batch"
+        yield warning(f"{key}.cap", message, "Set it to 2.0.")
+    if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
+        yield Problem(f"{key}.mask_low", f"is not below mask_high ({chosen.mask_high})", "Lower it.")
+    if chosen.reject_by is not None and chosen.reject_low is None and chosen.reject_high is None:
+        yield Problem(f"{key}.reject_by", "rejects nothing without a bound", f"Set {key}.reject_high.")
+    if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
+        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound: it is 0 or more", "Remove it.")
+    if chosen.reject_by == "k1" and (chosen.reject_low or 0.0) >= (chosen.reject_high or float("inf")):
+        yield Problem(f"{key}.reject_low", f"is not below reject_high ({chosen.reject_high})", "Lower it.")
+
+
+@rule
+def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Groups whose rewards are all equal are left out only where they teach nothing: with a group as the baseline."""
+    algorithm = spec.algorithm
+    if algorithm.advantage in ("none", GAE) and algorithm.uniform_groups == "skip":
+        message = f"with advantage {algorithm.advantage}, groups with equal rewards teach, and skip leaves them out"
+        yield warning("algorithm.uniform_groups", message, "Set it to train.")
+
+
+@rule
+def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
+    """An advantage relative to a group takes groups of two rollouts or more."""
+    if spec.algorithm.advantage in ("group_norm", "group_mean", "leave_one_out") and spec.rollout.group_size < 2:
+        message = f"one rollout has nothing to be compared with, as advantage {spec.algorithm.advantage} does"
+        yield Problem("rollout.group_size", message, "Raise it to 2 or more, or set algorithm.advantage to none.")
+
+
+@rule
+def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A KL penalty in the loss has a gradient, and a reference is refreshed only where there is one."""
+    algorithm = spec.algorithm
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        message = "k1 in the loss has a gradient of zero in expectation"
+        yield warning("algorithm.kl_estimator", message, "Use k2 or k3, or kl_in: reward.")
+    if algorithm.reference_every and not algorithm.kl_coef:
+        message = "has no effect: kl_coef is 0, so there is no reference"
+        yield warning("algorithm.reference_every", message, "Set algorithm.kl_coef, or remove it.")
+
+
+@rule
+def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Keys that belong to one loss, aggregation or advantage are given only with it."""
+    algorithm = spec.algorithm
+    for key, belongs, there in (
+        ("dual_clip", "loss: clip", algorithm.loss == "clip"),
+        ("sapo_temperatures", "loss: sapo", algorithm.loss == "sapo"),
+        ("sequence_divisor", "aggregation: sequence_sum", algorithm.aggregation == "sequence_sum"),
+        ("critic", f"advantage: {GAE}", algorithm.advantage == GAE),
+        ("gae_lambda", f"advantage: {GAE}", algorithm.advantage == GAE),
+    ):
+        default = AlgorithmSpec.model_fields[key].get_default(call_default_factory=True)
+        if not there and getattr(algorithm, key) != default:
+            yield warning(f"algorithm.{key}", f"has no effect: it belongs to {belongs}", "Remove it.")
 
 
 # What happens when.
@@ -394,7 +465,7 @@ def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
     """The learning rate's warm-up ends within the run."""
-    updates = spec.stop.steps * spec.trainer.minibatches
+    updates = spec.stop.steps * spec.trainer.epochs * spec.trainer.minibatches
     if spec.trainer.schedule.warmup_updates > updates:
         message = f"the run ends after {updates} updates, before the warm-up does"
         yield warning("trainer.schedule.warmup_updates", message, f"Use fewer than {updates}.")

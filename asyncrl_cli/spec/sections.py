@@ -9,36 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-DecayRate = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}$")]
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.spec.section import Count, DecayRate, Fraction, Section, SetName, SystemPath
+
 CHARACTERS = "characters"
-NUL = "\0"
 DType = Literal["float32", "bfloat16"]
-
-
-def _without_nul(path: Path | str | None) -> Path | str | None:
-    if NUL in str(path):
-        raise PydanticCustomError("nul", "holds a NUL character, which no path may")
-    return path
-
-
-SystemPath = AfterValidator(_without_nul)
-"""Marks a field that holds a path: the system's calls take none with a NUL."""
-
-
-class Section(BaseModel):
-    """Base of every section.
-
-    Unknown keys are errors, values do not change after validation, and nothing is converted on the quiet:
-    the text "5" is no number and `true` is not 1.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelInit(Section):
@@ -295,36 +272,6 @@ class RolloutSpec(Section):
     )
 
 
-class AlgorithmSpec(Section):
-    """The objective: GRPO with asymmetric clipping and truncated importance sampling."""
-
-    normalize_advantages: bool = Field(
-        True,
-        description="Divide a group's centred rewards by their standard deviation (GRPO); false leaves them centred.",
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below 1 - this.")
-    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 + this.")
-    aggregation: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean",
-        description="`token_mean` weighs every sampled token of a minibatch alike; `sequence_mean` every sequence: a "
-        "rollout of one turn is one, an episode is as many as it has conversations.",
-    )
-    importance_cap: float | None = Field(
-        2.0,
-        gt=0,
-        description="Cap of the truncated importance weight between trainer and rollout policy; null turns the "
-        "correction off.",
-    )
-    kl_coef: float = Field(
-        0.0, ge=0, description="Weight of the KL penalty (k3) to the initial model; 0 loads no reference."
-    )
-    uniform_groups: Literal["skip", "train", "reject"] = Field(
-        "skip",
-        description="Groups whose rewards are all equal: `skip` leaves their tokens out of the loss, `train` keeps "
-        "them (they count in the mean), `reject` replaces them by another prompt (dynamic sampling).",
-    )
-
-
 class OptimizerSpec(Section):
     """AdamW."""
 
@@ -353,7 +300,8 @@ class TrainerSpec(Section):
     dtype: DType = Field("float32", description="Dtype of the trained weights.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW's settings.")
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="Learning-rate schedule.")
-    minibatches: Count = Field(1, description="Optimizer updates per step; each sees its share of the groups.")
+    minibatches: Count = Field(1, description="Optimizer updates per pass; each sees its share of the groups.")
+    epochs: Count = Field(1, description="Passes over a batch in one step.")
     tokens_per_microbatch: Count = Field(8192, description="Padded tokens of one forward and backward pass, per rank.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
 

@@ -58,7 +58,7 @@ def training_rows(groups: Sequence[TrainingGroup], batch: TrainingBatch, spec: E
     if not groups:
         return []
     rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)
-    advantages = group_advantages(rewards, spec.algorithm.normalize_advantages)
+    advantages = group_advantages(rewards, spec.algorithm.advantage == "group_norm")
     rows = []
     for group, group_advantage in zip(groups, advantages.tolist(), strict=True):
         if spec.algorithm.uniform_groups == "skip" and len(set(group.rewards)) == 1:
@@ -208,7 +208,7 @@ def _weights(
     _, engine_gap = truncated_importance_weights(proximal, behaviour, mask & padded.on_policy, None)
     if spec.trainer.dtype == spec.rollout.dtype == "float32":
         behaviour = torch.where(padded.on_policy, proximal, behaviour)
-    weights, corrections = truncated_importance_weights(proximal, behaviour, mask, spec.algorithm.importance_cap)
+    weights, corrections = truncated_importance_weights(proximal, behaviour, mask, spec.algorithm.correction.cap)
     return weights, corrections, engine_gap
 
 

@@ -51,9 +51,9 @@ def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: i
 
 
 def test_warnings_do_not_fail(asyncrl) -> None:  # type: ignore[no-untyped-def]
-    code, out, err = asyncrl("validate-spec", QUICKSTART, "--set", "algorithm.importance_cap=null")
+    code, out, err = asyncrl("validate-spec", QUICKSTART, "--set", "algorithm.correction.preset=decoupled")
     assert code == 0 and "is valid" in out
-    assert err.startswith("--set algorithm.importance_cap: warning: algorithm.importance_cap: stale rollouts")
+    assert err.startswith("--set algorithm.correction.preset: warning: algorithm.correction.level: stale rollouts")
 
 
 def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]

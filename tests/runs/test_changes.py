@@ -72,7 +72,7 @@ def words(schema: Any) -> Iterator[str]:
 
 
 CANDIDATES = [
-    *(True, False, 1, 2, 0, 7, 0.5, 0.125, "other", ["a"], [0.5, 0.5], {"a": 1}, {}),
+    *(True, False, 1, 2, 0, 7, 0.5, 0.125, "other", "own:function", ["a"], [0.5, 0.5], {"a": 1}, {}),
     *([{"name": "a", "use": "b"}], {"field": "a", "stages": [{}]}, {"a": {"data": {}}}),
     *words(ExperimentSpec.model_json_schema()),
 ]
@@ -163,5 +163,5 @@ def test_keys_of_an_empty_mapping_are_told_one_by_one() -> None:
 
 
 def test_changes_are_told_in_order_with_their_new_values() -> None:
-    after = set_at(set_at(WHOLE, "stop.steps", 20), "algorithm.importance_cap", None)
-    assert check_changes(validated(WHOLE), validated(after)) == ["algorithm.importance_cap=None", "stop.steps=20"]
+    after = set_at(set_at(WHOLE, "stop.steps", 20), "algorithm.clip_high", 0.3)
+    assert check_changes(validated(WHOLE), validated(after)) == ["algorithm.clip_high=0.3", "stop.steps=20"]

@@ -61,7 +61,7 @@ def test_broken_yaml_names_every_mistake_where_it_is(monkeypatch: pytest.MonkeyP
     ]
     text = str(SpecError(problems))
     assert f"{DATA}/broken.yaml:22:3: trainer.learning_rate: there is no such key\n" in text
-    assert "Did you mean `trainer.optimizer.learning_rate` or `model.warm_start.learning_rate`?" in text
+    assert "Did you mean `trainer.optimizer.learning_rate`, `model.warm_start.learning_rate` or " in text
     assert text.endswith("18 errors")
     assert "Input should" not in text and "pydantic" not in text
 
@@ -104,7 +104,8 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("stop.steps=null", "must be a whole number, not null"),
         ("rollout.sampling.temperature=.inf", "must be a finite number, not inf"),
         ("rollout.sampling.temperature=0", "must be more than 0, not 0"),
-        ("algorithm.clip_low=1", "must be less than 1, not 1"),
+        ("algorithm.clip_low=2", "must be at most 1, not 2"),
+        ("algorithm.advantage=best", "must be group_norm, group_mean, leave_one_out, none, gae, or module:function"),
         ("rollout.sampling.stop=x", "must be a list, not 'x'"),
         ("rollout.sampling.stop=[1]", "must be text, not 1"),
         ("trainer.optimizer.betas=[1,2,3]", "has 3 values, but takes 2"),

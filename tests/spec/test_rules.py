@@ -49,7 +49,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
     assert [p.path for p in problems if p.severity == "warning"] == [
         "rollout.dtype",
         "rollout.kv_cache_mb",
-        "algorithm.importance_cap",
+        "algorithm.correction.level",
         "trainer.gpus_per_rank",
         "trainer.tokens_per_microbatch",
         "trainer.schedule.warmup_updates",

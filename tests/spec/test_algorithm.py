@@ -1,0 +1,95 @@
+"""Presets of algorithms and corrections: a table of defaults, over which what the spec says wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from asyncrl_cli.spec.algorithm import (
+    CORRECTION_PRESETS,
+    PRESETS,
+    AlgorithmName,
+    AlgorithmSpec,
+    CorrectionName,
+    CorrectionSpec,
+)
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.problems import SpecError
+
+QUICKSTART = "specs/quickstart.yaml"
+
+
+def test_every_name_has_its_table() -> None:
+    assert set(get_args(AlgorithmName)) == set(PRESETS)
+    assert set(get_args(CorrectionName)) == set(CORRECTION_PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_sets_its_keys_and_no_others(name: str) -> None:
+    plain, chosen = AlgorithmSpec(), AlgorithmSpec(preset=name)  # type: ignore[arg-type]
+    changed = {key for key in AlgorithmSpec.model_fields if getattr(plain, key) != getattr(chosen, key)} - {"preset"}
+    assert changed == set(PRESETS[name])
+    assert {key: getattr(chosen, key) for key in changed} == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTION_PRESETS))
+def test_a_correction_sets_its_keys(name: str) -> None:
+    chosen = CorrectionSpec(preset=name)  # type: ignore[arg-type]
+    assert {key: getattr(chosen, key) for key in CORRECTION_PRESETS[name]} == CORRECTION_PRESETS[name]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_valid_without_a_warning(name: str) -> None:
+    loaded = load_spec(QUICKSTART, [f"algorithm.preset={name}"])
+    assert loaded.warnings == ()
+
+
+def test_what_is_said_beside_a_preset_wins_and_what_was_said_below_it_is_dropped(tmp_path: Path) -> None:
+    spec = load_spec(QUICKSTART, ["algorithm.preset=gspo"]).spec  # the file says clip_high: 0.28
+    assert (spec.algorithm.clip_high, spec.algorithm.loss) == (4e-4, "gspo")
+    for order in (1, -1):
+        spec = load_spec(QUICKSTART, ["algorithm.preset=gspo", "algorithm.clip_high=0.5"][::order]).spec
+        assert (spec.algorithm.clip_high, spec.algorithm.clip_low) == (0.5, 3e-4)
+    base, over = tmp_path / "base.yaml", tmp_path / "over.yaml"
+    base.write_text(
+        Path(QUICKSTART).read_text().replace("clip_high: 0.28", "correction: {cap: 3.0}, entropy_coef: 0.5")
+    )
+    over.write_text("extends: base.yaml\nalgorithm: {correction: {preset: icepop}}\n")
+    algorithm = load_spec(str(over), []).spec.algorithm
+    assert (algorithm.correction.cap, algorithm.correction.mask_high, algorithm.entropy_coef) == (None, 5.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.correction.level=token", "algorithm.correction.proximal=behaviour"], "correct for the same twice"),
+        (["algorithm.correction.level=null"], "bounds weights, and level says there are none"),
+        (["algorithm.correction.preset=icepop", "algorithm.correction.mask_low=6.0"], "is not below mask_high"),
+        (["algorithm.correction.reject_by=k3"], "rejects nothing without a bound"),
+        (["algorithm.correction.reject_by=k2", "algorithm.correction.reject_low=0.5"], "k2 has no lower bound"),
+        (["algorithm.correction.preset=geometric", "algorithm.correction.reject_low=2.0"], "is not below reject_high"),
+        (["rollout.group_size=1"], "one rollout has nothing to be compared with"),
+    ],
+)
+def test_choices_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        load_spec(QUICKSTART, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.correction.preset=decoupled"], "trained on without correction"),
+        (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "weights have no bound"),
+        (["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"], "groups with equal rewards teach"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
+        (["algorithm.reference_every=5"], "there is no reference"),
+        (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "belongs to loss: clip"),
+        (["algorithm.gae_lambda=0.9"], "belongs to advantage: gae"),
+        (["algorithm.sequence_divisor=64"], "belongs to aggregation: sequence_sum"),
+    ],
+)
+def test_choices_without_effect_are_warned_of(overrides: list[str], words: str) -> None:
+    assert any(words in problem.message for problem in load_spec(QUICKSTART, overrides).warnings)
