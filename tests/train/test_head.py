@@ -1,0 +1,111 @@
+"""The output head against the formulas in float64, its gradient against finite differences, and its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from asyncrl_cli.train import head
+
+
+def score(*arguments: Any, numbers: int) -> tuple[Tensor, Tensor]:
+    """``score_tokens`` with chunks of so many numbers."""
+    before, head.HEAD_NUMBERS = head.HEAD_NUMBERS, numbers
+    try:
+        return head.score_tokens(*arguments)
+    finally:
+        head.HEAD_NUMBERS = before
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    positions=st.integers(0, 9),
+    vocabulary=st.integers(1, 30),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    numbers=st.sampled_from([1, 64, 2**20]),
+    scale=st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_matches_the_formulas(
+    seed: int, positions: int, vocabulary: int, temperature: float, numbers: int, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(positions, 4, generator=generator)
+    layer = nn.Linear(4, vocabulary, bias=False)
+    layer.weight.data = scale * torch.randn(vocabulary, 4, generator=generator)
+    targets = torch.randint(vocabulary, (positions,), generator=generator)
+    found, entropies = score(layer, hidden, targets, vocabulary, temperature, "measure", numbers=numbers)
+
+    exact = layer(hidden).detach().numpy().astype(np.float64) / temperature
+    exact -= exact.max(axis=1, keepdims=True) if positions else 0.0
+    logs = exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    assert found.dtype == entropies.dtype == torch.float32
+    np.testing.assert_allclose(found.detach(), logs[np.arange(positions), targets.numpy()], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(entropies.detach(), -(np.exp(logs) * logs).sum(axis=1), rtol=1e-5, atol=1e-5)
+    assert found.requires_grad and not entropies.requires_grad
+
+
+@pytest.mark.parametrize("entropy", ["none", "measure", "train"])
+@pytest.mark.parametrize("blocks", [10, 10**6])
+def test_the_gradient_is_the_formulas(entropy: head.Entropy, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "BLOCK_NUMBERS", blocks)
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6, 2, 2, 5])
+
+    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found = score(lambda chunk: chunk @ weight.T, hidden, targets, 7, 0.7, entropy, numbers=14)
+        return found if entropy == "train" else found[:1]
+
+    assert torch.autograd.gradcheck(scored, (hidden, weight))
+
+
+@pytest.mark.parametrize("entropy", ["none", "train"])
+def test_chunks_change_nothing(entropy: head.Entropy) -> None:
+    results = []
+    for numbers in (1, 40, 10**6):
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 20)
+        hidden = torch.randn(11, 6, requires_grad=True)
+        found = score(layer, hidden, torch.arange(11), 20, 1.3, entropy, numbers=numbers)
+        weights = torch.randn(2, 11)
+        (weights[0] @ found[0] + weights[1] @ found[1]).backward()
+        results.append((*found, hidden.grad, layer.weight.grad, layer.bias.grad))
+    for other in results[1:]:
+        for one, reference in zip(other, results[0], strict=True):
+            torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most numbers that any operation's result has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("entropy", ["none", "measure", "train"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_larger_than_the_bound(entropy: head.Entropy, dtype: torch.dtype) -> None:
+    positions, vocabulary, bound = 300, 1000, 50_000
+    layer = nn.Linear(8, vocabulary, bias=False, dtype=dtype)
+    hidden = torch.randn(positions, 8, dtype=dtype, requires_grad=True)
+    with LargestTensor() as seen:
+        found = score(layer, hidden, torch.arange(positions), vocabulary, 0.5, entropy, numbers=bound)
+        sum(each.sum() for each in found if each.requires_grad).backward()
+    assert positions * vocabulary > 5 * bound
+    assert bound // 2 < seen.numbers <= bound
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
