@@ -15,9 +15,9 @@ from asyncrl_cli.train.packing import TrainingRow, pad_rows, plan_microbatches
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
 
 
-@given(lengths=LENGTHS, budget=st.integers(1, 150), ranks=st.integers(1, 5))
-def test_every_plan_keeps_its_promises(lengths: list[int], budget: int, ranks: int) -> None:
-    plan = plan_microbatches(lengths, budget, ranks)
+@given(lengths=LENGTHS, budget=st.integers(1, 150), ranks=st.integers(1, 5), packing=st.booleans())
+def test_every_plan_keeps_its_promises(lengths: list[int], budget: int, ranks: int, packing: bool) -> None:
+    plan = plan_microbatches(lengths, budget, ranks, packing)
     assert len(plan) == ranks
     assert len({len(microbatches) for microbatches in plan}) == 1
     assert plan[0]
@@ -25,19 +25,22 @@ def test_every_plan_keeps_its_promises(lengths: list[int], budget: int, ranks: i
     assert sorted(rows) == list(range(len(lengths)))
     for microbatches in plan:
         for rows in microbatches:
-            assert len(rows) <= 1 or len(rows) * max(lengths[row] for row in rows) <= budget
-        in_order = [lengths[row] for rows in microbatches for row in rows]
-        assert in_order == sorted(in_order, reverse=True)
+            taken = [lengths[row] for row in rows]
+            assert taken == sorted(taken, reverse=True)
+            assert len(rows) <= 1 or (sum(taken) if packing else len(rows) * taken[0]) <= budget
         if [] in microbatches:
             assert all(len(rows) <= 1 for rows in microbatches), "an empty one only when nothing is left to part"
     loads = [sum(lengths[row] for rows in microbatches for row in rows) for microbatches in plan]
     assert max(loads) - min(loads) <= max(lengths, default=0)
-    assert plan == plan_microbatches(lengths, budget, ranks)
+    assert plan == plan_microbatches(lengths, budget, ranks, packing)
 
 
-def fewest(lengths: list[int], budget: int) -> int:
+def fewest(lengths: list[int], budget: int, packing: bool) -> int:
     """The smallest number of micro-batches over all ways to part the rows."""
     best = len(lengths)
+
+    def fits(group: list[int]) -> bool:
+        return (sum(group) if packing else len(group) * max(group)) <= budget
 
     def place(index: int, groups: list[list[int]]) -> None:
         nonlocal best
@@ -49,7 +52,7 @@ def fewest(lengths: list[int], budget: int) -> int:
         for group in [*groups, []]:
             if not group:
                 place(index + 1, [*groups, [lengths[index]]])
-            elif (len(group) + 1) * max(*group, lengths[index]) <= budget:
+            elif fits([*group, lengths[index]]):
                 group.append(lengths[index])
                 place(index + 1, groups)
                 group.pop()
@@ -61,7 +64,18 @@ def fewest(lengths: list[int], budget: int) -> int:
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), budget=st.integers(1, 40))
 def test_no_grouping_needs_fewer_microbatches(lengths: list[int], budget: int) -> None:
-    assert len(plan_microbatches(lengths, budget, ranks=1)[0]) == fewest(lengths, budget)
+    assert len(plan_microbatches(lengths, budget, ranks=1)[0]) == fewest(lengths, budget, packing=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), budget=st.integers(12, 40))
+def test_packing_is_close_to_the_best(lengths: list[int], budget: int) -> None:
+    assert len(plan_microbatches(lengths, budget, 1, packing=True)[0]) <= (11 * fewest(lengths, budget, True) + 6) // 9
+
+
+def test_packed_rows_fill_what_padding_would_waste() -> None:
+    assert plan_microbatches([6, 5, 3, 2], 8, ranks=1, packing=True) == [[[0, 3], [1, 2]]]
+    assert plan_microbatches([6, 5, 3, 2], 8, ranks=1) == [[[0], [1], [2, 3]]]
 
 
 def test_a_rank_with_short_rows_parts_them_instead_of_running_empty() -> None:
@@ -88,8 +102,9 @@ def row(prompt: int, response: int, seed: int = 0, loss_mask: list[bool] | None 
         prompt_ids=generator.integers(1, 1000, prompt).tolist(),
         response_ids=generator.integers(1, 1000, response).astype(np.int32),
         behaviour_logprobs=-generator.random(response).astype(np.float32),
+        versions_behind=generator.integers(0, 9, response).astype(np.int16),
         on_policy=generator.random(response) < 0.5,
-        advantage=float(generator.standard_normal()),
+        rollout=int(generator.integers(100)),
         loss_mask=None if loss_mask is None else np.array(loss_mask),
     )
 
@@ -104,7 +119,9 @@ def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
     padded = pad_rows(rows, pad_id=0)
     shape = (len(rows), max(map(len, rows)))
     assert padded.input_ids.dtype == padded.attention_mask.dtype == torch.int64
-    assert padded.behaviour_logprobs.dtype == padded.advantages.dtype == torch.float32
+    assert padded.rollouts.dtype == torch.int64
+    assert padded.behaviour_logprobs.dtype == torch.float32
+    assert padded.versions_behind.dtype == torch.int16
     assert padded.response_mask.dtype == padded.on_policy.dtype == torch.bool
     for index, one in enumerate(rows):
         ids = padded.input_ids[index]
@@ -113,11 +130,11 @@ def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
         assert not ids[len(one) :].any()
         mask = padded.response_mask[index]
         assert mask.nonzero().flatten().tolist() == list(range(len(one.prompt_ids), len(one)))
-        np.testing.assert_array_equal(padded.behaviour_logprobs[index][mask].numpy(), one.behaviour_logprobs)
-        np.testing.assert_array_equal(padded.on_policy[index][mask].numpy(), one.on_policy)
-        assert not padded.behaviour_logprobs[index][~mask].any()
-        assert not padded.on_policy[index][~mask].any()
-        assert padded.advantages[index].item() == np.float32(one.advantage)
+        for name in ("behaviour_logprobs", "versions_behind", "on_policy"):
+            values = getattr(padded, name)[index]
+            np.testing.assert_array_equal(values[mask].numpy(), getattr(one, name))
+            assert not values[~mask].any()
+        assert padded.rollouts[index].item() == one.rollout
 
 
 def test_tokens_the_policy_did_not_sample_do_not_count() -> None:
@@ -130,7 +147,7 @@ def test_an_empty_microbatch_is_a_row_that_counts_for_nothing() -> None:
     assert padded.input_ids.tolist() == [[7, 7]]
     assert padded.attention_mask.tolist() == [[1, 1]]
     assert not padded.response_mask.any()
-    assert padded.advantages.tolist() == [0.0]
+    assert padded.rollouts.tolist() == [0]
     assert padded.to("cpu").input_ids.tolist() == [[7, 7]]
 
 
@@ -138,6 +155,6 @@ def test_rows_that_do_not_fit_together_are_refused() -> None:
     good = row(2, 3)
     with pytest.raises(ValueError, match="row 1 has no prompt"):
         pad_rows([good, row(0, 3)], pad_id=0)
-    bad = TrainingRow([1], [2, 3], np.zeros(1, np.float32), np.zeros(2, np.bool_), 0.0)
+    bad = TrainingRow([1], [2, 3], np.zeros(1, np.float32), np.zeros(2, np.int16), np.zeros(2, np.bool_), 0)
     with pytest.raises(ValueError, match="row 0: behaviour_logprobs has shape"):
         pad_rows([bad], pad_id=0)

@@ -1,0 +1,107 @@
+"""The policy against a plain forward pass, and packed rows against padded ones, for several architectures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl_cli.train.policy import Policy
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": SIZES,
+    "llama": SIZES | {"tie_word_embeddings": False},
+    "mistral": SIZES | {"sliding_window": 5},
+    "gemma3_text": SIZES
+    | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": SIZES | {"pad_token_id": 0},
+    "olmo2": SIZES,
+}
+LENGTHS = [(3, 9), (1, 4), (7, 2), (1, 1), (5, 12)]
+"""Prompt and response of each row."""
+
+
+def make(architecture: str, attention: str = "sdpa", packing: bool = False) -> Policy:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return Policy(model.eval(), temperature=0.8, packing=packing)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Ids and response mask of rows with holes in their responses, padded."""
+    torch.manual_seed(1)
+    longest = max(prompt + response for prompt, response in LENGTHS)
+    ids = torch.randint(1, 50, (len(LENGTHS), longest))
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, (prompt, response) in enumerate(LENGTHS):
+        mask[row, prompt : prompt + response] = True
+        ids[row, prompt + response :] = 0
+    mask[0, 5:7] = False
+    return ids, mask
+
+
+def scored(policy: Policy, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and the gradient of a sum in which every token has a weight of its own."""
+    policy.zero_grad()
+    logprobs, entropies = policy(ids, mask, "train")
+    weights = torch.arange(mask.numel()).view(mask.shape) / mask.numel()
+    ((logprobs + 0.3 * entropies) * weights).sum().backward()
+    return (
+        logprobs,
+        entropies,
+        torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None]),
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packing_equals_padding(architecture: str) -> None:
+    padded = scored(make(architecture), *rows())
+    packed = scored(make(architecture, packing=True), *rows())
+    for one, other in zip(packed, padded, strict=True):
+        scale = other.abs().max().item()
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_row_is_scored_as_if_it_were_alone(packing: bool) -> None:
+    policy = make("qwen3", packing=packing)
+    ids, mask = rows()
+    with torch.no_grad():
+        logprobs, entropies = policy(ids, mask, "measure")
+        assert torch.equal(logprobs, policy(ids, mask))
+        for row, (prompt, response) in enumerate(LENGTHS):
+            end = prompt + response
+            logits = policy.model(ids[row : row + 1, : end - 1]).logits[0].double() / 0.8
+            logs = logits.log_softmax(-1)
+            expected = torch.zeros(2, mask.shape[1], dtype=torch.float64)
+            expected[0, 1:end] = logs.gather(-1, ids[row, 1:end, None])[:, 0]
+            expected[1, 1:end] = -(logs.exp() * logs).sum(-1)
+            found = torch.stack([logprobs[row], entropies[row]]).double()
+            torch.testing.assert_close(found, expected * mask[row], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_microbatch_in_which_nothing_counts_has_a_gradient_of_zeros(packing: bool) -> None:
+    policy = make("llama", packing=packing)
+    logprobs = policy(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.bool))
+    assert logprobs.tolist() == [[0.0, 0.0]]
+    logprobs.sum().backward()
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
