@@ -322,6 +322,29 @@ def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("trainer.ranks", message, f"Use {rollouts} ranks at most, or fewer minibatches.")
 
 
+@rule
+def offload(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.offload` is for GPU ranks; `optimizer` takes ZeRO 1 or more, `all` takes ZeRO 3."""
+    trainer = spec.trainer
+    least = {"none": 0, "optimizer": 1, "all": 3}[trainer.offload]
+    if least and not trainer.gpus_per_rank:
+        message = f"`{trainer.offload}` moves nothing: ranks without a GPU have all in the CPU's memory"
+        yield Problem("trainer.offload", message, "Set it to none.")
+    elif trainer.zero_stage < least:
+        message = f"`{trainer.offload}` takes ZeRO {least}, and trainer.zero_stage is {trainer.zero_stage}"
+        yield Problem("trainer.offload", message, f"Raise trainer.zero_stage to {least}, or offload less.")
+
+
+@rule
+def attention(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.attention` `flash_attention_2` takes GPU ranks and bfloat16."""
+    trainer = spec.trainer
+    if trainer.attention == "flash_attention_2" and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
+        where = "GPU" if trainer.gpus_per_rank else "CPU"
+        message = f"flash_attention_2 takes a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
+        yield Problem("trainer.attention", message, "Use sdpa.")
+
+
 # Staleness.
 
 
@@ -394,8 +417,10 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
         yield warning(f"{key}.cap", message, "Set it to 2.0.")
     if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
         yield Problem(f"{key}.mask_low", f"is not below mask_high ({chosen.mask_high})", "Lower it.")
-    if chosen.reject_by is not None and chosen.reject_low is None and chosen.reject_high is None:
+    if chosen.reject_by is not None and chosen.reject_high is None:
         yield Problem(f"{key}.reject_by", "rejects nothing without a bound", f"Set {key}.reject_high.")
+    if chosen.reject_by == "k1" and chosen.reject_over == "sequence_max":
+        yield Problem(f"{key}.reject_over", "k1 has both signs and no maximum", "Set reject_by to k2 or k3.")
     if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
         yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound: it is 0 or more", "Remove it.")
     if chosen.reject_by == "k1" and (chosen.reject_low or 0.0) >= (chosen.reject_high or float("inf")):

@@ -56,6 +56,21 @@ class WarmStart(Section):
     threads: Count = Field(2, description="CPU threads while it runs (nothing else is busy then).")
 
 
+class LoraSpec(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), trained while the model's own weights stay as they are.
+
+    There is no dropout: with it, the trainer's log-probs would not be those of the policy that generates.
+    """
+
+    rank: Count = Field(16, description="Rank of an adapter, r.")
+    alpha: float = Field(32.0, gt=0, description="An adapter's product is multiplied by alpha / rank.")
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        "all-linear",
+        description="Names of the layers that get one, such as `q_proj`; `all-linear` is every linear layer but the "
+        "output head.",
+    )
+
+
 class ModelSpec(Section):
     """The policy: a saved model, or one made from a config."""
 
@@ -65,6 +80,9 @@ class ModelSpec(Section):
     init: ModelInit | None = Field(None, description="Build the model from a config instead.")
     warm_start: WarmStart | None = Field(
         None, description="Train on the task's demonstrations first. The result is cached by content."
+    )
+    lora: LoraSpec | None = Field(
+        None, description="Train adapters instead of the weights. Engines and saved models have them merged."
     )
     max_length: Count = Field(1024, description="Longest sequence in tokens, prompt and response together.")
     chat_template: Annotated[str | None, SystemPath] = Field(
@@ -302,8 +320,27 @@ class TrainerSpec(Section):
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="Learning-rate schedule.")
     minibatches: Count = Field(1, description="Optimizer updates per pass; each sees its share of the groups.")
     epochs: Count = Field(1, description="Passes over a batch in one step.")
-    tokens_per_microbatch: Count = Field(8192, description="Padded tokens of one forward and backward pass, per rank.")
+    tokens_per_microbatch: Count = Field(
+        8192, description="Tokens of one forward and backward pass, per rank; padding counts, where there is any."
+    )
+    packing: bool = Field(
+        False,
+        description="Join the rows of a micro-batch in one sequence instead of padding them. Faster with "
+        "`flash_attention_2`; the others compute attention over the whole sequence.",
+    )
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = Field(
+        "sdpa", description="How transformers computes attention; `flash_attention_2` needs a GPU and its package."
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="What a GPU rank keeps in the CPU's memory: Adam's state and the float32 weights (`optimizer`), or "
+        "the trained weights, too (`all`, with ZeRO-3).",
+    )
+    max_skipped_updates: Count = Field(
+        10,
+        description="Updates in a row whose loss or gradient is not finite, which are left out, before the run stops.",
+    )
 
 
 class PipelineSpec(Section):

@@ -22,7 +22,7 @@ from asyncrl_cli.train.tokenizer import CHAT_TEMPLATE
 
 def model_key(spec: ExperimentSpec) -> str:
     """A digest of what decides the initial weights."""
-    model = spec.model.model_dump(mode="json")
+    model = spec.model.model_dump(mode="json", exclude={"lora"})
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
         told = {"mix"} if spec.task.mix else {"use", "options"}

@@ -86,6 +86,13 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["model.max_length=256"], "model.max_length", "Raise model.max_length to 1024."),
         (["rollout.group_size=512"], "rollout.max_running_rollouts", "Raise it to 512 or more"),
         (["trainer.minibatches=64"], "trainer.minibatches", "Use one of 1, 2, 4, 8, 16, 32."),
+        (["trainer.offload=optimizer"], "trainer.offload", "Set it to none."),
+        (
+            ["trainer.offload=all", "trainer.zero_stage=2", "trainer.gpus_per_rank=1", "rollout.gpus_per_engine=1"],
+            "trainer.offload",
+            "Raise trainer.zero_stage to 3",
+        ),
+        (["trainer.attention=flash_attention_2"], "trainer.attention", "the trainer is on CPU in float32"),
         (["pipeline.mode=sync", "pipeline.max_staleness=1"], "pipeline.max_staleness", "mode sync means 0, not 1"),
         (["pipeline.partial_rollouts=true"], "pipeline.partial_rollouts", "is for mode sync"),
         (
