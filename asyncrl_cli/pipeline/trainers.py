@@ -67,7 +67,7 @@ class TrainerRanks:
     async def start(self, checkpoint: Path | None) -> None:
         """Load the initial model, or a checkpoint over it."""
         folder = checkpoint and str(checkpoint)
-        arguments = (self._model_dir, self._address, self._port, folder)
+        arguments = (self._model_dir, self._address, self._port, folder, str(self._search_path))
         await self.call("start", *arguments, limit_s=START_TIMEOUT_S)
 
     async def restart(self, checkpoint: Path | None) -> None:

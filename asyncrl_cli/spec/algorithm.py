@@ -269,3 +269,8 @@ class AlgorithmSpec(Section):
         "them (they count in the mean), `reject` replaces them by another prompt (dynamic sampling).",
     )
     critic: CriticSpec = Field(default_factory=CriticSpec, description="The critic of `advantage: gae`.")
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic estimates the advantages."""
+        return self.advantage == GAE

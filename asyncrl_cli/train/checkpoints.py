@@ -9,6 +9,7 @@ sharded, and every rank loads the same file. docs/decisions/0011-checkpoints.md 
       *.pt              DeepSpeed's
       trainer.json      the trainer's own counters
       random-N.pt       rank N's random-number states
+    critic/state/       the same for the critic, where there is one
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from asyncrl_cli.train.random_states import restore_random_states, save_random_s
 
 UNIVERSAL = "universal"
 COUNTERS_FILE = "trainer.json"
+CRITIC = "critic"
+"""The folder of a checkpoint's critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the engine loads: the checkpoint itself, or the universal one in ``folder`` that is made from it."""
+    """What one engine loads: what was saved below ``root`` itself, or the universal checkpoint in ``folder`` that is made
+    from it."""
 
     checkpoint: Checkpoint
+    root: Path
     counters: Counters
     folder: Path
     is_universal: bool
@@ -67,20 +72,29 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
             )
 
 
-def find_source(checkpoint: Checkpoint, trainer: TrainerSpec) -> Source:
-    """What a trainer of this spec has to load. Raises ``RunError`` when there is no way."""
-    saved = checkpoint.trainer()
+def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") -> Source:
+    """What a trainer of this spec has to load for the policy, or for ``CRITIC``.
+
+    Raises ``RunError`` when there is no way.
+    """
+    saved, root = checkpoint.trainer(), checkpoint.folder / part
     check_layout(checkpoint, trainer)
+    if part and not root.is_dir():
+        raise RunError(
+            f"the checkpoint has no {part}: it was saved by an algorithm without one",
+            place=str(checkpoint.folder),
+            mend="Resume with the algorithm it was saved with, or start a new run from `asyncrl checkpoint export`",
+        )
     try:
-        counters = Counters(**json.loads((checkpoint.folder / STATE / COUNTERS_FILE).read_text()))
+        counters = Counters(**json.loads((root / STATE / COUNTERS_FILE).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(
-            f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", place=str(checkpoint.folder)
+            f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", place=str(root)
         ) from error
     if saved.zero_stage == 0 or (saved.ranks, saved.zero_stage) == (trainer.ranks, trainer.zero_stage):
-        return Source(checkpoint, counters, checkpoint.folder, is_universal=False)
-    folder = checkpoint.folder.with_name(f".{UNIVERSAL}-{checkpoint.folder.name}")
-    return Source(checkpoint, counters, folder, is_universal=True)
+        return Source(checkpoint, root, counters, root, is_universal=False)
+    folder = checkpoint.folder.with_name("-".join(filter(None, (f".{UNIVERSAL}", part, checkpoint.folder.name))))
+    return Source(checkpoint, root, counters, folder, is_universal=True)
 
 
 def to_universal(source: Source) -> None:
@@ -98,7 +112,7 @@ def to_universal(source: Source) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
-            *("--input_folder", str(source.checkpoint.folder.relative_to(parent) / STATE)),
+            *("--input_folder", str(source.root.relative_to(parent) / STATE)),
             *("--output_folder", str(source.folder.relative_to(parent) / UNIVERSAL)),
         ],
         cwd=parent,
@@ -146,7 +160,7 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
         if rank == 0:
             shutil.rmtree(source.folder, ignore_errors=True)
     # Otherwise the weights are still those of the initial model, which the engine has, and there are no moments.
-    random_states = _random_states(source.checkpoint.folder, rank)
+    random_states = _random_states(source.root, rank)
     if random_states.is_file():
         restore_random_states(random_states)
 

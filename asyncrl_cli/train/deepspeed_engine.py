@@ -67,14 +67,17 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 
     ``load_universal``: whether the checkpoint that it will load is a universal one.
     """
-    import deepspeed
+    model = load_model(spec.trainer, model_dir)
+    return initialize(Policy(model, spec.rollout.sampling.temperature), spec.trainer, load_universal)
+
+
+def load_model(trainer: TrainerSpec, model_dir: str) -> Any:
+    """A causal language model to be trained, sharded while it is loaded."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    trainer = spec.trainer
-    settings = deepspeed_settings(trainer, load_universal)
-    # Read by from_pretrained while the object lives: weights are sharded as they are loaded.
-    sharding = HfDeepSpeedConfig(settings) if trainer.zero_stage == 3 else None
+    # Read by from_pretrained while the object lives.
+    sharding = HfDeepSpeedConfig(deepspeed_settings(trainer)) if trainer.zero_stage == 3 else None
     model = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=getattr(torch, trainer.dtype),
@@ -84,16 +87,27 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
     del sharding
     if trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(model, spec.rollout.sampling.temperature)
+    return model
+
+
+def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bool = False) -> Any:
+    """The DeepSpeed engine round a module, with the spec's optimizer; collective.
+
+    ``load_universal``: whether the checkpoint that it will load is a universal one.
+    """
+    import deepspeed
+
     optimizer = torch.optim.AdamW(
-        policy.parameters(),
+        module.parameters(),
         lr=trainer.optimizer.learning_rate,
         betas=trainer.optimizer.betas,
         eps=trainer.optimizer.eps,
         weight_decay=trainer.optimizer.weight_decay,
     )
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings)
-    _restore_rotary_frequencies(model)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, config=deepspeed_settings(trainer, load_universal)
+    )
+    _restore_rotary_frequencies(module)
     return engine
 
 
@@ -120,16 +134,16 @@ def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[
         yield
 
 
-def _restore_rotary_frequencies(model: Any) -> None:
+def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
     """Give position embeddings their float32 frequencies back.
 
     With bfloat16 weights DeepSpeed rounds these, too, when it shards a model and when it takes one over. An engine
     keeps them, so at position 1000 the two could turn by angles a radian apart.
     """
-    for module in model.modules():
-        rounded = dict(module.named_buffers(recurse=False))
+    for part in module.modules():
+        rounded = dict(part.named_buffers(recurse=False))
         if "inv_freq" in rounded:
-            exact = dict(type(module)(config=module.config).named_buffers(recurse=False))
+            exact = dict(type(part)(config=part.config).named_buffers(recurse=False))
             for name, buffer in rounded.items():
                 buffer.data = exact[name].to(buffer.device)
 

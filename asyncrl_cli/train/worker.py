@@ -55,40 +55,53 @@ class TrainerWorker:
         """The warm start's updates done, all updates, and loss."""
         return self._progress
 
-    def start(self, model_dir: str, address: str, port: int, checkpoint: str | None) -> None:
+    def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:
         """Join the other ranks and load the model, or a checkpoint's state over it.
 
-        Raises ``RunError`` when a trainer of this spec cannot load the checkpoint.
+        Modules of the user's own functions are sought in ``search_path``. Raises ``RunError`` when a trainer of this
+        spec cannot load the checkpoint, and ``UserError`` when a function cannot be imported.
         """
         import torch
 
         from asyncrl_cli.train import checkpoints
         from asyncrl_cli.train import deepspeed_engine as ds
-        from asyncrl_cli.train.step import load_reference
+        from asyncrl_cli.train.critic import start_critic
+        from asyncrl_cli.train.objective import Objective
+        from asyncrl_cli.train.reference import load_reference
+        from asyncrl_cli.train.step import Learner
 
         trainer = self._spec.trainer
         if trainer.gpus_per_rank == 0:
             torch.set_num_threads(trainer.threads_per_rank)
         torch.manual_seed(self._spec.seed)
         self._model_dir = model_dir
-        source = None if checkpoint is None else checkpoints.find_source(Checkpoint.at(Path(checkpoint)), trainer)
-        load_universal = source is not None and source.is_universal
-        if source is not None and load_universal and self._rank == 0:
-            checkpoints.to_universal(source)  # the other ranks wait for this one in the next line
+        sources: dict[str, checkpoints.Source] = {}
+        if checkpoint is not None:
+            saved = Checkpoint.at(Path(checkpoint))
+            parts = ["", checkpoints.CRITIC] if self._spec.algorithm.needs_critic else [""]
+            sources = {part: checkpoints.find_source(saved, trainer, part) for part in parts}
+        load_universal = any(source.is_universal for source in sources.values())
+        if load_universal and self._rank == 0:
+            for source in sources.values():
+                checkpoints.to_universal(source)  # the other ranks wait for this one in the next line
         ds.join_process_group(self._rank, trainer.ranks, address, port, gpu=trainer.gpus_per_rank > 0)
+        objective = Objective.of(self._spec.algorithm, Path(search_path))
         self._engine = ds.start_engine(self._spec, model_dir, load_universal)
         self._model = self._engine.module.model
-        self._reference = load_reference(self._spec, model_dir, self._engine.device)
+        reference = load_reference(self._spec, model_dir, self._engine.device)
+        critic = start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
+        self._learner = Learner(self._spec, self._rank, objective, self._engine, reference, critic)
         self._mapping: Any = None
-        if source is not None:
-            checkpoints.load_state(self._engine, source, self._rank)
+        for part, source in sources.items():
+            engine = critic.engine if critic is not None and part == checkpoints.CRITIC else self._engine
+            checkpoints.load_state(engine, source, self._rank)
             self._updates = source.counters.updates
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
         """All optimizer updates of one step."""
         from asyncrl_cli.train.step import train_batch
 
-        report, self._updates = train_batch(self._engine, self._reference, self._spec, batch, self._rank, self._updates)
+        report, self._updates = train_batch(self._learner, batch, self._updates)
         return report
 
     def publish(self, version: int) -> Publication | None:
@@ -130,9 +143,11 @@ class TrainerWorker:
 
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's shard of weights, optimizer and counters, and its random-number states."""
-        from asyncrl_cli.train.checkpoints import save_state
+        from asyncrl_cli.train.checkpoints import CRITIC, save_state
 
         save_state(self._engine, Path(folder), self._rank, self._updates)
+        if self._learner.critic is not None:
+            save_state(self._learner.critic.engine, Path(folder) / CRITIC, self._rank, self._updates)
 
     def _probe(self) -> tuple[tuple[int, ...], Any]:
         import torch

@@ -46,7 +46,7 @@ def main() -> None:
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
     workers.redirect_output = lambda *_: None  # the test shows what goes wrong
     worker = workers.TrainerWorker(int(rank), spec, str(Path(out).parent))
-    worker.start(str(folder), "127.0.0.1", int(port), None if source == "-" else source)
+    worker.start(str(folder), "127.0.0.1", int(port), None if source == "-" else source, ".")
     # Not where every process starts, so that equal draws later mean something.
     if source == "-":
         for state in (random, np.random):

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from asyncrl_cli.rollout.records import GIVEN, Rollout, branch_id
 from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
 from asyncrl_cli.train.initial_model import build_initial_model
+from asyncrl_cli.train.objective import Objective
+from asyncrl_cli.train.packing import TrainingRow
 from asyncrl_cli.train.policy import Policy
 from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
-from asyncrl_cli.train.step import train_batch, training_rows
+from asyncrl_cli.train.rows import shaped_rewards, training_rows
+from asyncrl_cli.train.step import Learner, train_batch
 
 CONFIG = {
     "hidden_size": 32,
@@ -66,8 +69,12 @@ ROLLOUTS = (
 BATCH = TrainingBatch(4, 4, (TrainingGroup(0, "a", 3, ROLLOUTS, (1.0, 0.0, 0.0, 0.5)),))
 
 
+def rows_of(batch: TrainingBatch, spec: ExperimentSpec) -> list[TrainingRow]:
+    return [row for rows in training_rows(batch, shaped_rewards(batch, spec), spec) for row in rows]
+
+
 def test_rows_are_sequences_from_the_first_sampled_token_to_the_last() -> None:
-    rows = training_rows(BATCH.groups, BATCH, experiment())
+    rows = rows_of(BATCH, experiment())
     root, single, short = ROLLOUTS[:3]
     trained = [root, root.branches[0], single, short]
     spans = [(2, 8), (1, 3), (0, 2), (3, 4)]
@@ -77,7 +84,8 @@ def test_rows_are_sequences_from_the_first_sampled_token_to_the_last() -> None:
         np.testing.assert_array_equal(row.behaviour_logprobs, of.logprobs[first:last])
         np.testing.assert_array_equal(row.loss_mask, of.sampled[first:last])
     assert [row.loss_tokens for row in rows] == [4, 2, 2, 1]
-    assert rows[0].advantage == rows[1].advantage > 0 > rows[2].advantage == rows[3].advantage
+    assert [row.rollout for row in rows] == [0, 0, 1, 2]
+    assert rows[0].versions_behind.tolist() == [1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +97,10 @@ def test_rows_are_sequences_from_the_first_sampled_token_to_the_last() -> None:
 )
 def test_only_sampled_tokens_are_on_policy(update: str, expected: list[list[int]]) -> None:
     spec = experiment(pipeline={"weight_update": update})
-    assert [row.on_policy.tolist() for row in training_rows(BATCH.groups, BATCH, spec)] == expected
+    assert [row.on_policy.tolist() for row in rows_of(BATCH, spec)] == expected
     # Given tokens between those of the version do not make a sequence stale.
     current = TrainingGroup(0, "a", 4, (episode("0-0", (G, 4, G, 4)), ROLLOUTS[1]), (1.0, 0.0))
-    assert training_rows((current,), BATCH, spec)[0].on_policy.tolist() == [True, False, True]
+    assert rows_of(replace(BATCH, groups=(current,)), spec)[0].on_policy.tolist() == [True, False, True]
 
 
 @given(st.lists(st.sampled_from([G, 2, 3]), min_size=1, max_size=12))
@@ -100,7 +108,7 @@ def test_whatever_was_given_the_sampled_tokens_are_the_ones_that_count(drawn: li
     versions = (G, *(version for version in drawn if version != 3), *(version for version in drawn if version == 3))
     one = sequence("0-0", versions)
     group = TrainingGroup(0, "a", 2, (one, ROLLOUTS[1]), (1.0, 0.0))
-    *rows, _ = training_rows((group,), BATCH, experiment())
+    *rows, _ = rows_of(replace(BATCH, groups=(group,)), experiment())
     if one.sampled.any():
         (row,) = rows
         assert row.loss_mask is not None
@@ -146,7 +154,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def gradient(policy: Policy, spec: ExperimentSpec, batch: TrainingBatch) -> tuple[torch.Tensor, int, float]:
     """The step's gradient, all of it in one row; the tokens trained; the loss."""
     policy.zero_grad()
-    report, _ = train_batch(OneRank(policy), None, spec, batch, rank=0, updates=0)
+    report, _ = train_batch(Learner(spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy)), batch, updates=0)
     found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     return found.clone(), report.trained_tokens, report.metrics["train/loss"]
 
@@ -155,7 +163,7 @@ def gradient(policy: Policy, spec: ExperimentSpec, batch: TrainingBatch) -> tupl
 def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation: str) -> None:
     spec = experiment(algorithm={"aggregation": aggregation}, pipeline={"weight_update": "recompute"})
     advantages = torch.tensor([1.0, 0.0, 0.0, 0.5])
-    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-6)
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
     sequences = [(one, a) for rollout, a in zip(ROLLOUTS, advantages, strict=True) for one in rollout.sequences]
     sequences = [(one, advantage) for one, advantage in sequences if one.sampled.any()]
     policy.zero_grad()

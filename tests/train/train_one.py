@@ -59,8 +59,11 @@ def main() -> None:
     os.environ.update(trainer_environment(spec))
     import torch
 
+    from asyncrl_cli.train.critic import start_critic
     from asyncrl_cli.train.initial_model import build_initial_model
-    from asyncrl_cli.train.step import load_reference, train_batch
+    from asyncrl_cli.train.objective import Objective
+    from asyncrl_cli.train.reference import load_reference
+    from asyncrl_cli.train.step import Learner, train_batch
 
     torch.set_num_threads(1)
     folder = Path(f"{out}.model")
@@ -68,12 +71,17 @@ def main() -> None:
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
     join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
     engine = start_engine(spec, str(folder))
-    reference = load_reference(spec, str(folder), engine.device)
+    learner = Learner(
+        spec,
+        int(rank),
+        Objective.of(spec.algorithm, Path(__file__).parent),
+        engine,
+        load_reference(spec, str(folder), engine.device),
+        start_critic(spec.trainer, str(folder)) if spec.algorithm.needs_critic else None,
+    )
     updates = 0
     for step in range(2):
-        report, updates = train_batch(
-            engine, reference, spec, batch(step, spec.pipeline.groups_per_step), int(rank), updates
-        )
+        report, updates = train_batch(learner, batch(step, spec.pipeline.groups_per_step), updates)
     named = list(engine.module.model.named_parameters())
     with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
         state = {name: parameter.detach().clone() for name, parameter in named}

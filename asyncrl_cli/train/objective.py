@@ -1,0 +1,72 @@
+"""What a spec's algorithm means in functions and numbers: its names resolved, the user's own functions imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
+from asyncrl_cli.train.advantages import ADVANTAGES, Estimator
+from asyncrl_cli.train.corrections import Correction
+from asyncrl_cli.train.kl import KL, KLEstimator
+from asyncrl_cli.train.surrogates import LOSSES, LossSettings, PolicyLoss
+
+Function = TypeVar("Function")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The functions that an ``AlgorithmSpec`` names. ``estimator`` is None where a critic estimates advantages."""
+
+    algorithm: AlgorithmSpec
+    estimator: Estimator | None
+    loss: PolicyLoss
+    settings: LossSettings
+    kl: KLEstimator
+    correction: Correction
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmSpec, search_path: Path) -> Objective:
+        """Modules of the user's own functions are sought in ``search_path`` first.
+
+        Raises ``UserError`` when one cannot be had.
+        """
+        estimator = None
+        if not algorithm.needs_critic:
+            estimator = _function(ADVANTAGES, algorithm.advantage, "algorithm.advantage", search_path)
+        return cls(
+            algorithm,
+            estimator,
+            _function(LOSSES, algorithm.loss, "algorithm.loss", search_path),
+            LossSettings(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.sapo_temperatures),
+            KL[algorithm.kl_estimator],
+            Correction(
+                **{key: getattr(algorithm.correction, key) for key in CorrectionSpec.model_fields if key != "preset"}
+            ),
+        )
+
+
+def _function(known: Mapping[str, Function], name: str, place: str, search_path: Path) -> Function:
+    if name in known:
+        return known[name]
+    module, _, attribute = name.partition(":")
+    folder = str(search_path.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        function: Any = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise UserError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}",
+            place=place,
+            mend=f"put {module.replace('.', '/')}.py with the function {attribute} beside the spec file",
+        ) from error
+    if not callable(function):
+        raise UserError(f"{name} is no function but {type(function).__name__}", place=place, mend="name a function")
+    return function  # type: ignore[no-any-return]

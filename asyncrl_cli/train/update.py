@@ -1,0 +1,145 @@
+"""One optimizer update of the policy, or of the critic, from a minibatch whose advantages are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.corrections import Correction, CorrectionSums, correct, log_linear_proximal
+from asyncrl_cli.train.critic import Critic
+from asyncrl_cli.train.deepspeed_engine import set_learning_rate
+from asyncrl_cli.train.estimate import Minibatch
+from asyncrl_cli.train.losses import LossSums, policy_loss
+from asyncrl_cli.train.objective import Objective
+from asyncrl_cli.train.packing import PaddedRows
+from asyncrl_cli.train.rows import count_tokens
+from asyncrl_cli.train.sums import over_ranks
+from asyncrl_cli.train.value_loss import ValueSums, value_loss
+
+_MEASURED = Correction()
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSums:
+    """What updates add up over micro-batches, and then over ranks."""
+
+    loss: Tensor
+    losses: LossSums
+    corrections: CorrectionSums
+    engine_gap: CorrectionSums
+
+    def __add__(self, other: UpdateSums) -> UpdateSums:
+        return UpdateSums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def summary(self, losses: float) -> dict[str, float]:
+        """Metrics; ``losses`` is the number of losses that ``loss`` is the sum of."""
+        gap = self.engine_gap.summary()
+        return {
+            "train/loss": self.loss.item() / losses,
+            **{f"train/{name}": value for name, value in self.losses.summary().items()},
+            **{f"correction/{name}": value for name, value in self.corrections.summary().items()},
+            "engine/logprob_gap_mean": gap["logprob_gap_mean"],
+            "engine/logprob_gap_max": gap["logprob_gap_max"],
+        }
+
+
+def update_policy(
+    engine: Any, objective: Objective, spec: ExperimentSpec, minibatch: Minibatch, at_start: bool
+) -> UpdateSums:
+    """Forward, backward and one optimizer step over a minibatch; collective.
+
+    ``at_start``: whether the weights are still those of the start of the step, so that a micro-batch's own log-probs
+    are the start's.
+    """
+    algorithm = objective.algorithm
+    denominator = _denominator(spec, minibatch) / spec.trainer.ranks  # DeepSpeed averages gradients over ranks
+    total: UpdateSums | None = None
+    for index, (padded, known) in enumerate(zip(minibatch.microbatches, minibatch.known, strict=True)):
+        engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
+        mask = padded.response_mask
+        logprobs, entropies = engine(padded.input_ids, mask, "train" if algorithm.entropy_coef else "measure")
+        start = logprobs.detach() if at_start else known.start
+        proximal, weights, corrections, engine_gap = _corrected(
+            objective.correction, spec, padded, start, logprobs.detach()
+        )
+        loss, losses = policy_loss(
+            logprobs,
+            proximal,
+            known.advantages,
+            mask,
+            aggregation=algorithm.aggregation,
+            denominator=denominator,
+            loss=objective.loss,
+            settings=objective.settings,
+            importance_weights=weights,
+            reference_logprobs=known.reference if algorithm.kl_in == "loss" else None,
+            kl=objective.kl,
+            kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            entropies=entropies,
+            entropy_coef=algorithm.entropy_coef,
+        )
+        engine.backward(loss)
+        sums = UpdateSums(loss.detach().double(), losses, corrections, engine_gap)
+        total = sums if total is None else total + sums
+    engine.step()
+    assert total is not None
+    return total
+
+
+def update_critic(critic: Critic, spec: ExperimentSpec, minibatch: Minibatch, factor: float) -> dict[str, float]:
+    """One optimizer step of the critic at ``factor`` of its learning rate; returns metrics. Collective."""
+    settings = spec.algorithm.critic
+    set_learning_rate(critic.engine, settings.learning_rate * factor)
+    total: ValueSums | None = None
+    for index, (padded, known) in enumerate(zip(minibatch.microbatches, minibatch.known, strict=True)):
+        critic.engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
+        assert known.values is not None and known.returns is not None
+        loss, sums = value_loss(
+            critic.values(padded),
+            known.values,
+            known.returns,
+            padded.response_mask,
+            clip=settings.value_clip,
+            denominator=count_tokens(minibatch.rows) / spec.trainer.ranks,
+        )
+        critic.engine.backward(loss)
+        total = sums if total is None else total + sums
+    critic.engine.step()
+    assert total is not None
+    return {f"critic/{name}": value for name, value in over_ranks(total, critic.engine.device).summary().items()}
+
+
+def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
+    """What the sum of a minibatch's losses, over all ranks, is divided by."""
+    algorithm = spec.algorithm
+    if algorithm.aggregation == "token_mean":
+        return count_tokens(minibatch.rows)
+    if algorithm.aggregation == "sequence_mean":
+        return len(minibatch.rows)
+    return len(minibatch.rows) * (algorithm.sequence_divisor or spec.rollout.max_response_tokens)
+
+
+def _corrected(
+    correction: Correction, spec: ExperimentSpec, padded: PaddedRows, start: Tensor | None, current: Tensor
+) -> tuple[Tensor, Tensor, CorrectionSums, CorrectionSums]:
+    """The proximal log-probs, the importance weights with their statistics, and those of the engine's numerics alone.
+
+    In fp32 the two sides agree on a token of the version being trained to about 1e-5, and which way the last
+    bits fall depends on how the engine happened to batch it. There the trainer's own log-prob stands for the
+    engine's: the weight is exactly 1, and a run is reproducible to the bit.
+    """
+    mask, behaviour = padded.response_mask, padded.behaviour_logprobs
+    trainer = current if start is None else start
+    _, engine_gap = correct(trainer, behaviour, mask & padded.on_policy, _MEASURED)
+    if start is not None and spec.trainer.dtype == spec.rollout.dtype == "float32":
+        behaviour = torch.where(padded.on_policy, start, behaviour)
+    if correction.proximal == "behaviour":
+        weights, corrections = correct(current, behaviour, mask, correction)
+        return behaviour, weights, corrections, engine_gap
+    proximal = log_linear_proximal(current, behaviour, padded.versions_behind) if start is None else start
+    weights, corrections = correct(proximal, behaviour, mask, correction)
+    return proximal, weights, corrections, engine_gap
