@@ -1,0 +1,24 @@
+"""Updates that are left out are counted in a row; test_finite_updates.py has them left out by real engines."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.train.finite import SkipLimit, UpdateResult
+
+
+@given(skipped=st.lists(st.booleans(), max_size=30), most=st.integers(1, 4))
+def test_the_run_stops_at_the_first_row_of_too_many(skipped: list[bool], most: int) -> None:
+    limit = SkipLimit(most)
+    for index, left_out in enumerate(skipped):
+        result = UpdateResult(math.nan if left_out else 1.0, left_out)
+        if index >= most and all(skipped[index - most : index + 1]):
+            with pytest.raises(RunError, match=f"not finite in {most + 1} updates in a row"):
+                limit.note(result)
+            return
+        limit.note(result)
