@@ -1,4 +1,4 @@
-"""The policy loss: clipped surrogate with an asymmetric range, and a KL penalty.
+"""The loss of a micro-batch: a policy loss, importance weights, a KL penalty and an entropy bonus, and their mean.
 
 Invariant: losses add. The caller passes the denominator of the whole minibatch (over all micro-batches and
 ranks), so the sum of the micro-batches' losses is the minibatch's mean exactly, however it was cut up. A
@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+from asyncrl_cli.train.kl import KLEstimator, k3, limited
+from asyncrl_cli.train.surrogates import LossSettings, PolicyLoss, clip_loss
 
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are cut at ± this before exp: e^20 is far outside every clip range, and far from overflow."""
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,11 @@ class LossSums:
     Args:
         tokens: tokens that count.
         ratio: sum of current / proximal.
-        clipped_low: tokens with a negative advantage whose ratio is below 1 − clip_low: no gradient.
-        clipped_high: tokens with a positive advantage whose ratio is above 1 + clip_high: no gradient.
+        clipped_low: tokens whose ratio the policy loss held at the lower edge.
+        clipped_high: tokens whose ratio the policy loss held at the upper edge.
         kl_proximal: sum of the k3 estimate of KL(proximal ‖ current): ratio − 1 − log ratio.
-        kl_reference: sum of the k3 estimate of KL(current ‖ reference); 0 without a reference.
+        kl_reference: sum of the penalty's estimate of KL(current ‖ reference); 0 without a reference.
+        entropy: sum of the entropies; 0 when they are not given.
     """
 
     tokens: Tensor
@@ -43,6 +44,7 @@ class LossSums:
     clipped_high: Tensor
     kl_proximal: Tensor
     kl_reference: Tensor
+    entropy: Tensor
 
     def __add__(self, other: LossSums) -> LossSums:
         return LossSums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -56,24 +58,8 @@ class LossSums:
             "clip_high_fraction": self.clipped_high.item() / tokens,
             "kl_proximal": self.kl_proximal.item() / tokens,
             "kl_reference": self.kl_reference.item() / tokens,
+            "entropy": self.entropy.item() / tokens,
         }
-
-
-def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy ‖ reference) on tokens sampled from the policy: e^d − 1 − d >= 0.
-
-    d = reference − policy. Unbiased, with less variance than −d (J. Schulman, "Approximating KL divergence",
-    2020, estimator k3; used as GRPO's penalty in arXiv 2402.03300, eq. 4). d is cut at ±20.
-
-    Args:
-        logprobs: any shape; gradients flow through it.
-        reference_logprobs: same shape.
-
-    Returns:
-        float64, same shape: near d = 0 the terms cancel, which float32 does not survive.
-    """
-    gap = (reference_logprobs.double() - logprobs.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(gap) - gap
 
 
 def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float) -> Tensor:
@@ -81,8 +67,9 @@ def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, denomin
 
     ``token_mean``: the sum over tokens that count / denominator (the minibatch's tokens that count; DAPO,
     arXiv 2503.14476, section 3.3). ``sequence_mean``: the sum over rows of the row's mean over its tokens
-    that count / denominator (the minibatch's sequences; GRPO, arXiv 2402.03300, eq. 3). A row in which
-    nothing counts adds 0.
+    that count / denominator (the minibatch's sequences; GRPO, arXiv 2402.03300, eq. 3). ``sequence_sum``: the sum over
+    tokens that count / denominator (the minibatch's sequences times a fixed number of tokens, whatever their
+    lengths; Dr. GRPO, arXiv 2503.20783, section 3.2). A row in which nothing counts adds 0.
 
     Args:
         per_token: [rows, tokens].
@@ -101,8 +88,8 @@ def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, denomin
     per_row = per_token.masked_fill(~mask, 0.0).sum(dim=1)
     if aggregation == "sequence_mean":
         per_row = per_row / mask.sum(dim=1).clamp(min=1)
-    elif aggregation != "token_mean":
-        raise ValueError(f"aggregation is token_mean or sequence_mean, not {aggregation!r}")
+    elif aggregation not in ("token_mean", "sequence_sum"):
+        raise ValueError(f"aggregation is token_mean, sequence_mean or sequence_sum, not {aggregation!r}")
     return per_row.sum() / denominator
 
 
@@ -112,78 +99,92 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
     aggregation: Aggregation,
     denominator: float,
+    loss: PolicyLoss = clip_loss,
+    settings: LossSettings | None = None,
     importance_weights: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
+    kl: KLEstimator = k3,
     kl_coef: float = 0.0,
+    entropies: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
 ) -> tuple[Tensor, LossSums]:
-    """Clipped surrogate loss of one micro-batch.
+    """The loss of one micro-batch, to be minimized. A token's is
 
-    With r = exp(logprobs − proximal), advantage A and weight w, a token's loss is
+        w · (policy loss) + kl_coef · (KL estimate) − entropy_coef · (entropy)
 
-        −w · min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A) + kl_coef · k3
-
-    The clip is PPO's (arXiv 1707.06347, eq. 7), with an upper range of its own (clip-higher, DAPO, arXiv
-    2503.14476, section 3.1); w corrects for where the token was sampled (corrections.py) and does not
-    weigh the penalty. log r is cut at ±20.
+    The weight w corrects for where the token was sampled (corrections.py). It does not weigh the penalty and the
+    bonus, which keep the policy near the reference, and wide, at tokens that are left out of the policy loss, too.
 
     Args:
         logprobs: [rows, tokens], of the weights being trained; gradients flow through it.
-        proximal_logprobs: [rows, tokens], of the weights at the start of the step; no gradient.
+        proximal_logprobs: [rows, tokens], of the proximal policy, mostly that of the start of the step; no gradient.
         advantages: [rows] or [rows, tokens]; no gradient.
         mask: bool, [rows, tokens]; true where a token counts.
-        clip_low: the ratio is clipped below 1 − this.
-        clip_high: the ratio is clipped above 1 + this.
         aggregation: see ``aggregate``.
         denominator: see ``aggregate``.
+        loss: the policy loss, of ``surrogates.LOSSES`` or the user's own.
+        settings: its numbers.
         importance_weights: [rows, tokens]; no gradient. None: all 1.
-        reference_logprobs: [rows, tokens], of the initial model; no gradient. Needed if ``kl_coef`` > 0.
+        reference_logprobs: [rows, tokens], of the reference model; no gradient. Needed if ``kl_coef`` > 0.
+        kl: estimator of the penalty, of ``kl.KL``.
         kl_coef: weight of the penalty.
+        entropies: [rows, tokens], nats, of the distribution that each token was sampled from, under the weights being
+            trained; with gradient if ``entropy_coef`` > 0. None: not measured.
+        entropy_coef: weight of the bonus.
 
     Returns:
         The loss (no dimensions) and the sums for metrics.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, the penalty has no reference, or as ``aggregate``.
+        ValueError: shapes differ, the mask is not bool, the penalty has no reference, the bonus no entropies, the
+            policy loss gave another shape, or as ``aggregate``.
     """
+    settings = settings or LossSettings(clip_low, clip_high)
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand(len(advantages), logprobs.shape[-1])
-    _check(mask, logprobs, proximal_logprobs, advantages, importance_weights, reference_logprobs)
+    check_shapes(mask, logprobs, proximal_logprobs, advantages, importance_weights, reference_logprobs, entropies)
     if kl_coef and reference_logprobs is None:
         raise ValueError("a KL penalty needs reference_logprobs")
+    if entropy_coef and entropies is None:
+        raise ValueError("an entropy bonus needs entropies")
 
     # Masked values are replaced before exp: 0 · NaN would be NaN in the backward pass.
     logprobs = logprobs.masked_fill(~mask, 0.0)
     proximal = proximal_logprobs.detach().masked_fill(~mask, 0.0)
-    advantages = advantages.detach().masked_fill(~mask, 0.0)
 
-    ratio = (logprobs - proximal).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    tokens = loss(logprobs, proximal, advantages.detach().masked_fill(~mask, 0.0), mask, settings)
+    check_shapes(mask, tokens.loss, tokens.clipped_low, tokens.clipped_high)
+    per_token = tokens.loss
     if importance_weights is not None:
         per_token = per_token * importance_weights.detach().masked_fill(~mask, 0.0)
-    penalty = torch.zeros_like(per_token, dtype=torch.float64)
+    penalty = entropy = torch.zeros_like(per_token, dtype=torch.float64)
     if reference_logprobs is not None:
-        penalty = k3(logprobs, reference_logprobs.detach().masked_fill(~mask, 0.0))
+        penalty = kl(logprobs, reference_logprobs.detach().masked_fill(~mask, 0.0))
         per_token = per_token + kl_coef * penalty.to(per_token.dtype)
-    loss = aggregate(per_token, mask, aggregation, denominator)
+    if entropies is not None:
+        entropy = entropies.masked_fill(~mask, 0.0)
+        per_token = per_token - entropy_coef * entropy
+    mean = aggregate(per_token, mask, aggregation, denominator)
 
     with torch.no_grad():
-        sums = LossSums(
+        ratio = limited(logprobs - proximal).exp()
+        return mean, LossSums(
             tokens=mask.sum().double(),
             ratio=(ratio * mask).sum(dtype=torch.float64),
-            clipped_low=(mask & (advantages < 0) & (ratio < 1.0 - clip_low)).sum().double(),
-            clipped_high=(mask & (advantages > 0) & (ratio > 1.0 + clip_high)).sum().double(),
+            clipped_low=(mask & tokens.clipped_low).sum().double(),
+            clipped_high=(mask & tokens.clipped_high).sum().double(),
             kl_proximal=k3(proximal, logprobs).sum(),
-            kl_reference=penalty.sum(),
+            kl_reference=penalty.detach().sum(),
+            entropy=entropy.detach().sum(dtype=torch.float64),
         )
-    return loss, sums
 
 
-def _check(mask: Tensor, *others: Tensor | None) -> None:
+def check_shapes(mask: Tensor, *others: Tensor | None) -> None:
+    """Raise ``ValueError`` unless the mask is a bool matrix and all others that are given have its shape."""
     if mask.dtype != torch.bool:
         raise ValueError(f"the mask must be bool, not {mask.dtype}")
     shapes = [list(other.shape) for other in others if other is not None]

@@ -1,6 +1,8 @@
-"""Advantages against the formula in NumPy's float64."""
+"""Advantages against the formulas in NumPy's float64."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,59 +12,137 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
-from asyncrl_cli.train.advantages import group_advantages, uniform_groups
+from asyncrl_cli.train.advantages import (
+    ADVANTAGES,
+    check_advantages,
+    group_advantages,
+    overlong_penalty,
+    uniform_groups,
+)
 
 REWARDS = arrays.arrays(
     np.float32,
     st.tuples(st.integers(1, 5), st.integers(1, 9)),
     elements=st.sampled_from([0.0, 1.0, 0.1, 0.3, -2.5, 7.0]) | st.floats(-10, 10, width=32),
 )
+WITH_BASELINE = [name for name in ADVANTAGES if name != "none"]
 
 
+def group_norm(rewards: np.ndarray) -> np.ndarray:
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    return np.array([reward - np.delete(rewards, index).mean() for index, reward in enumerate(rewards)])
+
+
+FORMULAS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "group_norm": group_norm,
+    "group_mean": lambda rewards: rewards - rewards.mean(),
+    "leave_one_out": leave_one_out,
+}
+
+
+@pytest.mark.parametrize("name", WITH_BASELINE)
 @settings(deadline=None)
-@given(rewards=REWARDS, normalize=st.booleans())
-def test_matches_the_formula(rewards: np.ndarray, normalize: bool) -> None:
-    exact = rewards.astype(np.float64)
-    expected = exact - exact.mean(axis=1, keepdims=True)
-    if normalize:
-        expected /= exact.std(axis=1, keepdims=True) + 1e-6
+@given(rewards=REWARDS)
+def test_matches_the_formula(name: str, rewards: np.ndarray) -> None:
     uniform = rewards.min(axis=1) == rewards.max(axis=1)
-    expected[uniform] = 0.0
-    found = group_advantages(torch.from_numpy(rewards), normalize)
+    expected = np.zeros(rewards.shape)
+    for group in np.flatnonzero(~uniform):
+        expected[group] = FORMULAS[name](rewards[group].astype(np.float64))
+    found = ADVANTAGES[name](torch.from_numpy(rewards))
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(uniform_groups(torch.from_numpy(rewards)).numpy(), uniform)
+    assert not found[torch.from_numpy(uniform)].any()
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+@settings(deadline=None)
+@given(rewards=REWARDS, seed=st.integers(0, 1000))
+def test_order_of_groups_and_rollouts_changes_nothing(name: str, rewards: np.ndarray, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    groups, rollouts = (generator.permutation(size) for size in rewards.shape)
+    found = ADVANTAGES[name](torch.from_numpy(rewards)).numpy()
+    again = ADVANTAGES[name](torch.from_numpy(rewards[groups][:, rollouts])).numpy()
+    np.testing.assert_allclose(again, found[groups][:, rollouts], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WITH_BASELINE)
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7.3e6, 1e-30])
 @pytest.mark.parametrize("size", [1, 3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_exactly_zero(normalize: bool, value: float, size: int, dtype: torch.dtype) -> None:
-    assert not group_advantages(torch.full((2, size), value, dtype=dtype), normalize).any()
+def test_equal_rewards_give_exactly_zero(name: str, value: float, size: int, dtype: torch.dtype) -> None:
+    assert not ADVANTAGES[name](torch.full((2, size), value, dtype=dtype)).any()
+
+
+def test_without_a_baseline_it_is_the_reward() -> None:
+    rewards = torch.tensor([[1.0, 1.0], [0.25, -3.0]])
+    found = ADVANTAGES["none"](rewards)
+    assert found.tolist() == rewards.tolist()
+    assert found.data_ptr() != rewards.data_ptr()
 
 
 def test_right_and_wrong_answers_weigh_against_each_other() -> None:
-    found = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]), normalize=True)
-    expected = torch.tensor([[3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], [1.0, 1.0, -1.0, -1.0]])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+    root = 0.75**0.5
+    norm = torch.tensor([[1.5, -0.5, -0.5, -0.5], [root, root, -root, -root]])
+    torch.testing.assert_close(ADVANTAGES["group_norm"](rewards), norm, rtol=1e-5, atol=1e-5)
+    third, whole = 1 / 3, 2 / 3
+    others = torch.tensor([[1.0, -third, -third, -third], [whole, whole, -whole, -whole]])
+    torch.testing.assert_close(ADVANTAGES["leave_one_out"](rewards), others)
 
 
-@settings(deadline=None)
-@given(rewards=REWARDS, scale=st.sampled_from([0.5, 4.0, 64.0]))
-def test_scale_matters_only_without_normalization(rewards: np.ndarray, scale: float) -> None:
-    once, scaled = torch.from_numpy(rewards).double(), scale * torch.from_numpy(rewards).double()
-    torch.testing.assert_close(group_advantages(scaled, False), scale * group_advantages(once, False))
-    spread = once.amax(dim=1) - once.amin(dim=1) > 0.1
-    torch.testing.assert_close(
-        group_advantages(scaled, True)[spread], group_advantages(once, True)[spread], rtol=1e-3, atol=1e-3
-    )
+def test_the_population_deviation_of_old() -> None:
+    found = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize=True)
+    torch.testing.assert_close(found, torch.tensor([[3**0.5, *3 * [-(3**-0.5)]]]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", list(ADVANTAGES))
 @pytest.mark.parametrize(
     "rewards",
-    [torch.zeros(3), torch.zeros(2, 0), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[0.0, float("nan")]])],
+    [
+        torch.zeros(3),
+        torch.tensor(0.0),
+        torch.zeros(2, 0),
+        torch.zeros(2, 2, dtype=torch.int64),
+        torch.tensor([[0.0, float("nan")]]),
+    ],
 )
-def test_refuses_what_is_not_a_matrix_of_finite_numbers(rewards: Tensor) -> None:
+def test_refuses_what_is_not_a_matrix_of_finite_numbers(name: str, rewards: Tensor) -> None:
     with pytest.raises(ValueError, match="rewards must be"):
-        group_advantages(rewards, True)
+        ADVANTAGES[name](rewards)
+
+
+def test_what_a_users_estimator_returns_is_looked_at() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.5, 0.0]])
+    assert check_advantages(rewards, rewards) is rewards
+    for result, message in (
+        (rewards.tolist(), "must be a tensor, not list"),
+        (rewards[0], r"must be torch.float32 \[2, 2\] like the rewards, not torch.float32 \[2\]"),
+        (rewards.double(), r"not torch.float64 \[2, 2\]"),
+        (rewards / torch.tensor([[1.0], [0.0]]), r"of group 1 are not finite: \[inf, nan\] for rewards \[0.5, 0.0\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_advantages(result, rewards)
+
+
+@given(length=st.integers(0, 40), maximum=st.integers(1, 30), share=st.floats(0, 1))
+def test_the_overlong_lose_as_dapo_says(length: int, maximum: int, share: float) -> None:
+    buffer = max(1, round(share * maximum))
+    if length <= maximum - buffer:
+        punishment = 0.0
+    elif length <= maximum:
+        punishment = ((maximum - buffer) - length) / buffer
+    else:
+        punishment = -1.0
+    found = overlong_penalty(torch.tensor([[length]]), maximum, buffer)
+    assert (found.shape, found.dtype) == ((1, 1), torch.float32)
+    assert found.item() == pytest.approx(-punishment, rel=1e-6)
+
+
+@pytest.mark.parametrize("buffer", [0, 11])
+def test_a_buffer_lies_within_the_length(buffer: int) -> None:
+    with pytest.raises(ValueError, match="buffer_tokens"):
+        overlong_penalty(torch.tensor([1]), 10, buffer)

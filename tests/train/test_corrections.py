@@ -1,87 +1,154 @@
-"""Importance weights and their statistics against float64 NumPy."""
+"""Weights, rejections and their statistics against float64 NumPy."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from matrices import SIZES, Matrices, exact, matrices, tensors, with_garbage
 
-from asyncrl_cli.train.corrections import truncated_importance_weights
+from asyncrl_cli.train.corrections import (
+    Correction,
+    CorrectionSums,
+    Level,
+    RejectBy,
+    RejectOver,
+    correct,
+    log_linear_proximal,
+    truncated_importance_weights,
+)
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+REJECTIONS: list[dict[str, Any]] = [
+    {"reject_by": by, "reject_over": over, **({"reject_low": 0.7} if by == "k1" and over != "token" else {})}
+    for by, over in itertools.product(get_args(RejectBy), get_args(RejectOver))
+    if (by, over) != ("k1", "sequence_max")
+]
+CORRECTIONS = st.builds(
+    lambda weights, rejection, high: Correction(**weights, **rejection, **({"reject_high": high} if rejection else {})),
+    st.sampled_from(
+        [
+            {},
+            *({"level": level} for level in LEVELS),
+            *({"level": level, "cap": 1.5} for level in LEVELS),
+            *({"level": level, "mask_low": 0.5, "mask_high": 5.0} for level in LEVELS),
+            {"level": "token", "mask_low": 0.9},
+            {"level": "token", "mask_high": 4.0, "cap": 1.2},
+        ]
+    ),
+    st.sampled_from([{}, *REJECTIONS]),
+    st.sampled_from([1.05, 2.0]),
+)
 
 
-def random_case(seed: int, rows: int, tokens: int, spread: float) -> tuple[Any, Any, Any]:
-    generator = np.random.default_rng(seed)
-    behaviour = -generator.exponential(2.0, (rows, tokens)).astype(np.float32)
-    proximal = (behaviour + spread * generator.standard_normal((rows, tokens))).astype(np.float32)
-    return proximal, behaviour, generator.random((rows, tokens)) < 0.7
+def evaluated(case: Matrices, correction: Correction) -> tuple[np.ndarray, CorrectionSums]:
+    weights, sums = correct(*tensors(case, "proximal", "behaviour", "mask"), correction)
+    return weights.numpy(), sums
 
 
-def tensors(proximal: Any, behaviour: Any, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.from_numpy(proximal), torch.from_numpy(behaviour), torch.from_numpy(mask)
+def statistic(gap: np.ndarray, by: str, over: str) -> np.ndarray:
+    """What is compared with the bounds, for one row's proximal − behaviour: a number per token, or one for all."""
+    gap = np.clip(gap, -20, 20)
+    distance = {"k1": -gap, "k2": gap**2 / 2, "k3": np.exp(gap) - 1 - gap}[by]
+    of_row = {"sequence_mean": np.mean, "sequence_sum": np.sum, "sequence_max": np.max}
+    return distance if over == "token" else of_row[over](distance) * np.ones_like(distance)
 
 
-CASES = {
-    "seed": st.integers(0, 10**6),
-    "rows": st.integers(1, 4),
-    "tokens": st.integers(1, 12),
-    "spread": st.sampled_from([0.0, 0.01, 1.0, 50.0]),
-}
+def expected(case: Matrices, correction: Correction) -> tuple[dict[str, np.ndarray], bool]:
+    """Per token, 0 where the mask is false; and whether some number is so near a bound that rounding decides."""
+    double, mask = exact(case), case["mask"]
+    found = {name: np.zeros(mask.shape) for name in ("weight", "raw", "masked", "capped", "rejected")}
+    close = False
+    for row in np.flatnonzero(mask.any(axis=1)):
+        counts = mask[row]
+        gap = (double["proximal"] - double["behaviour"])[row, counts]
+        log = {"token": gap, "sequence": gap.sum(), "geometric": gap.mean()}[correction.level or "token"]
+        raw = np.exp(np.clip(log, -20, 20)) * np.ones_like(gap)
+        low, high, cap = correction.mask_low or 0.0, correction.mask_high or np.inf, correction.cap or np.inf
+        masked = (raw < low) | (raw > high)
+        rejected = np.zeros_like(masked)
+        if correction.reject_by is not None:
+            assert correction.reject_high is not None
+            distance = statistic(gap, correction.reject_by, correction.reject_over)
+            lowest, highest = -np.inf, correction.reject_high
+            if correction.reject_by == "k1":
+                lowest, highest = np.log(correction.reject_low or 1 / highest), np.log(highest)
+            rejected = (distance < lowest) | (distance > highest)
+            close |= bool(np.isclose(distance[:, None], [lowest, highest], rtol=1e-5, atol=1e-5).any())
+        close |= bool(np.isclose(raw[:, None], [low, high, cap, 2.0, 0.5], rtol=1e-5).any())
+        weight = np.ones_like(gap) if correction.level is None else np.minimum(raw, cap)
+        numbers = {"raw": raw, "masked": masked, "capped": (raw > cap) & ~masked, "rejected": rejected}
+        for name, value in (numbers | {"weight": np.where(masked | rejected, 0, weight)}).items():
+            found[name][row, counts] = value
+    return found, close
 
 
-@settings(deadline=None)
-@given(**CASES, cap=st.sampled_from([0.5, 1.0, 2.0, 1e6, None]))
-def test_matches_the_formula(seed: int, rows: int, tokens: int, spread: float, cap: float | None) -> None:
-    proximal, behaviour, mask = random_case(seed, rows, tokens, spread)
-    gap = proximal.astype(np.float64) - behaviour.astype(np.float64)
-    with np.errstate(over="ignore"):
-        ratio = np.exp(gap)
-    expected = np.where(mask, 1.0 if cap is None else np.minimum(ratio, cap), 0.0)
-
-    weights, sums = truncated_importance_weights(*tensors(proximal, behaviour, mask), cap)
+@settings(deadline=None, max_examples=400)
+@given(**SIZES, correction=CORRECTIONS)
+def test_weights_and_sums_match_their_definitions(
+    seed: int, rows: int, tokens: int, spread: float, correction: Correction
+) -> None:
+    case = matrices(seed, rows, tokens, spread)
+    wanted, close = expected(case, correction)
+    if close:
+        return
+    weights, sums = evaluated(case, correction)
     # The difference of two float32 log-probs is rounded once, which the exponential turns into a relative error.
-    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(weights, wanted["weight"], rtol=1e-5, atol=1e-7)
 
-    summary, count = sums.summary(), max(1, mask.sum())
-    kept, gaps = expected[mask], np.abs(gap[mask])
-    assert sums.tokens.item() == mask.sum()
-    assert cap is None or weights.max() <= cap
-    assert summary["importance_mean"] == pytest.approx(kept.sum() / count, rel=1e-5, abs=1e-6)
-    assert summary["importance_max"] == pytest.approx(kept.max(initial=0.0), rel=1e-5, abs=1e-6)
-    if cap is not None and not np.isclose(ratio[mask], cap, rtol=1e-4).any():
-        assert summary["importance_capped_fraction"] == (ratio[mask] > cap).sum() / count
-    if kept.sum() > 1e-6:
-        assert summary["effective_sample_fraction"] == pytest.approx(
-            kept.sum() ** 2 / (kept**2).sum() / count, rel=1e-4
-        )
-    assert summary["logprob_gap_mean"] == pytest.approx(gaps.sum() / count, rel=1e-5, abs=1e-6)
-    assert summary["logprob_gap_max"] == pytest.approx(gaps.max(initial=0.0), rel=1e-5, abs=1e-6)
+    mask, summary = case["mask"], sums.summary()
+    count, weight = max(1, mask.sum()), wanted["weight"]
+    gap = (exact(case)["proximal"] - exact(case)["behaviour"])[mask]
+    all_rejected = mask.any(axis=1) & (~mask | (wanted["rejected"] == 1)).all(axis=1)
+    assert summary == pytest.approx(
+        {
+            "importance_mean": weight.sum() / count,
+            "importance_max": weight.max(initial=0.0),
+            "importance_capped_fraction": wanted["capped"].sum() / count,
+            "importance_masked_fraction": wanted["masked"].sum() / count,
+            "importance_above_2_fraction": (wanted["raw"] > 2).sum() / count,
+            "importance_below_half_fraction": (mask & (wanted["raw"] < 0.5)).sum() / count,
+            "effective_sample_fraction": weight.sum() ** 2 / (weight**2).sum() / count if weight.any() else 0.0,
+            "rejected_token_fraction": wanted["rejected"].sum() / count,
+            "rejected_row_fraction": all_rejected.sum() / max(1, mask.any(axis=1).sum()),
+            "kl_behaviour": (np.exp(gap) - 1 - gap).sum() / count,
+            "logprob_gap_mean": np.abs(gap).sum() / count,
+            "logprob_gap_max": np.abs(gap).max(initial=0.0),
+        },
+        rel=1e-5,
+        abs=1e-6,
+    )
 
 
 @settings(deadline=None)
-@given(**CASES)
-def test_sums_add_over_microbatches(seed: int, rows: int, tokens: int, spread: float) -> None:
-    proximal, behaviour, mask = tensors(*random_case(seed, rows, tokens, spread))
-    _, whole = truncated_importance_weights(proximal, behaviour, mask, cap=2.0)
-    parts = [
-        truncated_importance_weights(proximal[i : i + 1], behaviour[i : i + 1], mask[i : i + 1], cap=2.0)[1]
-        for i in range(rows)
-    ]
-    total = parts[0]
-    for part in parts[1:]:
+@given(**SIZES, correction=CORRECTIONS, columns=st.integers(0, 3))
+def test_rows_padding_garbage_and_cuts_change_nothing(
+    seed: int, rows: int, tokens: int, spread: float, correction: Correction, columns: int
+) -> None:
+    case = matrices(seed, rows, tokens, spread)
+    weights, sums = evaluated(case, correction)
+    dirty = with_garbage(case, columns)
+    parts = [evaluated({n: a[row : row + 1] for n, a in dirty.items()}, correction) for row in reversed(range(rows))]
+    again = np.concatenate([part for part, _ in reversed(parts)])
+    np.testing.assert_allclose(again[:, :tokens], weights, rtol=1e-6)
+    assert not again[~dirty["mask"]].any()
+    total = parts[0][1]
+    for _, part in parts[1:]:
         total = total + part
-    assert total.summary() == pytest.approx(whole.summary(), rel=1e-9)
+    assert total.summary() == pytest.approx(sums.summary(), rel=1e-6, abs=1e-9)
 
 
 def test_one_heavy_token_leaves_little_effective_sample() -> None:
-    behaviour = torch.zeros(1, 4)
     proximal = torch.tensor([[math.log(97.0), 0.0, 0.0, 0.0]])
-    _, sums = truncated_importance_weights(proximal, behaviour, torch.ones(1, 4, dtype=torch.bool), cap=1000.0)
+    ones = torch.ones(1, 4, dtype=torch.bool)
+    _, sums = correct(proximal, torch.zeros(1, 4), ones, Correction(level="token"))
     assert sums.summary()["effective_sample_fraction"] == pytest.approx(100**2 / (97**2 + 3) / 4, rel=1e-5)
 
 
@@ -89,33 +156,92 @@ def test_extremes_are_capped_and_padding_has_no_effect() -> None:
     proximal = torch.tensor([[0.0, -1e4, 0.0, float("nan"), float("inf")]], requires_grad=True)
     behaviour = torch.tensor([[-1e4, 0.0, float("-inf"), 0.0, float("nan")]])
     mask = torch.tensor([[True, True, True, False, False]])
-    weights, sums = truncated_importance_weights(proximal, behaviour, mask, cap=2.0)
+    weights, sums = correct(proximal, behaviour, mask, Correction(level="token", cap=2.0))
     torch.testing.assert_close(weights, torch.tensor([[2.0, 0.0, 2.0, 0.0, 0.0]]))
     assert not weights.requires_grad
     assert sums.summary()["importance_capped_fraction"] == pytest.approx(2 / 3)
+    uncapped, _ = correct(proximal, behaviour, mask, Correction(level="sequence"))
+    assert uncapped.isfinite().all()
 
 
-def test_nan_that_counts_stays_visible() -> None:
-    weights, sums = truncated_importance_weights(
-        torch.tensor([[float("nan"), 0.0]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), cap=2.0
-    )
-    assert weights.isnan().tolist() == [[True, False]]
-    assert math.isnan(sums.summary()["logprob_gap_max"])
+def test_nan_that_counts_stays_visible_and_is_not_rejected() -> None:
+    proximal, ones = torch.tensor([[float("nan"), 0.0]]), torch.ones(1, 2, dtype=torch.bool)
+    for rejection in ({}, {"reject_by": "k1", "reject_over": "token", "reject_high": 2.0}):
+        correction = Correction(level="token", cap=2.0, mask_low=0.5, mask_high=5.0, **rejection)  # type: ignore[arg-type]
+        weights, sums = correct(proximal, torch.zeros(1, 2), ones, correction)
+        assert weights.isnan().tolist() == [[True, False]]
+        assert math.isnan(sums.summary()["logprob_gap_max"])
 
 
 def test_nothing_that_counts_is_no_error() -> None:
-    for rows in (0, 2):
+    for rows, correction in itertools.product(
+        (0, 2),
+        (Correction(), Correction(level="sequence", reject_by="k2", reject_over="sequence_max", reject_high=1.0)),
+    ):
         empty = torch.zeros(rows, 3)
-        _, sums = truncated_importance_weights(empty, empty, torch.zeros(rows, 3, dtype=torch.bool), cap=2.0)
+        _, sums = correct(empty, empty, torch.zeros(rows, 3, dtype=torch.bool), correction)
         assert set(sums.summary().values()) == {0.0}
+
+
+def test_a_cap_or_none_is_all_that_truncation_needs() -> None:
+    case = tensors(matrices(0, 3, 5, 3.0), "proximal", "behaviour", "mask")
+    weights, _ = truncated_importance_weights(*case, 2.0)
+    assert weights.equal(correct(*case, Correction(level="token", cap=2.0))[0])
+    weights, _ = truncated_importance_weights(*case, None)
+    assert weights.equal(case[2].float())
+
+
+def test_sums_say_by_their_names_how_they_add() -> None:
+    """Ranks are added up by the same rule."""
+    one = torch.ones((), dtype=torch.float64)
+    sums = CorrectionSums(**{field.name: one for field in fields(CorrectionSums)})
+    added = sums + sums
+    maxima = {field.name for field in fields(added) if getattr(added, field.name).item() == 1.0}
+    assert maxima == {"weight_max", "gap_max"}
+
+
+@settings(deadline=None)
+@given(**SIZES)
+def test_the_log_linear_guess_lies_by_age_between_behaviour_and_current(
+    seed: int, rows: int, tokens: int, spread: float
+) -> None:
+    case = matrices(seed, rows, tokens, spread)
+    behind = np.random.default_rng(seed).integers(-1, 5, (rows, tokens))
+    logprobs, behaviour = tensors(case, "logprobs", "behaviour")
+    found = log_linear_proximal(logprobs.requires_grad_(), behaviour, torch.from_numpy(behind))
+    double = exact(case)
+    v_behaviour, v_proximal, v_current = -np.maximum(0, behind), 0, 1
+    alpha = (v_proximal - v_behaviour) / (v_current - v_behaviour)
+    wanted = double["behaviour"] + alpha * (double["logprobs"] - double["behaviour"])
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-6)
+    assert found[torch.from_numpy(behind <= 0)].equal(behaviour[torch.from_numpy(behind <= 0)])
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"level": "token", "cap": 0.0}, "cap must be positive"),
+        ({"level": "token", "cap": math.nan}, "cap must be positive"),
+        ({"level": "token", "mask_low": -1.0}, "mask_low must be positive"),
+        ({"cap": 2.0, "mask_low": 0.5}, "cap and mask_low without level"),
+        ({"proximal": "behaviour", "level": "token"}, "level must be left out"),
+        ({"reject_low": 0.5}, "need reject_by"),
+        ({"reject_by": "k3"}, "k3 needs reject_high"),
+        ({"reject_by": "k3", "reject_low": 0.1, "reject_high": 1.0}, "reject_low is for k1"),
+        ({"reject_by": "k1", "reject_over": "sequence_max", "reject_high": 2.0}, "no sequence_max"),
+        ({"level": "token", "mask_low": 3.0, "mask_high": 2.0}, "lower bound of 3.0 is above"),
+        ({"reject_by": "k1", "reject_low": 3.0, "reject_high": 2.0}, "lower bound of 3.0 is above"),
+    ],
+)
+def test_settings_without_sense_or_effect_are_refused(settings_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Correction(**settings_)
 
 
 def test_refuses_inputs_that_do_not_fit() -> None:
     values, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="shapes differ"):
-        truncated_importance_weights(values, torch.zeros(2), mask, 2.0)
+        correct(values, torch.zeros(2), mask, Correction())
     with pytest.raises(ValueError, match="bool"):
-        truncated_importance_weights(values, values, mask.float(), 2.0)
-    for cap in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="cap"):
-            truncated_importance_weights(values, values, mask, cap)
+        correct(values, values, mask.float(), Correction())

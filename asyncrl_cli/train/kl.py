@@ -1,0 +1,62 @@
+"""Per-token estimates of KL(policy ‖ reference) on tokens that the policy sampled.
+
+J. Schulman, "Approximating KL divergence" (2020), calls them k1, k2 and k3. With d = log reference − log policy:
+
+    k1 = −d           unbiased; of either sign, with the largest variance
+    k2 = d² / 2       biased; its bias is small where the policies are close
+    k3 = e^d − 1 − d  unbiased, never negative, with less variance than k1
+
+What a penalty does in a loss is its gradient, and that is another matter (∇ is of the log-prob of the sampled token,
+expectations are over the policy's own tokens):
+
+    k1   ∇            the score alone, whose expectation is 0: no penalty at all, only noise. For rewards
+    k2   −d ∇         the gradient of KL(policy ‖ reference), unbiased
+    k3   (1 − e^d) ∇  the gradient of KL(reference ‖ policy), the other direction; to first order in d that of k2
+
+In a reward, where only the value counts, k1 gives the gradient of KL(policy ‖ reference).
+
+Invariant: estimates are float64 and d is cut at ±20. Near d = 0 the terms of k3 cancel, which float32 does not survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+"""Of log-probs of the policy and of the reference, both of one shape; float64 of that shape, in nats."""
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are cut at ± this before exp: e^20 is far outside every range of use, and far from overflow."""
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """``log_ratio`` cut at ±20. NaN stays NaN; where it cuts, the gradient is 0."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """−d: float64, the shape of the arguments. Gradients flow through both."""
+    return -_distance(logprobs, reference_logprobs)
+
+
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d² / 2: float64, the shape of the arguments. Gradients flow through both."""
+    return 0.5 * _distance(logprobs, reference_logprobs).square()
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """e^d − 1 − d: float64, the shape of the arguments. Gradients flow through both. GRPO's penalty (arXiv 2402.03300,
+    eq. 4)."""
+    distance = _distance(logprobs, reference_logprobs)
+    return torch.expm1(distance) - distance
+
+
+def _distance(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    return limited(reference_logprobs.double() - logprobs.double())
+
+
+KL: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+"""By the names that a spec uses."""

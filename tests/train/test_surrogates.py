@@ -1,0 +1,173 @@
+"""Policy losses and their gradients, by hand from the papers in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import SIZES, Matrices, exact, matrices, tensors
+
+from asyncrl_cli.train.surrogates import LOSSES, LossSettings, TokenLosses
+
+SETTINGS = {
+    "plain": LossSettings(clip_low=0.2, clip_high=0.28),
+    "dual": LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+    "no lower edge": LossSettings(clip_low=1.0, clip_high=4.0, sapo_temperatures=(2.0, 0.5)),
+}
+
+
+def clipped(ratio: np.ndarray, advantage: np.ndarray, numbers: LossSettings) -> tuple[np.ndarray, np.ndarray]:
+    """PPO's loss, and the share of −A·r that its gradient is."""
+    low, high = 1 - numbers.clip_low, 1 + numbers.clip_high
+    gain = np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)
+    active = np.where(advantage > 0, ratio <= high, ratio >= low)
+    if numbers.dual_clip is not None:
+        bound = numbers.dual_clip * advantage
+        active = active & ~((advantage < 0) & (gain < bound))
+        gain = np.where(advantage < 0, np.maximum(gain, bound), gain)
+    return -gain, active.astype(np.float64)
+
+
+def reference(name: str, case: Matrices, numbers: LossSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Loss and its gradient by the log-probs, [rows, tokens], in float64; only where the mask is true."""
+    double = exact(case)
+    log_ratio, advantage, mask = double["logprobs"] - double["proximal"], double["advantages"], case["mask"]
+    ratio = np.exp(log_ratio)
+    if name == "gspo":
+        lengths = np.maximum(1, mask.sum(axis=1, keepdims=True))
+        ratio = np.exp((log_ratio * mask).sum(axis=1, keepdims=True) / lengths) * np.ones_like(ratio)
+    if name in ("clip", "gspo"):
+        loss, active = clipped(ratio, advantage, numbers)
+        return loss, -advantage * ratio * active
+    if name == "cispo":
+        weight = np.clip(ratio, 1 - numbers.clip_low, 1 + numbers.clip_high)
+        return -weight * advantage * double["logprobs"], -weight * advantage
+    tau = np.where(advantage > 0, *numbers.sapo_temperatures)
+    gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
+    return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
+
+
+def evaluated(name: str, case: Matrices, numbers: LossSettings) -> tuple[TokenLosses, torch.Tensor]:
+    logprobs, proximal, advantages, mask = tensors(case, "logprobs", "proximal", "advantages", "mask")
+    logprobs.requires_grad_()
+    found = LOSSES[name](logprobs, proximal, advantages, mask, numbers)
+    found.loss[mask].sum().backward()
+    assert logprobs.grad is not None
+    return found, logprobs.grad
+
+
+def near_an_edge(name: str, case: Matrices, numbers: LossSettings) -> bool:
+    """Whether rounding decides on which side of an edge a ratio is."""
+    double = exact(case)
+    log_ratio, mask = double["logprobs"] - double["proximal"], case["mask"]
+    if name == "gspo":
+        log_ratio = (log_ratio * mask).sum(axis=1, keepdims=True) / np.maximum(1, mask.sum(axis=1, keepdims=True))
+    edges = [1 - numbers.clip_low, 1 + numbers.clip_high, numbers.dual_clip or 1 + numbers.clip_high]
+    return bool(np.isclose(np.exp(log_ratio)[..., None], edges, rtol=1e-5).any())
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("numbers", list(SETTINGS.values()), ids=list(SETTINGS))
+@settings(deadline=None)
+@given(**SIZES)
+def test_loss_and_gradient_match_the_paper(
+    name: str, numbers: LossSettings, seed: int, rows: int, tokens: int, spread: float
+) -> None:
+    case = matrices(seed, rows, tokens, spread)
+    if near_an_edge(name, case, numbers):
+        return
+    mask = case["mask"]
+    found, gradient = evaluated(name, case, numbers)
+    loss, expected = reference(name, case, numbers)
+    np.testing.assert_allclose(found.loss.detach().numpy()[mask], loss[mask], rtol=1e-5, atol=1e-7)
+    # 1 − p of the sigmoid loses what p has gained: its error is absolute, in units of the factors beside it.
+    size = np.abs(np.exp(exact(case)["logprobs"] - exact(case)["proximal"]) * case["advantages"])
+    error = np.abs(gradient.numpy() - expected)
+    assert (error <= 1e-5 * (np.abs(expected) + size) + 1e-7)[mask].all()
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+@settings(deadline=None)
+@given(**SIZES)
+def test_on_the_proximal_policy_all_are_reinforce(name: str, seed: int, rows: int, tokens: int, spread: float) -> None:
+    case = matrices(seed, rows, tokens, spread)
+    case["logprobs"] = case["proximal"]
+    found, gradient = evaluated(name, case, SETTINGS["plain"])
+    np.testing.assert_allclose(gradient.numpy(), np.where(case["mask"], -case["advantages"], 0), rtol=1e-6)
+    assert not (found.clipped_low | found.clipped_high).numpy()[case["mask"]].any()
+
+
+def at_ratios(name: str, ratios: list[float], advantage: float, numbers: LossSettings) -> tuple[Any, ...]:
+    """Gradients and clipped tokens, each ratio in a row of its own."""
+    logprobs = torch.tensor(ratios)[:, None].log().requires_grad_()
+    ones = torch.ones_like(logprobs)
+    found = LOSSES[name](logprobs, 0 * ones.detach(), advantage * ones, ones.bool(), numbers)
+    found.loss.sum().backward()
+    assert logprobs.grad is not None
+    return tuple(x.flatten().tolist() for x in (logprobs.grad != 0, found.clipped_low, found.clipped_high))
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo"])
+def test_the_clipped_have_no_gradient(name: str) -> None:
+    ratios = [0.79, 0.81, 1.27, 1.29]
+    passes, low, high = at_ratios(name, ratios, 1.0, SETTINGS["plain"])
+    assert (passes, low, high) == ([True, True, True, False], 4 * [False], [False, False, False, True])
+    passes, low, high = at_ratios(name, ratios, -1.0, SETTINGS["plain"])
+    assert (passes, low, high) == ([False, True, True, True], [True, False, False, False], 4 * [False])
+
+
+def test_dual_clip_bounds_what_a_bad_token_pulls() -> None:
+    passes, low, high = at_ratios("clip", [0.9, 2.9, 3.1], -1.0, SETTINGS["dual"])
+    assert (passes, low, high) == ([True, True, False], 3 * [False], [False, False, True])
+    passes, _, high = at_ratios("clip", [0.9, 2.9, 3.1], 1.0, SETTINGS["dual"])
+    assert (passes, high) == ([True, False, False], [False, True, True])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_cispo_clips_weights_of_either_sign_and_keeps_gradients(advantage: float) -> None:
+    found = at_ratios("cispo", [0.79, 1.0, 1.29], advantage, SETTINGS["plain"])
+    assert found == ([True, True, True], [True, False, False], [False, False, True])
+
+
+def test_gspo_clips_sequences_as_a_whole() -> None:
+    """One far token among three; their mean is what is clipped, and which gradients are lost."""
+    logprobs = torch.tensor([[0.6, 0.0, 0.0], [0.9, 0.0, 0.0]]).requires_grad_()
+    ones = torch.ones(2, 3)
+    found = LOSSES["gspo"](logprobs, 0 * ones, ones, ones.bool(), SETTINGS["plain"])
+    found.loss.sum().backward()
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), [[-np.exp(0.2)] * 3, [0.0] * 3], rtol=1e-6)
+    assert found.clipped_high.tolist() == [[False] * 3, [True] * 3]
+
+
+@settings(deadline=None)
+@given(ratio=st.floats(0.1, 10.0), advantage=st.sampled_from([-1.0, 1.0]))
+def test_sapo_fades_faster_with_a_higher_temperature(ratio: float, advantage: float) -> None:
+    gradients = []
+    for temperature in (0.5, 1.0, 2.0):
+        logprobs = torch.tensor([[ratio]], dtype=torch.float64).log().requires_grad_()
+        zeros = torch.zeros(1, 1, dtype=torch.float64)
+        numbers = LossSettings(sapo_temperatures=(temperature, temperature))
+        LOSSES["sapo"](logprobs, zeros, zeros + advantage, zeros == 0, numbers).loss.sum().backward()
+        assert logprobs.grad is not None
+        gradients.append(abs(logprobs.grad.item()))
+    assert gradients == sorted(gradients, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_low": 0.0}, "clip_low"),
+        ({"clip_low": 1.1}, "clip_low"),
+        ({"clip_high": 0.0}, "clip_high"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        ({"sapo_temperatures": (1.0, 0.0)}, "sapo_temperatures"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossSettings(**change)

@@ -1,0 +1,96 @@
+"""Advantages of tokens against the papers' sums in float64, over the tokens that count alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import SIZES, Matrices, matrices, tensors, with_garbage
+
+from asyncrl_cli.train.token_advantages import Moments, gae, last_token_rewards, rewards_to_go, whiten
+
+DECAYS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
+
+
+def rewards_and_values(seed: int, rows: int, tokens: int) -> Matrices:
+    case = matrices(seed, rows, tokens, 0.3)
+    return {"rewards": case["advantages"], "values": case["behaviour"], "mask": case["mask"]}
+
+
+def spread_out(compact: list[np.ndarray], mask: np.ndarray) -> np.ndarray:
+    """Rows of numbers of the tokens that count, back at their places."""
+    full = np.zeros(mask.shape)
+    for row, numbers in enumerate(compact):
+        full[row, mask[row]] = numbers
+    return full
+
+
+def discounted(numbers: np.ndarray, decay: float) -> np.ndarray:
+    """Σ decay^(k − t) x_k over k from t on."""
+    size = len(numbers)
+    powers = np.array([[decay ** (k - t) if k >= t else 0.0 for k in range(size)] for t in range(size)])
+    return powers.reshape(size, size) @ numbers
+
+
+@settings(deadline=None)
+@given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"], gamma=DECAYS, lam=DECAYS)
+def test_match_the_sums_of_the_papers(seed: int, rows: int, tokens: int, gamma: float, lam: float) -> None:
+    """GAE as Σ (γλ)^l δ_{t+l}, returns as discounted sums: no recursion."""
+    case = rewards_and_values(seed, rows, tokens)
+    mask = case["mask"]
+    to_go, advantages, returns = [], [], []
+    for row in range(rows):
+        rewards, values = (case[name][row, mask[row]].astype(np.float64) for name in ("rewards", "values"))
+        delta = rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values
+        to_go.append(discounted(rewards, gamma))
+        advantages.append(discounted(delta, gamma * lam))
+        returns.append(advantages[-1] + values)
+    rewards_, values_, mask_ = tensors(with_garbage(case, 2), "rewards", "values", "mask")
+    found = (rewards_to_go(rewards_, mask_, gamma), *gae(rewards_, values_, mask_, gamma, lam))
+    for one, expected in zip(found, (to_go, advantages, returns), strict=True):
+        assert one.dtype == torch.float32
+        np.testing.assert_allclose(one[:, :tokens].numpy(), spread_out(expected, mask), rtol=1e-5, atol=1e-6)
+        assert not one[~mask_].any()
+
+
+@settings(deadline=None)
+@given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"])
+def test_the_reward_stands_at_the_last_token_that_counts(seed: int, rows: int, tokens: int) -> None:
+    case = rewards_and_values(seed, rows, tokens)
+    mask, rewards = case["mask"], case["rewards"][:, 0]
+    expected = np.zeros(mask.shape, dtype=np.float32)
+    for row in np.flatnonzero(mask.any(axis=1)):
+        expected[row, np.flatnonzero(mask[row])[-1]] = rewards[row]
+    found = last_token_rewards(torch.from_numpy(rewards), torch.from_numpy(mask))
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+@settings(deadline=None)
+@given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"], offset=st.sampled_from([0.0, 100.0]))
+def test_whitening_matches_numpy_however_moments_were_added(seed: int, rows: int, tokens: int, offset: float) -> None:
+    case = rewards_and_values(seed, rows, tokens)
+    case["values"] += np.float32(offset)
+    values, mask = tensors(with_garbage(case, 1), "values", "mask")
+    moments = Moments.of(values[:0], mask[:0])
+    for row in reversed(range(rows)):
+        moments = moments + Moments.of(values[row : row + 1], mask[row : row + 1])
+    kept = case["values"][case["mask"]].astype(np.float64)
+    expected = np.zeros(case["mask"].shape)
+    if len(kept) > 1:
+        expected[case["mask"]] = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+    found = whiten(values, mask, moments)[:, :tokens].numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_advantages_are_whitened_to_nothing() -> None:
+    values, mask = torch.full((2, 3), 0.1), torch.ones(2, 3).bool()
+    assert whiten(values, mask, Moments.of(values, mask)).abs().max() < 1e-6
+
+
+def test_masks_must_be_bool() -> None:
+    ones = torch.ones(1, 2)
+    for call in (lambda: rewards_to_go(ones, ones, 1.0), lambda: gae(ones, ones, ones, 1.0, 1.0)):
+        with pytest.raises(ValueError, match="bool"):
+            call()
