@@ -1,0 +1,244 @@
+"""A whole step of every algorithm, on a small real model with autograd in place of DeepSpeed: how the work is cut up and
+in what order it comes changes nothing; what the spec says changes what it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_train_episodes import BATCH, CONFIG, OneRank, experiment, sequence
+
+from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.spec.algorithm import PRESETS
+from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
+from asyncrl_cli.train.critic import Critic, ValueModel
+from asyncrl_cli.train.initial_model import build_initial_model
+from asyncrl_cli.train.objective import Objective
+from asyncrl_cli.train.policy import Policy
+from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
+from asyncrl_cli.train.rows import longest_response, shaped_rewards, training_rows
+from asyncrl_cli.train.step import Learner, train_batch
+
+
+def model(folder: Path, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    build_initial_model(ModelInit(architecture="qwen3", config=CONFIG, tokenizer="characters"), 64, seed, folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Policy, ValueModel]:
+    """Policy, reference, critic."""
+    policy, reference, critic = (model(tmp_path_factory.mktemp("model"), seed) for seed in range(3))
+    value_model = ValueModel(critic.base_model)
+    torch.nn.init.normal_(value_model.head.weight, std=0.1)
+    return Policy(policy, 1.0), Policy(reference, 1.0), value_model
+
+
+class Optimized(OneRank):
+    """With plain gradient descent as its optimizer; the sum of its gradients stays."""
+
+    def __init__(self, policy: Any, rate: float = 0.0) -> None:
+        super().__init__(policy)
+        self.rate = rate
+        self.start = {name: value.detach().clone() for name, value in policy.named_parameters()}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                if parameter.grad is not None:
+                    parameter -= self.rate * parameter.grad
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for name, value in self.policy.named_parameters():
+                value.copy_(self.start[name])
+
+
+def step(
+    models: tuple[Policy, Policy, ValueModel], spec: ExperimentSpec, batch: TrainingBatch, rate: float = 0.0
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The step's gradient of the policy (and of the critic, where there is one), and its metrics."""
+    policy, reference, value_model = models
+    engine, critic = Optimized(policy, rate), Optimized(value_model)
+    policy.zero_grad()
+    value_model.zero_grad()
+    learner = Learner(
+        spec,
+        0,
+        Objective.of(spec.algorithm, Path(__file__).parent),
+        engine,
+        reference if spec.algorithm.kl_coef else None,
+        Critic(critic) if spec.algorithm.needs_critic else None,
+    )
+    report, _ = train_batch(learner, batch, 0)
+    parameters = [*policy.parameters(), *value_model.parameters()]
+    gradient = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
+    engine.restore()
+    return gradient.clone(), report.metrics
+
+
+def batch_of(groups: int, seed: int = 0) -> TrainingBatch:
+    """Groups of four rollouts of one turn, of versions 3 and 4, that differ in length and reward."""
+    random = np.random.default_rng(seed)
+    made = []
+    for group_id in range(groups):
+        rollouts = tuple(
+            sequence(
+                f"{group_id}-{place}", (3,) * int(random.integers(0, 4)) + (4,) * int(random.integers(1, 6)), (5, 6, 7)
+            )
+            for place in range(4)
+        )
+        rewards = (1.0, 0.0, *map(float, random.integers(0, 3, 2)))
+        made.append(TrainingGroup(group_id, f"uid-{group_id}", 3, rollouts, rewards))
+    return TrainingBatch(4, 4, tuple(made))
+
+
+def experiment_of(**sections: Any) -> ExperimentSpec:
+    return experiment(**({"rollout": {"group_size": 4, "max_response_tokens": 10}} | sections))
+
+
+VARIANTS = [
+    *({"preset": name} for name in sorted(PRESETS)),
+    {"kl_coef": 0.1, "kl_in": "reward"},
+    {"kl_coef": 0.1, "aggregation": "sequence_sum", "entropy_coef": 0.01},
+    {"correction": {"preset": "geometric", "reject_high": 1.5, "reject_low": 0.7}},
+    {"correction": {"preset": "sequence_truncated"}},
+    {"advantage": "test_step:squares", "loss": "test_step:plain"},
+]
+
+
+def squares(rewards: torch.Tensor) -> torch.Tensor:
+    """An estimator of a user's own."""
+    return rewards.square() - 1.0
+
+
+def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: Any) -> Any:
+    """A loss of a user's own."""
+    from asyncrl_cli.train.surrogates import TokenLosses
+
+    nothing = torch.zeros_like(mask)
+    return TokenLosses(-advantages * logprobs, nothing, nothing)
+
+
+@pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
+def test_how_the_work_is_cut_up_changes_nothing(models: Any, algorithm: dict[str, Any]) -> None:
+    small, large = (
+        experiment_of(algorithm=algorithm, trainer={"tokens_per_microbatch": tokens}) for tokens in (16, 10_000)
+    )
+    batch = batch_of(6)
+    gradient, metrics = step(models, small, batch)
+    again, metrics_again = step(models, large, batch)
+    size = gradient.abs().max()
+    assert size > 1e-6
+    torch.testing.assert_close(gradient, again, rtol=0, atol=1e-5 * float(size))
+    assert metrics["train/loss"] == pytest.approx(metrics_again["train/loss"], rel=1e-5, abs=1e-7)
+    backward = TrainingBatch(
+        4,
+        4,
+        tuple(
+            replace(group, rollouts=group.rollouts[::-1], rewards=group.rewards[::-1]) for group in batch.groups[::-1]
+        ),
+    )
+    turned, _ = step(models, small, backward)
+    torch.testing.assert_close(gradient, turned, rtol=0, atol=1e-5 * float(size))
+
+
+def test_algorithms_differ(models: Any) -> None:
+    """Each preset's two updates of a step end in a place of its own."""
+    ends = {}
+    for name in sorted(PRESETS):
+        spec = experiment_of(algorithm={"preset": name}, trainer={"minibatches": 2})
+        ends[name] = step(models, spec, batch_of(6), rate=0.5)[0]
+    for name, end in ends.items():
+        for other, its_end in ends.items():
+            if name < other:
+                assert end.shape != its_end.shape or not torch.allclose(end, its_end, rtol=1e-4), (name, other)
+
+
+def test_epochs_are_further_updates_on_the_same_rows(models: Any) -> None:
+    once = experiment_of(trainer={"minibatches": 2})
+    twice = experiment_of(trainer={"minibatches": 2, "epochs": 2})
+    _, first = step(models, once, batch_of(4), rate=0.1)
+    _, both = step(models, twice, batch_of(4), rate=0.1)
+    assert (first["train/updates"], both["train/updates"]) == (2, 4)
+    assert both["train/kl_proximal"] > first["train/kl_proximal"] > 0
+
+
+def test_a_kl_penalty_in_the_reward_is_taken_off_the_whole_rollout(models: Any) -> None:
+    """With one rollout in two that the reference finds unlikely, its advantage is what its reward less the sum gives."""
+    policy, reference, _ = models
+    batch = batch_of(1)
+    spec = experiment_of(algorithm={"advantage": "group_mean", "kl_coef": 0.3, "kl_estimator": "k1", "kl_in": "reward"})
+    group = batch.groups[0]
+    sums = []
+    for rollout in group.rollouts:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask[:, len(rollout.prompt_ids) :] = True
+        with torch.no_grad():
+            sums.append(float((policy(ids, mask) - reference(ids, mask)).sum()))
+    rewards = tuple(reward - 0.3 * kl for reward, kl in zip(group.rewards, sums, strict=True))
+    by_hand = TrainingBatch(4, 4, (replace(group, rewards=rewards),))
+    expected, _ = step(models, experiment_of(algorithm={"advantage": "group_mean"}), by_hand)
+    found, _ = step(models, spec, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_whitened_advantages_are_of_the_whole_step(models: Any) -> None:
+    """Rewards that are shifted and scaled teach the same."""
+    spec = experiment_of(algorithm={"preset": "reinforce_pp", "kl_coef": 0.0})
+    batch = batch_of(4)
+    moved = tuple(
+        replace(group, rewards=tuple(3.0 * reward - 7.0 for reward in group.rewards)) for group in batch.groups
+    )
+    gradient, _ = step(models, spec, batch)
+    again, _ = step(models, spec, replace(batch, groups=moved))
+    torch.testing.assert_close(gradient, again, rtol=1e-3, atol=1e-6)
+
+
+def test_while_the_critic_warms_up_the_policy_stays(models: Any) -> None:
+    algorithm = {"preset": "ppo", "critic": {"warmup_steps": 5}}
+    gradient, metrics = step(models, experiment_of(algorithm=algorithm), batch_of(2))
+    _, _, value_model = models
+    assert metrics["train/updates"] == 0
+    assert "critic/explained_variance" in metrics and "train/loss" not in metrics
+    assert gradient.numel() == sum(parameter.numel() for parameter in value_model.parameters())
+
+
+def test_overlong_responses_lose_reward_and_cut_ones_may_be_left_out() -> None:
+    batch = batch_of(2)
+    spec = experiment_of(algorithm={"preset": "dapo", "overlong_buffer": 0.5})
+    recorded = torch.tensor([group.rewards for group in batch.groups], dtype=torch.float64)
+    lengths = torch.tensor([[len(rollout.response_ids) for rollout in group.rollouts] for group in batch.groups])
+    expected = recorded - ((lengths - 5).clamp(min=0) / 5).double()
+    torch.testing.assert_close(shaped_rewards(batch, spec), expected, rtol=1e-6, atol=1e-6)
+    assert longest_response(BATCH.groups[0].rollouts[0]) == 2
+
+    group = batch.groups[0]
+    cut = replace(group, rollouts=(replace(group.rollouts[0], finish_reason="length"), *group.rollouts[1:]))
+    spec = experiment_of(algorithm={"mask_cut": True})
+    one = replace(batch, groups=(cut,))
+    rows = training_rows(one, shaped_rewards(one, spec), spec)[0]
+    assert [row.rollout for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"loss": "no_such_module:f"}, r"algorithm.loss: no_such_module:f cannot be imported.*put no_such_module.py"),
+        ({"advantage": "test_step:nothing"}, "algorithm.advantage: test_step:nothing cannot be imported"),
+        ({"advantage": "test_step:VARIANTS"}, "is no function but list"),
+    ],
+)
+def test_functions_that_cannot_be_had_are_named(algorithm: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Objective.of(experiment(algorithm=algorithm).algorithm, Path(__file__).parent)
+    import re
+
+    assert re.search(words, str(caught.value))
