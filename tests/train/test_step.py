@@ -1,8 +1,9 @@
-"""A whole step of every algorithm, on a small real model with autograd in place of DeepSpeed: how the work is cut up and
-in what order it comes changes nothing; what the spec says changes what it should."""
+"""A whole step of every algorithm, on a small real model with autograd in place of DeepSpeed: how the work is cut up
+and in what order it comes changes nothing; what the spec says changes what it should."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Optimized(OneRank):
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 if parameter.grad is not None:
-                    parameter -= self.rate * parameter.grad
+                    parameter.sub_(self.rate * parameter.grad)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -171,7 +172,7 @@ def test_epochs_are_further_updates_on_the_same_rows(models: Any) -> None:
 
 
 def test_a_kl_penalty_in_the_reward_is_taken_off_the_whole_rollout(models: Any) -> None:
-    """With one rollout in two that the reference finds unlikely, its advantage is what its reward less the sum gives."""
+    """Rewards less the summed penalties, worked out by hand, give the same gradient."""
     policy, reference, _ = models
     batch = batch_of(1)
     spec = experiment_of(algorithm={"advantage": "group_mean", "kl_coef": 0.3, "kl_estimator": "k1", "kl_in": "reward"})
@@ -239,6 +240,4 @@ def test_overlong_responses_lose_reward_and_cut_ones_may_be_left_out() -> None:
 def test_functions_that_cannot_be_had_are_named(algorithm: dict[str, str], words: str) -> None:
     with pytest.raises(UserError) as caught:
         Objective.of(experiment(algorithm=algorithm).algorithm, Path(__file__).parent)
-    import re
-
     assert re.search(words, str(caught.value))
