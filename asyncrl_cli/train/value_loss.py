@@ -90,7 +90,7 @@ def value_loss(
     squared = (values - returns).square()
     clipped = torch.zeros_like(mask)
     if clip is not None:
-        squared_near = (old + (values - old).clamp(-clip, clip) - returns).square()
+        squared_near = (values.clamp(old - clip, old + clip) - returns).square()
         clipped = squared_near > squared
         squared = torch.maximum(squared, squared_near)
     loss = aggregate(0.5 * squared, mask, "token_mean", denominator)
