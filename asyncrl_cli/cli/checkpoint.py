@@ -97,7 +97,7 @@ def export(
     checkpoint = newest_sound(found, step)
     assert checkpoint is not None
     model = load_spec(found.path / "spec.yaml").spec.model
-    export_model(checkpoint, skeleton_of(model, found.path / "skeleton"), to)
+    export_model(checkpoint, skeleton_of(model, found.path / "skeleton"), to, model.lora)
     typer.echo(f"the model of step {checkpoint.step} is in {to}")
 
 

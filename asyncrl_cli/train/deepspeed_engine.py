@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.train.lora import add_adapters
 from asyncrl_cli.train.policy import Policy
 
 
@@ -48,14 +49,24 @@ def join_process_group(rank: int, ranks: int, address: str, port: int, gpu: bool
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches.
 
+    With bfloat16 weights DeepSpeed keeps float32 ones beside them, which the optimizer updates; gradients add up in
+    float32, too, where a rank keeps a part of them (ZeRO 2 and 3).
+
     ``load_universal``: whether the checkpoint that the engine will load is a universal one.
     """
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if trainer.offload == "all":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    bfloat16 = trainer.dtype == "bfloat16"
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": trainer.optimizer.max_grad_norm,
-        "zero_optimization": {"stage": trainer.zero_stage},
-        "bf16": {"enabled": trainer.dtype == "bfloat16"},
+        "zero_optimization": zero,
+        "bf16": {"enabled": bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32" if bfloat16 and trainer.zero_stage >= 2 else None},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "checkpoint": {"load_universal": load_universal},
@@ -63,12 +74,15 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
 
 
 def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine round the policy. With ZeRO-3 no rank ever holds the whole model.
+    """The DeepSpeed engine round the policy, with its adapters. With ZeRO-3 no rank ever holds the whole model.
 
     ``load_universal``: whether the checkpoint that it will load is a universal one.
     """
     model = load_model(spec.trainer, model_dir)
-    return initialize(Policy(model, spec.rollout.sampling.temperature), spec.trainer, load_universal)
+    if spec.model.lora is not None:
+        add_adapters(model, spec.model.lora, spec.seed)
+    policy = Policy(model, spec.rollout.sampling.temperature, spec.trainer.packing)
+    return initialize(policy, spec.trainer, load_universal)
 
 
 def load_model(trainer: TrainerSpec, model_dir: str) -> Any:
@@ -81,24 +95,34 @@ def load_model(trainer: TrainerSpec, model_dir: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=getattr(torch, trainer.dtype),
-        attn_implementation="sdpa",
+        attn_implementation=trainer.attention,
         local_files_only=_is_local(model_dir),
     )
     del sharding
     if trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     return model
 
 
+def recompute_activations(model: Any) -> None:
+    """Keep only what goes into a layer, and compute the rest again in the backward pass."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # it asks for this; what is in it keeps its dropout off
+
+
 def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine round a module, with the spec's optimizer; collective.
+    """The DeepSpeed engine round a module, with the spec's optimizer for what wants a gradient; collective.
 
     ``load_universal``: whether the checkpoint that it will load is a universal one.
     """
     import deepspeed
 
     optimizer = torch.optim.AdamW(
-        module.parameters(),
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
         lr=trainer.optimizer.learning_rate,
         betas=trainer.optimizer.betas,
         eps=trainer.optimizer.eps,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.spec.sections import LoraSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,24 +39,27 @@ def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
 
 
-def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path) -> None:
+def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: LoraSpec | None = None) -> None:
     """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
 
-    ``skeleton``: a folder, or a hub's id, with the model's config and tokenizer. ``folder`` appears whole or not at
-    all. Raises ``RunError`` when it is there and not empty.
+    ``skeleton``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters it was trained
+    with; they are merged. ``folder`` appears whole or not at all. Raises ``RunError`` when it is there and not empty.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from asyncrl_cli.train.initial_model import without_progress_bars
+    from asyncrl_cli.train.lora import merge
 
     check_target(folder)
     dtype = getattr(torch, checkpoint.trainer().dtype)
-    weights = {name: tensor.to(dtype) for name, tensor in consolidate(checkpoint).items()}
+    weights = consolidate(checkpoint)
     config = AutoConfig.from_pretrained(skeleton)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(weights, assign=True)
+        if lora is not None:
+            weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.tie_weights()
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

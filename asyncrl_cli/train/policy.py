@@ -44,7 +44,7 @@ class Policy(nn.Module):
         tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
         """
         predicts = response_mask[:, 1:]
-        hidden = (self._packed if self.packing else self._padded)(input_ids[:, :-1], predicts)
+        hidden = predicting_states(self.model.base_model, input_ids, response_mask, self.packing)
         logprobs, entropies = score_tokens(
             self.model.get_output_embeddings(),
             hidden,
@@ -57,18 +57,20 @@ class Policy(nn.Module):
         scored = nothing.masked_scatter(response_mask, logprobs)
         return scored if entropy == "none" else (scored, nothing.masked_scatter(response_mask, entropies))
 
-    def _padded(self, input_ids: Tensor, predicts: Tensor) -> Tensor:
-        """Hidden states where a response token is predicted, [response tokens, width], row by row."""
-        return self._hidden(input_ids)[predicts]
 
-    def _packed(self, input_ids: Tensor, predicts: Tensor) -> Tensor:
-        """As ``_padded``; each row up to its last prediction, as nothing after that is read."""
-        places = torch.arange(predicts.shape[1], device=predicts.device).expand_as(predicts)
-        last = places.mul(predicts).amax(dim=1, keepdim=True)
-        kept = places <= last
-        hidden = self._hidden(input_ids[kept][None], position_ids=places[kept][None])
-        return hidden[0][predicts[kept]]
+def predicting_states(backbone: Any, input_ids: Tensor, response_mask: Tensor, packing: bool) -> Tensor:
+    """Hidden states of the positions before response tokens, [response tokens, width], row by row.
 
-    def _hidden(self, input_ids: Tensor, **positions: Tensor) -> Tensor:
-        states: Tensor = self.model.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
-        return states
+    ``backbone`` is a transformers model without its head; the other arguments are as those of ``Policy``.
+    """
+    ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
+    if not packing:
+        padded: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
+        return padded[predicts]
+    # A row's last token, and what comes after the last that counts, is read by none.
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    kept = places <= places.mul(predicts).amax(dim=1, keepdim=True)
+    packed: Tensor = backbone(
+        input_ids=ids[kept][None], position_ids=places[kept][None], use_cache=False
+    ).last_hidden_state
+    return packed[0][predicts[kept]]

@@ -66,8 +66,9 @@ class TrainerWorker:
         from asyncrl_cli.train import checkpoints
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.critic import start_critic
+        from asyncrl_cli.train.finite import SkipLimit
         from asyncrl_cli.train.objective import Objective
-        from asyncrl_cli.train.reference import load_reference
+        from asyncrl_cli.train.reference import Copy, load_reference
         from asyncrl_cli.train.step import Learner
 
         trainer = self._spec.trainer
@@ -88,19 +89,25 @@ class TrainerWorker:
         objective = Objective.of(self._spec.algorithm, Path(search_path))
         self._engine = ds.start_engine(self._spec, model_dir, load_universal)
         self._model = self._engine.module.model
-        reference = load_reference(self._spec, model_dir, self._engine.device)
+        reference = load_reference(self._spec, model_dir, self._engine)
         critic = start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
-        self._learner = Learner(self._spec, self._rank, objective, self._engine, reference, critic)
+        limit = SkipLimit(trainer.max_skipped_updates)
+        self._learner = Learner(self._spec, self._rank, objective, self._engine, limit, reference, critic)
         self._mapping: Any = None
         for part, source in sources.items():
             engine = critic.engine if critic is not None and part == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
             self._updates = source.counters.updates
+        if checkpoint is not None and isinstance(reference, Copy):
+            reference.load(Path(checkpoint))
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
         """All optimizer updates of one step."""
+        from asyncrl_cli.train.reference import Copy
         from asyncrl_cli.train.step import train_batch
 
+        if isinstance(reference := self._learner.reference, Copy):
+            reference.before_step(batch.step, self._model, self._spec.trainer.zero_stage)
         report, self._updates = train_batch(self._learner, batch, self._updates)
         return report
 
@@ -109,19 +116,20 @@ class TrainerWorker:
         import torch
 
         from asyncrl_cli.train import deepspeed_engine as ds
+        from asyncrl_cli.train.lora import plain_weights
         from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
 
-        named = list(self._model.named_parameters())
+        weights = plain_weights(self._model)
         if self._mapping is None and self._rank == 0:
             dtype = getattr(torch, self._spec.rollout.dtype)
             self._mapping = WeightMapping.create(
-                plan_slots((name, dtype, ds.full_shape(parameter)) for name, parameter in named)
+                plan_slots((weight.name, dtype, ds.full_shape(weight.parameter)) for weight in weights)
             )
         targets = dict(self._mapping.tensors()) if self._rank == 0 else {}
-        for name, parameter in named:
-            with ds.gathered([parameter], self._spec.trainer.zero_stage), torch.no_grad():
+        for weight in weights:
+            with ds.gathered(weight.parts, self._spec.trainer.zero_stage), torch.no_grad():
                 if self._rank == 0:
-                    targets[name].copy_(parameter)
+                    targets[weight.name].copy_(weight.merged())
         probe_ids, logprobs = self._probe()
         if self._rank != 0:
             return None
@@ -130,24 +138,28 @@ class TrainerWorker:
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
         from asyncrl_cli.train import deepspeed_engine as ds
+        from asyncrl_cli.train.lora import plain_weights
         from asyncrl_cli.train.tokenizer import load_tokenizer
 
         state = {}
-        for name, parameter in self._model.named_parameters():
-            with ds.gathered([parameter], self._spec.trainer.zero_stage):
+        for weight in plain_weights(self._model):
+            with ds.gathered(weight.parts, self._spec.trainer.zero_stage):
                 if self._rank == 0:
-                    state[name] = parameter.detach().cpu().clone()
+                    state[weight.name] = weight.merged().to(weight.parameter.dtype).cpu().clone()
         if self._rank == 0:
             self._model.save_pretrained(folder, state_dict=state)
             load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write this rank's shard of weights, optimizer and counters, and its random-number states."""
+        """Write this rank's shard of weights, optimizer and counters, its random-number states, and the reference."""
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
+        from asyncrl_cli.train.reference import Copy
 
         save_state(self._engine, Path(folder), self._rank, self._updates)
         if self._learner.critic is not None:
             save_state(self._learner.critic.engine, Path(folder) / CRITIC, self._rank, self._updates)
+        if self._rank == 0 and isinstance(self._learner.reference, Copy):
+            self._learner.reference.save(Path(folder))
 
     def _probe(self) -> tuple[tuple[int, ...], Any]:
         import torch

@@ -60,6 +60,7 @@ def main() -> None:
     import torch
 
     from asyncrl_cli.train.critic import start_critic
+    from asyncrl_cli.train.finite import SkipLimit
     from asyncrl_cli.train.initial_model import build_initial_model
     from asyncrl_cli.train.objective import Objective
     from asyncrl_cli.train.reference import load_reference
@@ -76,7 +77,8 @@ def main() -> None:
         int(rank),
         Objective.of(spec.algorithm, Path(__file__).parent),
         engine,
-        load_reference(spec, str(folder), engine.device),
+        SkipLimit(0),
+        load_reference(spec, str(folder), engine),
         start_critic(spec.trainer, str(folder)) if spec.algorithm.needs_critic else None,
     )
     updates = 0

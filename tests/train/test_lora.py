@@ -1,0 +1,137 @@
+"""Adapters: only they train, and what leaves the trainer is the model with them merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl_cli.spec.sections import LoraSpec
+from asyncrl_cli.train.lora import LoraError, add_adapters, merge, plain_weights, without_adapters
+from asyncrl_cli.train.policy import Policy
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "initializer_range": 0.2,
+}
+LORA = LoraSpec(rank=3, alpha=7.0)
+IDS = torch.arange(2, 22).view(2, 10)
+MASK = torch.ones(2, 10, dtype=torch.bool)
+MASK[:, :3] = False
+
+
+def make(lora: LoraSpec | None, tied: bool = True, architecture: str = "qwen3", device: str = "cpu") -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **SIZES, tie_word_embeddings=tied)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if lora is not None:
+        add_adapters(model, lora, seed=5)
+    return model
+
+
+def trained(lora: LoraSpec, tied: bool = True) -> Any:
+    """A model whose adapters have been moved away from where they begin."""
+    model = make(lora, tied)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return Policy(model, 1.0)(IDS, MASK)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_begins_as_the_model_and_only_adapters_train(tied: bool) -> None:
+    model, plain = make(LORA, tied), make(None, tied)
+    assert torch.equal(logprobs(model), logprobs(plain))
+    Policy(model, 1.0)(IDS, MASK).sum().backward()
+    moving = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    linear = [name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)]
+    expected = {f"{name}.lora_{part}.default.weight" for name in linear if name != "lm_head" for part in "AB"}
+    assert moving == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_merged_weights_are_the_formulas_and_the_adapted_model_stays(tied: bool, targets: Any) -> None:
+    lora = LORA.model_copy(update={"target_modules": targets})
+    model, plain = trained(lora, tied), make(None, tied)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    state = dict(model.named_parameters())
+    merged = {weight.name: weight.merged() for weight in plain_weights(model)}
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    adapted = 0
+    for name, base in plain.named_parameters():
+        expected = base.detach().numpy().astype(np.float64)
+        owner = name.removesuffix(".weight")
+        if f"{owner}.lora_A.default.weight" in state:
+            a, b = (state[f"{owner}.lora_{part}.default.weight"].detach().double().numpy() for part in "AB")
+            expected = expected + 7.0 / 3 * (b @ a)
+            adapted += 1
+        np.testing.assert_allclose(merged[name], expected, rtol=1e-5, atol=1e-6)
+    assert adapted == (2 * 7 if targets == "all-linear" else 2 * 2)
+    plain.load_state_dict(merged, strict=False)
+    torch.testing.assert_close(logprobs(plain), logprobs(model), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_without_adapters_it_is_the_model_again() -> None:
+    model = trained(LORA)
+    adapted = logprobs(model)
+    with without_adapters(model):
+        assert torch.equal(logprobs(model), logprobs(make(None)))
+    assert torch.equal(logprobs(model), adapted)
+    assert (adapted - logprobs(make(None))).abs().max() > 0.01
+
+
+def test_a_saved_state_merges_as_the_model_does() -> None:
+    model = trained(LORA, tied=False)
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = merge(make(None, tied=False, device="meta"), LORA, state)
+    assert all(torch.equal(found[weight.name], weight.merged()) for weight in plain_weights(model))
+
+
+def test_the_seed_alone_decides_where_adapters_begin() -> None:
+    torch.manual_seed(3)
+    first = make(LORA).state_dict()
+    drawn = torch.rand(1)
+    torch.manual_seed(99)
+    second = make(LORA).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.manual_seed(0)
+    make(None)
+    assert torch.equal(torch.rand(1), drawn), "the process's own draws go on"
+
+
+@pytest.mark.parametrize(
+    ("targets", "tied", "words"),
+    [(["no_such"], True, "no_such"), (["embed_tokens"], False, "embeddings"), (["lm_head"], True, "output head")],
+)
+def test_layers_that_can_have_none(targets: list[str], tied: bool, words: str) -> None:
+    with pytest.raises(LoraError, match=words):
+        make(LORA.model_copy(update={"target_modules": targets}), tied)
+
+
+def test_the_saved_model_is_a_plain_one(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = trained(LORA)
+    model.save_pretrained(tmp_path, state_dict={weight.name: weight.merged() for weight in plain_weights(model)})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logprobs(loaded), logprobs(model), rtol=1e-5, atol=1e-5)
