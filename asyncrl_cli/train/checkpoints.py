@@ -45,8 +45,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one engine loads: what was saved below ``root`` itself, or the universal checkpoint in ``folder`` that is made
-    from it."""
+    """What one engine loads: what was saved below ``root`` itself, or the universal checkpoint in ``folder`` that is
+    made from it."""
 
     checkpoint: Checkpoint
     root: Path

@@ -15,6 +15,7 @@ from asyncrl_cli.train import schedule
 from asyncrl_cli.train.critic import Critic
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
 from asyncrl_cli.train.estimate import Minibatch, estimate
+from asyncrl_cli.train.finite import SkipLimit
 from asyncrl_cli.train.objective import Objective
 from asyncrl_cli.train.packing import TrainingRow, pad_rows, plan_microbatches
 from asyncrl_cli.train.records import StepReport, TrainingBatch
@@ -30,6 +31,7 @@ class Learner:
     Args:
         engine: the DeepSpeed engine round a ``Policy``.
         reference: answers as a ``Policy`` does, for a KL penalty. None without one.
+        limit: of updates that may be left out in a row.
         critic: None unless it estimates advantages.
     """
 
@@ -37,6 +39,7 @@ class Learner:
     rank: int
     objective: Objective
     engine: Any
+    limit: SkipLimit
     reference: Any | None = None
     critic: Critic | None = None
 
@@ -44,7 +47,7 @@ class Learner:
 def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[StepReport, int]:
     """Train on one batch; returns the report and the number of optimizer updates of the run so far.
 
-    Collective over the ranks.
+    Collective over the ranks. Raises ``RunError`` when too many updates in a row were not finite.
     """
     started = time.monotonic()
     spec, trainer = learner.spec, learner.spec.trainer
@@ -59,7 +62,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     estimate(learner.objective, learner.engine, learner.reference, learner.critic, minibatches, rewards, per_step)
 
     sums: UpdateSums | None = None
-    metrics = {"train/updates": 0.0}
+    metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
     first = True
     for minibatch in minibatches * trainer.epochs:
         factor = schedule.factor(
@@ -78,12 +81,15 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
             metrics |= update_critic(learner.critic, spec, minibatch, factor)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue
-        update = update_policy(learner.engine, learner.objective, spec, minibatch, first)
+        result, update = update_policy(learner.engine, learner.objective, spec, minibatch, first)
+        learner.limit.note(result)
+        if result.skipped:  # its sums may be no numbers
+            metrics["train/updates_skipped"] += 1
+            continue
         sums = update if sums is None else sums + update
         first = False
         metrics["train/updates"] += 1
-        if (norm := learner.engine.get_global_grad_norm()) is not None:  # ZeRO stage 0 does not tell
-            metrics["train/gradient_norm"] = float(norm)
+        metrics["train/gradient_norm"] = result.norm
     if sums is not None:
         metrics |= over_ranks(sums, learner.engine.device).summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)

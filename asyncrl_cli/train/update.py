@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train import finite
 from asyncrl_cli.train.corrections import Correction, CorrectionSums, correct, log_linear_proximal
 from asyncrl_cli.train.critic import Critic
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
@@ -49,8 +50,8 @@ class UpdateSums:
 
 def update_policy(
     engine: Any, objective: Objective, spec: ExperimentSpec, minibatch: Minibatch, at_start: bool
-) -> UpdateSums:
-    """Forward, backward and one optimizer step over a minibatch; collective.
+) -> tuple[finite.UpdateResult, UpdateSums]:
+    """Forward, backward and one optimizer step over a minibatch; collective. An update that is not finite is left out.
 
     ``at_start``: whether the weights are still those of the start of the step, so that a micro-batch's own log-probs
     are the start's.
@@ -82,12 +83,11 @@ def update_policy(
             entropies=entropies,
             entropy_coef=algorithm.entropy_coef,
         )
-        engine.backward(loss)
+        finite.backward(engine, loss)
         sums = UpdateSums(loss.detach().double(), losses, corrections, engine_gap)
         total = sums if total is None else total + sums
-    engine.step()
     assert total is not None
-    return total
+    return finite.step(engine), total
 
 
 def update_critic(critic: Critic, spec: ExperimentSpec, minibatch: Minibatch, factor: float) -> dict[str, float]:
@@ -106,9 +106,9 @@ def update_critic(critic: Critic, spec: ExperimentSpec, minibatch: Minibatch, fa
             clip=settings.value_clip,
             denominator=count_tokens(minibatch.rows) / spec.trainer.ranks,
         )
-        critic.engine.backward(loss)
+        finite.backward(critic.engine, loss)
         total = sums if total is None else total + sums
-    critic.engine.step()
+    finite.step(critic.engine)
     assert total is not None
     return {f"critic/{name}": value for name, value in over_ranks(total, critic.engine.device).summary().items()}
 

@@ -17,6 +17,7 @@ from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.algorithm import PRESETS
 from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
 from asyncrl_cli.train.critic import Critic, ValueModel
+from asyncrl_cli.train.finite import SkipLimit
 from asyncrl_cli.train.initial_model import build_initial_model
 from asyncrl_cli.train.objective import Objective
 from asyncrl_cli.train.policy import Policy
@@ -74,6 +75,7 @@ def step(
         0,
         Objective.of(spec.algorithm, Path(__file__).parent),
         engine,
+        SkipLimit(0),
         reference if spec.algorithm.kl_coef else None,
         Critic(critic) if spec.algorithm.needs_critic else None,
     )

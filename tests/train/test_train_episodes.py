@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.rollout.records import GIVEN, Rollout, branch_id
 from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
+from asyncrl_cli.train.finite import SkipLimit
 from asyncrl_cli.train.initial_model import build_initial_model
 from asyncrl_cli.train.objective import Objective
 from asyncrl_cli.train.packing import TrainingRow
@@ -138,7 +139,14 @@ class OneRank:
 
     def step(self) -> None: ...
 
-    def get_global_grad_norm(self) -> None: ...
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+    def was_step_applied(self) -> bool:
+        return True
+
+    def zero_optimization_stage(self) -> int:
+        return 3
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +162,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def gradient(policy: Policy, spec: ExperimentSpec, batch: TrainingBatch) -> tuple[torch.Tensor, int, float]:
     """The step's gradient, all of it in one row; the tokens trained; the loss."""
     policy.zero_grad()
-    report, _ = train_batch(Learner(spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy)), batch, updates=0)
+    report, _ = train_batch(
+        Learner(spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy), SkipLimit(0)), batch, updates=0
+    )
     found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     return found.clone(), report.trained_tokens, report.metrics["train/loss"]
 
