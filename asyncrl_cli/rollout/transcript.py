@@ -117,7 +117,7 @@ class Transcript:
         end, first = sequence.end, len(prompt)
         if not _has(sequence.known, end, prompt):
             sequence.known = _joined(sequence.known.first(end), _given(prompt[end:]))
-            sequence.told = min(sequence.told, end)
+            sequence.told = min(sequence.told, call.first + agree)
         sequence.busy = True
         self._tell(sequence, first)
         last = first + _run(sequence.known.versions[first:])
@@ -141,9 +141,10 @@ class Transcript:
         """A call has sampled these, and all of them."""
         sequence, call.over = call.sequence, True
         end = call.first + len(sampled.response_ids)
-        if not np.array_equal(sequence.known.response_ids[call.first : end], sampled.response_ids):
+        agree = _agreement(sequence.known.response_ids[call.first :], sampled.response_ids)
+        if agree < len(sampled.response_ids):
             sequence.known = _joined(sequence.known.first(call.first), sampled)
-            sequence.told = min(sequence.told, end)
+            sequence.told = min(sequence.told, call.first + agree)
         sequence.end, sequence.finish, sequence.busy = end, finish, False
         sequence.turns.append(turn)
         self._tell(sequence, end)
@@ -225,6 +226,13 @@ def _has(tokens: Tokens, start: int, prompt: NDArray[np.int32]) -> bool:
         and bool((tokens.versions[start:first] == GIVEN).all())
         and bool((tokens.versions[first : first + 1] != GIVEN).all())
     )
+
+
+def _agreement(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many ids two lists have in common at their beginning."""
+    both = min(len(one), len(other))
+    differ = np.flatnonzero(one[:both] != other[:both])
+    return int(differ[0]) if len(differ) else both
 
 
 def _run(versions: NDArray[np.int32]) -> int:

@@ -1,0 +1,37 @@
+"""What is told of a sequence is what it has in the end, whatever was told on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.rollout.continuation import Tokens
+from asyncrl_cli.rollout.records import Segment
+from asyncrl_cli.rollout.transcript import Transcript, Turn
+
+IDS = st.lists(st.integers(1, 3), min_size=1, max_size=6)
+
+
+def sampled(ids: list[int]) -> Tokens:
+    return Tokens(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), np.full(len(ids), 7, np.int32))
+
+
+@given(prompt=IDS, streamed=IDS, whole=IDS)
+def test_what_was_told_is_what_the_reply_is_in_the_end(
+    prompt: list[int], streamed: list[int], whole: list[int]
+) -> None:
+    """A reply may end in other tokens than those that came on the way, when it was generated again."""
+    told: list[Segment] = []
+    transcript = Transcript("0-0", {}, told.extend)
+    call = transcript.begin(None, prompt)
+    on_the_way = sampled(streamed)
+    transcript.grow(call, [Segment("0-0", 0, 7, on_the_way.response_ids, on_the_way.logprobs)])
+    transcript.end(call, sampled(whole), "stop", Turn(len(prompt) + len(whole), whole[-1], text=""))
+    heard: list[int] = []
+    for segment in told:
+        heard[segment.start :] = segment.response_ids.tolist()
+    assert heard[: len(prompt) + len(whole)] == prompt + whole
+    rollout = transcript.rollout(str)
+    assert rollout is not None
+    assert rollout.response_ids.tolist() == prompt + whole
