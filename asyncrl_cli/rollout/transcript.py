@@ -117,7 +117,7 @@ class Transcript:
         end, first = sequence.end, len(prompt)
         if not _has(sequence.known, end, prompt):
             sequence.known = _joined(sequence.known.first(end), _given(prompt[end:]))
-            sequence.told = min(sequence.told, call.first + agree)
+            sequence.told = min(sequence.told, end)
         sequence.busy = True
         self._tell(sequence, first)
         last = first + _run(sequence.known.versions[first:])
