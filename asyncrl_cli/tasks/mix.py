@@ -23,6 +23,7 @@ from asyncrl_cli.spec.sections import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, RewardResult, Split, Task, is_episodic
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
+from asyncrl_cli.tasks.play import ask
 from asyncrl_cli.tasks.prompts import load_prompts
 
 
@@ -144,12 +145,12 @@ class OneCall:
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
         """Ask once; the reward is that of the reply."""
-        from openai import AsyncOpenAI
+        import aiohttp
 
         text = isinstance(prompt.content, str)
         messages: Any = [{"role": "user", "content": prompt.content}] if text else [*prompt.content]
-        async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, timeout=None, max_retries=0) as client:
-            await client.chat.completions.create(model=model.model, messages=messages)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
+            await ask(http, model, messages, ())
         return None
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
