@@ -137,7 +137,8 @@ def save_state(engine: Any, folder: Path, rank: int, updates: int) -> None:
     engine.save_checkpoint(str(folder), tag=STATE)
     save_random_states(_random_states(folder, rank))
     if rank == 0:
-        counters = Counters(updates, int(engine.global_steps))
+        # DeepSpeed counts an update that it left out as a step.
+        counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
         (folder / STATE / COUNTERS_FILE).write_text(json.dumps(asdict(counters)) + "\n")
 
 

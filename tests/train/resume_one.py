@@ -2,8 +2,8 @@
 
 python resume_one.py OUT.pt RANK PORT FROM TO FIRST LAST [KEY=VALUE ...]
 
-FROM: a checkpoint's folder, or `-`. TO: where to save one before the last step, or `-`. Trains the steps from FIRST to
-LAST. Keeps the weights where FROM or TO is, and after the last step.
+FROM: a checkpoint's folder, or `-`. TO: where to save one before the last step, or `-`; the model goes to OUT.pt.saved
+then. Trains the steps from FIRST to LAST. Keeps the weights where FROM or TO is, and after the last step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def main() -> None:
         worker.train_step(batch(step, spec.pipeline.groups_per_step))
     if target != "-":
         worker.save_checkpoint(target)
+        worker.save_model(f"{out}.saved")
+    worker.publish(0)
     result = {
+        "published": {name: tensor.clone() for name, tensor in worker._mapping.tensors()} if rank == "0" else {},
         "updates": worker._updates,
         "draws": (random.random(), np.random.random(), torch.rand(1).item()),
         "weights": weights(),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl_cli.train.deepspeed_engine import recompute_activations
 from asyncrl_cli.train.policy import Policy
 
 SIZES = {
@@ -105,3 +106,19 @@ def test_a_microbatch_in_which_nothing_counts_has_a_gradient_of_zeros(packing: b
     logprobs.sum().backward()
     gradients = [parameter.grad for parameter in policy.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_activations_are_computed_again_and_change_nothing() -> None:
+    policy, calls = make("qwen3"), 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(count)
+    kept = scored(policy, *rows())
+    assert calls == 1
+    recompute_activations(policy.model)
+    again = scored(policy, *rows())
+    assert calls == 3, "once forward, once backward"
+    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))

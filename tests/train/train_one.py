@@ -1,4 +1,4 @@
-"""Train two steps on made-up rollouts and save the weights: the program that test_engine.py runs per setting.
+"""Train `stop.steps` on made-up rollouts and save the weights: the program that test_engine.py runs per setting.
 
 python train_one.py OUT.pt RANK PORT [--set KEY=VALUE ...]
 """
@@ -82,7 +82,7 @@ def main() -> None:
         start_critic(spec.trainer, str(folder)) if spec.algorithm.needs_critic else None,
     )
     updates = 0
-    for step in range(2):
+    for step in range(spec.stop.steps):
         report, updates = train_batch(learner, batch(step, spec.pipeline.groups_per_step), updates)
     named = list(engine.module.model.named_parameters())
     with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):

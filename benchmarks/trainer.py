@@ -1,0 +1,224 @@
+"""What DeepSpeed and the output head cost: the trainer against a bare PyTorch loop, its memory against its contents.
+
+    python benchmarks/trainer.py [--quick] [--zero-stage N] [--set KEY=VALUE ...]
+
+Speed: forward, backward and optimizer step over the same micro-batches of the quickstart's model, taking turns, on one
+rank and one thread. The bare loop has logits for response tokens only, as the trainer has, but all of them at once.
+
+Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a process of its own. It is compared with what must
+be there: weights, gradients and Adam's two moments in float32, and one chunk of the head's logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
+
+QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+
+ROWS, PROMPT, LONGEST = 256, 24, 192
+"""Rollouts of an update, and tokens of a prompt and of a longest response."""
+
+MEMORY_TOKENS, MEMORY_VOCABULARY, MEMORY_WIDTH = 8192, 150_000, 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a minute instead of several")
+    parser.add_argument("--zero-stage", type=int, default=3)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the spec, for the trainer")
+    parser.add_argument("--memory-only", metavar="JSON", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    overrides = [f"trainer.zero_stage={options.zero_stage}", "model.warm_start=null", *options.set]
+    if options.memory_only:
+        measure_memory(spec_of(overrides), json.loads(options.memory_only))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure_speed(spec_of(overrides), Path(folder), rounds=5 if options.quick else 20)
+    width = MEMORY_WIDTH // 4 if options.quick else MEMORY_WIDTH
+    command = [sys.executable, __file__, "--zero-stage", str(options.zero_stage), "--set", *options.set]
+    subprocess.run([*command, "--memory-only", json.dumps(width)], check=True)
+
+
+def spec_of(overrides: list[str]) -> ExperimentSpec:
+    """The quickstart's spec; also sets this process up as a trainer's."""
+    from asyncrl_cli.train.deepspeed_engine import trainer_environment
+
+    spec = load_spec(QUICKSTART, overrides).spec
+    os.environ.update(trainer_environment(spec))
+    return spec
+
+
+def start(spec: ExperimentSpec, folder: Path) -> Any:
+    """A trainer's engine round the model in ``folder``, on one rank."""
+    import socket
+
+    import torch
+
+    from asyncrl_cli.train import deepspeed_engine as ds
+
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ds.join_process_group(0, 1, "127.0.0.1", port, gpu=False)
+    return ds.start_engine(spec, str(folder))
+
+
+def microbatches(spec: ExperimentSpec, lengths: list[int], vocabulary: int) -> list[Any]:
+    """Ids and mask of random rows with these responses, cut up as the trainer does."""
+    import torch
+
+    from asyncrl_cli.train.packing import plan_microbatches
+
+    generator = torch.Generator().manual_seed(0)
+    totals = [PROMPT + length for length in lengths]
+    made = []
+    for rows in plan_microbatches(totals, spec.trainer.tokens_per_microbatch, 1, spec.trainer.packing)[0]:
+        longest = max(totals[row] for row in rows)
+        ids = torch.randint(3, vocabulary, (len(rows), longest), generator=generator)
+        places = torch.arange(longest)
+        ends = torch.tensor([totals[row] for row in rows])
+        made.append((ids, (places >= PROMPT) & (places < ends[:, None])))
+    return made
+
+
+def measure_speed(spec: ExperimentSpec, folder: Path, rounds: int) -> None:
+    """Print response tokens per second of both, and the ratio of their medians."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.finite import backward, step
+    from asyncrl_cli.train.initial_model import build_initial_model
+
+    assert spec.model.init is not None
+    build_initial_model(spec.model.init, spec.model.max_length, 0, folder)
+    engine = start(spec, folder)
+    lengths = np.random.default_rng(0).integers(8, LONGEST, ROWS).tolist()
+    batches = microbatches(spec, lengths, vocabulary=95)
+    tokens = sum(lengths)
+
+    def trainer() -> None:
+        for index, (ids, mask) in enumerate(batches):
+            engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            backward(engine, -engine(ids, mask).sum() / tokens)
+        step(engine)
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.trainer.optimizer.learning_rate)
+
+    def bare() -> None:
+        for ids, mask in batches:
+            hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
+            logits = model.lm_head(hidden)
+            loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][mask[:, 1:]], reduction="sum") / tokens
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), spec.trainer.optimizer.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    rates: dict[str, list[float]] = {"trainer": [], "bare": []}
+    for round_ in range(rounds + 1):
+        for name, update in (("trainer", trainer), ("bare", bare)):
+            seconds = timed(update)
+            if round_:  # the first one warms up
+                rates[name].append(tokens / seconds)
+    print(f"{len(batches)} micro-batches of {tokens} response tokens, {rounds} rounds, ZeRO {spec.trainer.zero_stage}")
+    for name, found in rates.items():
+        low, middle, high = (f"{value:,.0f}" for value in (min(found), statistics.median(found), max(found)))
+        print(f"{name:>8}: {middle} response tokens/s (least {low}, most {high})")
+    ratio = statistics.median(rates["bare"]) / statistics.median(rates["trainer"])
+    print(f"the bare loop is {ratio:.3f} times as fast (1.25 at most is wanted)")
+
+
+def timed(update: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    update()
+    return time.perf_counter() - started
+
+
+def measure_memory(spec: ExperimentSpec, width: int) -> None:
+    """Print the peak of an update's memory, and what must be there."""
+    import torch
+
+    from asyncrl_cli.train.finite import backward, step
+    from asyncrl_cli.train.head import HEAD_NUMBERS
+    from asyncrl_cli.train.initial_model import build_initial_model
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_large_vocabulary(folder / "tokenizer")
+        config = {
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+        }
+        init = ModelInit(architecture="qwen3", config=config, tokenizer=str(folder / "tokenizer"))
+        build_initial_model(init, 1024, 0, folder / "model")
+        spec = spec.model_copy(
+            update={
+                "trainer": spec.trainer.model_copy(
+                    update={"tokens_per_microbatch": MEMORY_TOKENS, "gradient_checkpointing": True}
+                )
+            }
+        )
+        import deepspeed  # noqa: F401
+        from transformers import Qwen3ForCausalLM  # noqa: F401
+
+        before = memory("VmRSS")
+        engine = start(spec, folder / "model")
+    numbers = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
+    length = 1000
+    (batch,) = microbatches(spec, [length] * (MEMORY_TOKENS // (length + PROMPT)), MEMORY_VOCABULARY)
+    for _ in range(2):  # moments are made by the first
+        backward(engine, -engine(*batch).sum())
+        step(engine)
+    peak = memory("VmHWM") - before
+    needed = 16 * numbers + 4 * HEAD_NUMBERS
+    logits = 4 * int(batch[1].sum()) * MEMORY_VOCABULARY
+    print(f"{numbers / 1e6:.0f} M weights, {MEMORY_TOKENS} tokens, vocabulary {MEMORY_VOCABULARY:,}")
+    print(
+        f"   peak: {peak / 2**20:,.0f} MiB more than before the model; all logits alone are {logits / 2**20:,.0f} MiB"
+    )
+    print(f" needed: {needed / 2**20:,.0f} MiB; the peak is {peak / needed:.2f} times that (1.3 at most is wanted)")
+    torch.distributed.destroy_process_group()
+
+
+def memory(kind: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{kind}:")))
+
+
+def write_large_vocabulary(folder: Path) -> None:
+    """A tokenizer of ``MEMORY_VOCABULARY`` words."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(MEMORY_VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), unk_token="w0", eos_token="w1"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

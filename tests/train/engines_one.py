@@ -1,0 +1,129 @@
+"""One rank that trains the same small model by engines of several settings: the program of test_engines.py.
+
+python engines_one.py OUT.pt RANK PORT [KEY=VALUE ...]
+
+Saves, by setting, what every update came to, the gradient's norm by hand, and the weights in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from train_one import SPEC
+
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train import deepspeed_engine as ds
+from asyncrl_cli.train.finite import backward, step
+
+SETTINGS = [
+    *({"zero_stage": stage, "dtype": dtype} for dtype in ("float32", "bfloat16") for stage in range(4)),
+    {"zero_stage": 2, "dtype": "float32", "offload": "optimizer"},
+    {"zero_stage": 3, "dtype": "float32", "offload": "all"},
+]
+MICROBATCHES = 2
+
+
+def main() -> None:
+    out, rank, port, *overrides = sys.argv[1:]
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    os.environ.update(ds.trainer_environment(spec))
+    import torch
+
+    from asyncrl_cli.train.initial_model import build_initial_model
+
+    torch.set_num_threads(1)
+    folder = Path(f"{out}.model")
+    assert spec.model.init is not None
+    build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    results = {}
+    for setting in SETTINGS:
+        trainer = spec.trainer.model_copy(update=setting)
+        changed = spec.model_copy(update={"trainer": trainer})
+        results[tuple(setting.values())] = {
+            "spoilt": train(changed, folder, int(rank), ["good", "loss", "good", "gradient", "good"]),
+            "good": train(changed, folder, int(rank), ["good"] * 3),
+            "norm": norm_by_hand(changed, folder),
+        }
+    slow = spec.trainer.optimizer.model_copy(update={"learning_rate": 2e-5})
+    for stage in range(4):
+        trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16", "optimizer": slow})
+        changed = spec.model_copy(update={"trainer": trainer})
+        results["slow", stage] = {count: train(changed, folder, int(rank), ["good"] * count) for count in (0, 1, 30)}
+    torch.save(results, out)
+
+
+def rows(rank: int, microbatch: int) -> tuple[Any, Any, Any]:
+    """Ids, mask and the weight of every token in the loss, the same for every update."""
+    import torch
+
+    generator = torch.Generator().manual_seed(10 * rank + microbatch)
+    ids = torch.randint(3, 90, (3 + rank, 12), generator=generator)
+    mask = torch.rand(ids.shape, generator=generator) < 0.6
+    mask[:, 0] = False
+    return ids, mask, torch.randn(ids.shape, generator=generator)
+
+
+def train(spec: ExperimentSpec, folder: Path, rank: int, updates: list[str]) -> dict[str, Any]:
+    import torch
+
+    engine = ds.start_engine(spec, str(folder))
+    last = spec.trainer.ranks - 1
+    made = []
+    for kind in updates:
+        before = state(engine)
+        for microbatch in range(MICROBATCHES):
+            engine.set_gradient_accumulation_boundary(microbatch == MICROBATCHES - 1)
+            ids, mask, weights = rows(rank, microbatch)
+            logprobs = engine(ids, mask)
+            loss = (logprobs * weights).sum()
+            if kind == "loss" and rank == last and microbatch == 0:
+                loss = loss + torch.inf  # its gradient is as before
+            if kind == "gradient" and rank == last and microbatch == 1:
+                loss = loss + (0 * logprobs).abs().sqrt().sum()  # 0, with a gradient of NaN
+            backward(engine, loss)
+        result = step(engine)
+        after = state(engine)
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        made.append((kind, result, same))
+    named = list(engine.module.model.named_parameters())
+    with ds.gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
+        weights = {name: parameter.detach().clone() for name, parameter in named}
+    dtypes = {parameter.dtype for parameter in engine.basic_optimizer.state}
+    engine.destroy()
+    return {"updates": made, "weights": weights, "optimized": dtypes}
+
+
+def state(engine: Any) -> list[Any]:
+    """All that the optimizer owns on this rank: the weights that it updates, its moments and counters."""
+    owned = [
+        tensor.detach().clone()
+        for parameter, moments in engine.basic_optimizer.state.items()
+        for tensor in (parameter, *moments.values())
+    ]
+    return [*owned, *(getattr(each, "ds_tensor", each).detach().clone() for each in engine.module.parameters())]
+
+
+def norm_by_hand(spec: ExperimentSpec, folder: Path) -> float:
+    """The norm of the first update's gradient, by autograd on a whole model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.policy import Policy
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = Policy(model, spec.rollout.sampling.temperature)
+    for rank in range(spec.trainer.ranks):
+        for microbatch in range(MICROBATCHES):
+            ids, mask, weights = rows(rank, microbatch)
+            ((policy(ids, mask) * weights).sum() / spec.trainer.ranks).backward()
+    squares = sum(each.grad.double().square().sum().item() for each in policy.parameters() if each.grad is not None)
+    return float(squares**0.5)
+
+
+if __name__ == "__main__":
+    main()

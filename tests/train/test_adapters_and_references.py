@@ -1,0 +1,95 @@
+"""Real DeepSpeed with adapters, or a reference that is refreshed: checkpoints go on, and engines, saved models and
+exports have the same whole weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, seal
+from asyncrl_cli.spec.sections import LoraSpec
+from asyncrl_cli.train.export import export_model
+
+pytestmark = pytest.mark.stack
+
+LORA = LoraSpec(rank=4, alpha=8.0)
+KINDS = {
+    "adapters": (3, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
+    "adapters-zero1": (1, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
+    "reference": (3, ("algorithm.kl_coef=0.5", "algorithm.reference_every=2")),
+    "both": (2, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5", "algorithm.reference_every=2")),
+}
+
+
+def go(folder: Path, kind: str, ranks: int, source: Checkpoint | None, first: int) -> tuple[Any, Checkpoint | None]:
+    """Rank 0's results of a trainer's steps from ``first`` to 3, and its checkpoint before step 3."""
+    zero_stage, overrides = KINDS[kind]
+    target = folder / "step-000003"
+    if source is None:
+        target.mkdir(parents=True)
+    else:
+        folder.mkdir()
+    run_ranks(
+        "resume_one.py",
+        folder,
+        (
+            f"trainer.ranks={ranks}",
+            f"trainer.zero_stage={zero_stage}",
+            "trainer.optimizer.learning_rate=0.003",
+            "pipeline.groups_per_step=8",
+            *overrides,
+        ),
+        *(source.folder if source else "-", "-" if source else target, first, 3),
+    )
+    result = torch.load(folder / "rank-0.pt", weights_only=False)
+    if source is not None:
+        return result, None
+    layout = TrainerLayout(ranks, zero_stage, "float32")
+    (target / "run.json").write_text(json.dumps({"step": 3, "trainer": asdict(layout)}))
+    seal(target)
+    return result, Checkpoint.at(target)
+
+
+def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two ranks that trained three steps, saved, and trained one more."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, request.param, *go(folder / "first", request.param, 2, None, 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_checkpoint_goes_on(trained: Any, ranks: int) -> None:
+    folder, kind, before, checkpoint = trained
+    now, _ = go(folder / f"with-{ranks}", kind, ranks, checkpoint, 3)
+    assert differs(now["weights"], before["weights"]) == 0
+    assert differs(now["published"], before["published"]) < 1e-6
+    assert differs(now["weights_after"], before["weights_after"]) <= (0 if ranks == 2 else 2e-5)
+    assert differs(before["weights_after"], before["weights"]) > 1e-4
+
+
+def test_engines_saved_models_and_exports_have_the_same_weights(trained: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, kind, before, checkpoint = trained
+    skeleton = folder / "first/rank-0.pt.model"
+    export_model(checkpoint, str(skeleton), tmp_path / "export", None if kind == "reference" else LORA)
+    for place in (tmp_path / "export", folder / "first/rank-0.pt.saved"):
+        model = AutoModelForCausalLM.from_pretrained(place)
+        assert differs(dict(model.named_parameters()), before["published"]) < 1e-6
+    start = dict(AutoModelForCausalLM.from_pretrained(skeleton).named_parameters())
+    moved = {name for name, weight in start.items() if not torch.equal(weight, before["published"][name])}
+    assert moved == ({name for name in start if "proj" in name} if kind != "reference" else set(start))
+    if "lora_" in "".join(before["weights"]):
+        frozen = [name for name in before["weights"] if "lora_" not in name]
+        assert all(torch.equal(before["weights"][name], start[name.replace(".base_layer", "")]) for name in frozen)

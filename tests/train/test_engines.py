@@ -1,0 +1,63 @@
+"""Real DeepSpeed in every ZeRO stage and dtype: updates that are not finite leave no trace, norms are what they are
+called, and small updates add up in bfloat16."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from engines_one import SETTINGS
+from ranks import run_ranks
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank has saved."""
+    folder = tmp_path_factory.mktemp("engines")
+    run_ranks("engines_one.py", folder, (f"trainer.ranks={request.param}", "trainer.optimizer.learning_rate=0.001"))
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("setting", [tuple(setting.values()) for setting in SETTINGS], ids=str)
+def test_updates_that_are_not_finite_leave_no_trace(results: Any, setting: tuple[Any, ...]) -> None:
+    for rank in results:
+        spoilt = rank[setting]["spoilt"]
+        for kind, result, same in spoilt["updates"]:
+            assert result.skipped == same == (kind != "good")
+            assert math.isfinite(result.norm) == (kind == "good")
+        good = rank[setting]["good"]
+        assert [result.skipped for _, result, _ in good["updates"]] == [False] * 3
+        norms = [result.norm for kind, result, _ in spoilt["updates"] if kind == "good"]
+        assert norms == [result.norm for _, result, _ in good["updates"]]
+        assert all(torch.equal(spoilt["weights"][name], weight) for name, weight in good["weights"].items())
+
+
+@pytest.mark.parametrize("setting", [tuple(setting.values()) for setting in SETTINGS], ids=str)
+def test_the_norm_is_that_of_the_whole_gradient(results: Any, setting: tuple[Any, ...]) -> None:
+    for rank in results:
+        _, result, _ = rank[setting]["good"]["updates"][0]
+        assert result.norm == pytest.approx(rank[setting]["norm"], rel=1e-5 if setting[1] == "float32" else 0.02)
+        assert result.norm > 10, "it is the norm before clipping"
+
+
+def test_every_stage_trains_to_the_same_weights(results: Any) -> None:
+    plain = results[0][(0, "float32")]["good"]["weights"]
+    for stage in (*((stage, "float32") for stage in (1, 2, 3)), (2, "float32", "optimizer"), (3, "float32", "all")):
+        for name, weight in results[0][stage]["good"]["weights"].items():
+            torch.testing.assert_close(weight, plain[name], rtol=1e-5, atol=1e-6, msg=f"{stage} {name}")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_updates_smaller_than_bfloat16_can_show_add_up(results: Any, stage: int) -> None:
+    """One of 2e-5 changes no weight of 0.05, from which the next one is 2.4e-4 away; thirty of them do."""
+    slow = results[0]["slow", stage]
+    assert slow[30]["optimized"] == {torch.float32}
+    start, once, often = (slow[count]["weights"]["model.layers.0.mlp.up_proj.weight"] for count in (0, 1, 30))
+    assert start.dtype == torch.bfloat16
+    large = start.abs() > 0.04
+    assert torch.equal(once[large], start[large])
+    assert (often[large] != start[large]).float().mean() > 0.9

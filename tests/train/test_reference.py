@@ -1,0 +1,63 @@
+"""The reference: what it is at which step, also after a resume. Real engines: test_adapters_and_references.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_lora import IDS, LORA, MASK, logprobs, make, trained
+
+from asyncrl_cli.train.policy import Policy
+from asyncrl_cli.train.reference import Copy, Unadapted
+
+
+def answers(reference: Any) -> torch.Tensor:
+    found: torch.Tensor = reference(IDS, MASK)
+    assert not found.requires_grad
+    return found
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_it_becomes_the_policy_when_it_is_time(adapted: bool, tmp_path: Path) -> None:
+    policy = trained(LORA) if adapted else make(None)
+    initial = logprobs(make(None))
+    if not adapted:
+        for parameter in policy.parameters():
+            parameter.data.mul_(1.1)
+    reference = Copy(Policy(make(None), 1.0), every=3)
+    for step in range(3):
+        reference.before_step(step, policy, 0)
+        assert torch.equal(answers(reference), initial), step
+    reference.before_step(3, policy, 0)
+    torch.testing.assert_close(answers(reference), logprobs(policy), rtol=1e-5, atol=1e-5)
+    assert (answers(reference) - initial).abs().max() > 1e-3
+
+    (tmp_path / "state").mkdir()
+    reference.save(tmp_path)
+    resumed = Copy(Policy(make(None), 1.0), every=3)
+    resumed.load(tmp_path)
+    assert torch.equal(answers(resumed), answers(reference))
+
+
+def test_one_that_never_changes_takes_no_file(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    reference = Copy(Policy(make(None), 1.0))
+    reference.before_step(5, trained(LORA), 0)
+    reference.save(tmp_path)
+    assert not list((tmp_path / "state").iterdir())
+    reference.load(tmp_path)
+    assert torch.equal(answers(reference), logprobs(make(None)))
+
+
+def test_with_adapters_it_is_the_policy_without_them() -> None:
+    policy = Policy(trained(LORA), 1.0)
+
+    class Engine(SimpleNamespace):
+        def __call__(self, *arguments: Any) -> Any:
+            return policy(*arguments)
+
+    assert torch.equal(answers(Unadapted(Engine(module=policy))), logprobs(make(None)))
+    assert (logprobs(policy.model) - logprobs(make(None))).abs().max() > 0.01
