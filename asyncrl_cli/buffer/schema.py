@@ -211,8 +211,9 @@ def check(path: Path) -> None:
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     number = connection.execute("PRAGMA user_version").fetchone()[0]
     _check_number(number, path)
-    for at, script in enumerate(MIGRATIONS[number:], start=number + 1):
-        connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {at}; COMMIT;")
+    if number < len(MIGRATIONS):  # all of them at once: no reader sees a schema that it does not read
+        scripts = "".join(MIGRATIONS[number:])
+        connection.executescript(f"BEGIN IMMEDIATE; {scripts} PRAGMA user_version = {len(MIGRATIONS)}; COMMIT;")
 
 
 def _check_number(number: int, path: Path) -> None:
