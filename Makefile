@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart install test test-fast faults lint format bench lock docs clean
+.PHONY: quickstart install test test-fast parity faults lint format bench lock docs clean
 
 quickstart: install
 	$(BIN)/asyncrl train specs/quickstart.yaml
@@ -19,6 +19,14 @@ test: install
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow and not stack"
+
+# The mathematics against TRL's and verl's own, in an environment that has them beside the packages of this one.
+parity: install $(VENV)-parity/.installed
+	$(VENV)-parity/bin/python -m pytest tests/parity
+
+$(VENV)-parity/.installed: requirements/parity.txt requirements/parity.sh $(STAMP)
+	bash requirements/parity.sh $(VENV) $(VENV)-parity
+	touch $@
 
 # Kills parts of real runs at random moments, sixty times and more (half an hour on two cores).
 faults: install
@@ -46,4 +54,4 @@ lock:
 	  --index-strategy unsafe-best-match --python-version 3.11 --no-annotate --no-header -o requirements/cpu.lock
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-parity .pytest_cache .mypy_cache .ruff_cache .hypothesis
