@@ -57,3 +57,22 @@ def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, p
     assert moved > 1e-4
     assert other["metrics"]["train/updates"] == 2
     assert other["metrics"]["train/kl_reference"] > 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.preset=ppo", "algorithm.kl_coef=0.1"],
+        ["algorithm.preset=rloo", "algorithm.kl_coef=0.1", "trainer.epochs=2"],
+    ],
+    ids=lambda overrides: overrides[0].removeprefix("algorithm.preset="),
+)
+def test_what_ranks_tell_each_other_makes_their_number_no_matter(tmp_path: Path, overrides: list[str]) -> None:
+    """Penalties in the reward, whitened advantages and a critic take sums over ranks before the first update."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one = trained(tmp_path / "one", *overrides)
+    two = trained(tmp_path / "two", *overrides, "trainer.ranks=2", "trainer.zero_stage=3")
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
