@@ -11,7 +11,7 @@ import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train.lora import add_adapters
-from asyncrl_cli.train.policy import Policy
+from asyncrl_cli.train.policy import Policy, check_policy
 
 
 def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -76,13 +76,16 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
 def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
     """The DeepSpeed engine round the policy, with its adapters. With ZeRO-3 no rank ever holds the whole model.
 
-    ``load_universal``: whether the checkpoint that it will load is a universal one.
+    ``load_universal``: whether the checkpoint that it will load is a universal one. Raises ``LoraError`` and
+    ``PolicyError``; collective.
     """
     model = load_model(spec.trainer, model_dir)
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
     policy = Policy(model, spec.rollout.sampling.temperature, spec.trainer.packing)
-    return initialize(policy, spec.trainer, load_universal)
+    engine = initialize(policy, spec.trainer, load_universal)
+    check_policy(policy, engine)
+    return engine
 
 
 def load_model(trainer: TrainerSpec, model_dir: str) -> Any:

@@ -7,12 +7,21 @@ what comes out is the same, so nothing else knows of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.train.head import Entropy, score_tokens
+
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Nats by which ``check_policy`` lets log-probs differ: sums in another order, in numbers of this dtype."""
+
+
+class PolicyError(UserError):
+    """A model that cannot be trained as the spec says."""
 
 
 class Policy(nn.Module):
@@ -74,3 +83,26 @@ def predicting_states(backbone: Any, input_ids: Tensor, response_mask: Tensor, p
         input_ids=ids[kept][None], position_ids=places[kept][None], use_cache=False
     ).last_hidden_state
     return packed[0][predicts[kept]]
+
+
+def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Raise ``PolicyError`` when a policy's log-probs are not those of its model's own logits.
+
+    That is so where a model does more to its logits than its output layer does, or cannot be packed. ``score`` calls
+    the policy; collective where that is.
+    """
+    config = policy.model.config.get_text_config()
+    ids = torch.arange(3, 15, device=policy.model.device).remainder(config.vocab_size).view(2, 6)
+    mask = torch.tensor([[False] * 2 + [True] * 4, [False, True, True] + [False] * 3], device=ids.device)
+    with torch.no_grad():
+        logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float() / policy.temperature
+        expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        gap = (score(ids, mask)[:, 1:] - expected)[mask[:, 1:]].abs().max().item()
+    if not gap <= TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]):
+        packed = " with packing" if policy.packing else ""
+        raise PolicyError(
+            f"log-probs of this {config.model_type}{packed} are {gap:.2g} nats away from its own logits'",
+            mend="Set trainer.packing to false"
+            if policy.packing
+            else "Use a model whose logits are those of its output layer, neither capped nor scaled",
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl_cli.train.deepspeed_engine import recompute_activations
-from asyncrl_cli.train.policy import Policy
+from asyncrl_cli.train.policy import Policy, PolicyError, check_policy
 
 SIZES = {
     "vocab_size": 50,
@@ -32,6 +32,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": SIZES | {"pad_token_id": 0},
     "olmo2": SIZES,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma2": SIZES | {"final_logit_softcapping": 0.5},
+    "granite": SIZES | {"logits_scaling": 4.0},
+    "opt": {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "init_std": 0.2,
+    },
+}
 LENGTHS = [(3, 9), (1, 4), (7, 2), (1, 1), (5, 12)]
 """Prompt and response of each row."""
 
@@ -40,7 +53,7 @@ def make(architecture: str, attention: str = "sdpa", packing: bool = False) -> P
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
+    config = AutoConfig.for_model(architecture, **(ARCHITECTURES | OTHERS)[architecture])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     return Policy(model.eval(), temperature=0.8, packing=packing)
 
@@ -78,6 +91,27 @@ def test_packing_equals_padding(architecture: str) -> None:
     for one, other in zip(packed, padded, strict=True):
         scale = other.abs().max().item()
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("packing", [False, True])
+def test_models_that_can_be_trained_pass_the_check(architecture: str, packing: bool) -> None:
+    policy = make(architecture, packing=packing)
+    check_policy(policy, policy)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "packing", "mend"),
+    [
+        ("gemma2", False, "neither capped nor scaled"),
+        ("granite", False, "neither capped nor scaled"),
+        ("opt", True, "Set trainer.packing to false"),
+    ],
+)
+def test_models_that_would_be_trained_wrongly_are_refused(architecture: str, packing: bool, mend: str) -> None:
+    policy = make(architecture, packing=packing)
+    with pytest.raises(PolicyError, match=mend):
+        check_policy(policy, policy)
 
 
 @pytest.mark.parametrize("packing", [False, True])
