@@ -142,14 +142,6 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Te
     return (over / buffer_tokens).clamp(0.0, 1.0).float()
 
 
-def group_advantages(rewards: Tensor, normalize: bool) -> Tensor:
-    """``group_norm`` with the population's standard deviation (divisor group_size), or ``group_mean``."""
-    centred = _centred(rewards)
-    if normalize:
-        centred = centred / (centred.square().mean(dim=1, keepdim=True).sqrt() + DEVIATION_FLOOR)
-    return centred.to(rewards.dtype)
-
-
 def _centred(rewards: Tensor) -> Tensor:
     """r − mean in float64; exactly 0 for uniform groups, as the mean of equal numbers can differ by rounding."""
     exact = check_rewards(rewards).double()

@@ -91,6 +91,8 @@ class Correction:
             raise ValueError(f"reject_low is for k1: {self.reject_by} is never negative")
         elif self.reject_by == "k1" and self.reject_over == "sequence_max":
             raise ValueError("k1 has both signs and no sequence_max: take k2 or k3")
+        elif self.reject_by == "k1" and self.reject_low is None and self.reject_high < 1:
+            raise ValueError(f"reject_high {self.reject_high} is below its own inverse: give reject_low, too")
         for low, high in ((self.mask_low, self.mask_high), (self.reject_low, self.reject_high)):
             if low is not None and high is not None and low > high:
                 raise ValueError(f"a lower bound of {low} is above the upper one of {high}")
@@ -248,14 +250,6 @@ def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, versions_b
     """
     behind = versions_behind.clamp(min=0).to(logprobs.dtype)
     return torch.lerp(behaviour_logprobs.to(logprobs.dtype), logprobs.detach(), behind / (behind + 1.0))
-
-
-def truncated_importance_weights(
-    proximal_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, cap: float | None
-) -> tuple[Tensor, CorrectionSums]:
-    """``correct`` by token with a cap; weights of 1 without."""
-    level: Level | None = None if cap is None else "token"
-    return correct(proximal_logprobs, behaviour_logprobs, mask, Correction(level=level, cap=cap))
 
 
 def _log_weights(gap: Tensor, mask: Tensor, level: Level) -> Tensor:

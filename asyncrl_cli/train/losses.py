@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl_cli.train.kl import KLEstimator, k3, limited
-from asyncrl_cli.train.surrogates import LossSettings, PolicyLoss, clip_loss
+from asyncrl_cli.train.surrogates import LossSettings, PolicyLoss
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
@@ -99,18 +99,16 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
+    loss: PolicyLoss,
+    settings: LossSettings,
     aggregation: Aggregation,
     denominator: float,
-    loss: PolicyLoss = clip_loss,
-    settings: LossSettings | None = None,
     importance_weights: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     kl: KLEstimator = k3,
     kl_coef: float = 0.0,
     entropies: Tensor | None = None,
     entropy_coef: float = 0.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
 ) -> tuple[Tensor, LossSums]:
     """The loss of one micro-batch, to be minimized. A token's is
 
@@ -124,10 +122,10 @@ def policy_loss(
         proximal_logprobs: [rows, tokens], of the proximal policy, mostly that of the start of the step; no gradient.
         advantages: [rows] or [rows, tokens]; no gradient.
         mask: bool, [rows, tokens]; true where a token counts.
-        aggregation: see ``aggregate``.
-        denominator: see ``aggregate``.
         loss: the policy loss, of ``surrogates.LOSSES`` or the user's own.
         settings: its numbers.
+        aggregation: see ``aggregate``.
+        denominator: see ``aggregate``.
         importance_weights: [rows, tokens]; no gradient. None: all 1.
         reference_logprobs: [rows, tokens], of the reference model; no gradient. Needed if ``kl_coef`` > 0.
         kl: estimator of the penalty, of ``kl.KL``.
@@ -143,7 +141,6 @@ def policy_loss(
         ValueError: shapes differ, the mask is not bool, the penalty has no reference, the bonus no entropies, the
             policy loss gave another shape, or as ``aggregate``.
     """
-    settings = settings or LossSettings(clip_low, clip_high)
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand(len(advantages), logprobs.shape[-1])
     check_shapes(mask, logprobs, proximal_logprobs, advantages, importance_weights, reference_logprobs, entropies)

@@ -15,7 +15,6 @@ from torch import Tensor
 from asyncrl_cli.train.advantages import (
     ADVANTAGES,
     check_advantages,
-    group_advantages,
     overlong_penalty,
     uniform_groups,
 )
@@ -92,11 +91,6 @@ def test_right_and_wrong_answers_weigh_against_each_other() -> None:
     third, whole = 1 / 3, 2 / 3
     others = torch.tensor([[1.0, -third, -third, -third], [whole, whole, -whole, -whole]])
     torch.testing.assert_close(ADVANTAGES["leave_one_out"](rewards), others)
-
-
-def test_the_population_deviation_of_old() -> None:
-    found = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), normalize=True)
-    torch.testing.assert_close(found, torch.tensor([[3**0.5, *3 * [-(3**-0.5)]]]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors, with_garbage
 
+from asyncrl_cli.spec.algorithm import CORRECTION_PRESETS
 from asyncrl_cli.train.corrections import (
     Correction,
     CorrectionSums,
@@ -22,7 +23,6 @@ from asyncrl_cli.train.corrections import (
     RejectOver,
     correct,
     log_linear_proximal,
-    truncated_importance_weights,
 )
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -183,14 +183,6 @@ def test_nothing_that_counts_is_no_error() -> None:
         assert set(sums.summary().values()) == {0.0}
 
 
-def test_a_cap_or_none_is_all_that_truncation_needs() -> None:
-    case = tensors(matrices(0, 3, 5, 3.0), "proximal", "behaviour", "mask")
-    weights, _ = truncated_importance_weights(*case, 2.0)
-    assert weights.equal(correct(*case, Correction(level="token", cap=2.0))[0])
-    weights, _ = truncated_importance_weights(*case, None)
-    assert weights.equal(case[2].float())
-
-
 def test_sums_say_by_their_names_how_they_add() -> None:
     """Ranks are added up by the same rule."""
     one = torch.ones((), dtype=torch.float64)
@@ -230,6 +222,7 @@ def test_the_log_linear_guess_lies_by_age_between_behaviour_and_current(
         ({"reject_by": "k3"}, "k3 needs reject_high"),
         ({"reject_by": "k3", "reject_low": 0.1, "reject_high": 1.0}, "reject_low is for k1"),
         ({"reject_by": "k1", "reject_over": "sequence_max", "reject_high": 2.0}, "no sequence_max"),
+        ({"reject_by": "k1", "reject_high": 0.9}, "reject_high 0.9 is below its own inverse"),
         ({"level": "token", "mask_low": 3.0, "mask_high": 2.0}, "lower bound of 3.0 is above"),
         ({"reject_by": "k1", "reject_low": 3.0, "reject_high": 2.0}, "lower bound of 3.0 is above"),
     ],
@@ -237,6 +230,11 @@ def test_the_log_linear_guess_lies_by_age_between_behaviour_and_current(
 def test_settings_without_sense_or_effect_are_refused(settings_: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Correction(**settings_)
+
+
+@pytest.mark.parametrize("preset", list(CORRECTION_PRESETS))
+def test_presets_of_the_spec_are_corrections(preset: str) -> None:
+    Correction(**CORRECTION_PRESETS[preset])
 
 
 def test_refuses_inputs_that_do_not_fit() -> None:

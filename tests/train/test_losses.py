@@ -19,7 +19,8 @@ from asyncrl_cli.train.surrogates import LOSSES, LossSettings, TokenLosses
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 NUMBERS = LossSettings(clip_low=0.2, clip_high=0.28)
-COEFFICIENTS: dict[str, Any] = {"settings": NUMBERS, "kl_coef": 0.1, "entropy_coef": 0.05}
+CLIP: dict[str, Any] = {"loss": LOSSES["clip"], "settings": NUMBERS}
+COEFFICIENTS: dict[str, Any] = CLIP | {"kl_coef": 0.1, "entropy_coef": 0.05}
 CASES = {**SIZES, "aggregation": st.sampled_from(AGGREGATIONS)}
 EVERYTHING = {**CASES, "loss": st.sampled_from(list(LOSSES)), "kl": st.sampled_from(list(KL))}
 
@@ -153,10 +154,10 @@ def test_a_loss_of_the_users_own_is_used_and_looked_at() -> None:
 def test_advantages_may_be_those_of_rows() -> None:
     inputs = arguments(matrices(0, 3, 5, 0.3))
     of_rows = inputs["advantages"][:, 0]
-    by_row, _ = policy_loss(**inputs | {"advantages": of_rows}, aggregation="token_mean", denominator=1.0)
+    by_row, _ = policy_loss(**inputs | {"advantages": of_rows}, **CLIP, aggregation="token_mean", denominator=1.0)
     of_tokens = of_rows[:, None].repeat(1, 5)
-    by_token, _ = policy_loss(**inputs | {"advantages": of_tokens}, aggregation="token_mean", denominator=1.0)
-    other, _ = policy_loss(**inputs, aggregation="token_mean", denominator=1.0)
+    by_token, _ = policy_loss(**inputs | {"advantages": of_tokens}, **CLIP, aggregation="token_mean", denominator=1.0)
+    other, _ = policy_loss(**inputs, **CLIP, aggregation="token_mean", denominator=1.0)
     assert by_row.item() == by_token.item() != other.item()
 
 
@@ -166,7 +167,7 @@ def test_only_the_policys_outputs_carry_gradient(name: str) -> None:
         name: tensor if name == "mask" else tensor.requires_grad_()
         for name, tensor in arguments(matrices(1, 2, 4, 0.3)).items()
     }
-    loss, _ = policy_loss(**inputs, **COEFFICIENTS, loss=LOSSES[name], aggregation="token_mean", denominator=1.0)
+    loss, _ = policy_loss(**inputs, **COEFFICIENTS | {"loss": LOSSES[name]}, aggregation="token_mean", denominator=1.0)
     loss.backward()
     assert {name for name, tensor in inputs.items() if tensor.grad is not None} == {"logprobs", "entropies"}
 
@@ -178,7 +179,7 @@ def test_an_empty_microbatch_can_run_backward(rows: int, aggregation: Aggregatio
     logprobs = torch.full((rows, 3), float("nan"), requires_grad=True)
     loss, sums = policy_loss(
         logprobs, torch.zeros(rows, 3), torch.ones(rows), torch.zeros(rows, 3, dtype=torch.bool),
-        loss=LOSSES[name], aggregation=aggregation, denominator=5.0,
+        loss=LOSSES[name], settings=NUMBERS, aggregation=aggregation, denominator=5.0,
     )  # fmt: skip
     loss.backward()
     assert loss.item() == 0.0
@@ -193,7 +194,8 @@ def test_extreme_ratios_stay_finite(gap: float, advantage: float, name: str) -> 
     logprobs = torch.full((1, 2), gap, requires_grad=True)
     loss, sums = policy_loss(
         logprobs, torch.zeros(1, 2), torch.tensor([advantage]), torch.ones(1, 2, dtype=torch.bool),
-        loss=LOSSES[name], aggregation="token_mean", denominator=2.0, reference_logprobs=torch.zeros(1, 2), kl_coef=0.1,
+        loss=LOSSES[name], settings=NUMBERS, aggregation="token_mean", denominator=2.0,
+        reference_logprobs=torch.zeros(1, 2), kl_coef=0.1,
     )  # fmt: skip
     loss.backward()
     assert logprobs.grad is not None
@@ -212,7 +214,7 @@ def test_aggregations_weigh_tokens_and_sequences() -> None:
 
 def test_refuses_inputs_that_do_not_fit() -> None:
     inputs = arguments(matrices(3, 2, 4, 0.3))
-    call: dict[str, Any] = {"aggregation": "token_mean", "denominator": 1.0}
+    call: dict[str, Any] = CLIP | {"aggregation": "token_mean", "denominator": 1.0}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"mask": inputs["mask"].float()}, "bool"),
         ({"proximal_logprobs": torch.zeros(2, 3)}, "shapes"),
