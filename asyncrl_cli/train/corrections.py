@@ -234,7 +234,8 @@ def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, versions_b
 
     AReaL's log-linear approximation (its docs/algorithms/prox_approx.md): weights are taken to have moved evenly from
     version to version. The current policy is on the way to the version after that of the step's start, so with n
-    versions behind, α = n / (n + 1): a token of the newest version keeps its recorded log-prob.
+    versions behind, α = n / (n + 1): a token of the newest version keeps its recorded log-prob. (AReaL's code takes the
+    version of the step's start for the current one, and the one before for the proximal.)
 
     At the first update of a step current and proximal are the same, and the guess is off by 1 / (n + 1) of the whole
     way; there the trainer's own log-probs cost nothing.
