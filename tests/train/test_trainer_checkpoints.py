@@ -44,7 +44,7 @@ def go(
         target.mkdir(parents=True)
     else:
         folder.mkdir()
-    overrides = (*BASE, *(f"trainer.{key}={value}" for key, value in trainer.items()))
+    overrides = (*BASE, *(f"{key if '.' in key else f'trainer.{key}'}={value}" for key, value in trainer.items()))
     places = (source.folder if source else "-", target if saves else "-")
     run_ranks("resume_one.py", folder, overrides, *places, first, last)
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(trainer["ranks"])]
@@ -57,19 +57,20 @@ def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 KINDS = [
-    pytest.param((0, "float32"), id="zero0", marks=pytest.mark.slow),
-    pytest.param((1, "float32"), id="zero1", marks=pytest.mark.slow),
-    pytest.param((2, "float32"), id="zero2"),
-    pytest.param((3, "float32"), id="zero3"),
-    pytest.param((3, "bfloat16"), id="bfloat16", marks=pytest.mark.slow),
+    pytest.param((0, "float32", "grpo"), id="zero0", marks=pytest.mark.slow),
+    pytest.param((1, "float32", "grpo"), id="zero1", marks=pytest.mark.slow),
+    pytest.param((2, "float32", "grpo"), id="zero2"),
+    pytest.param((3, "float32", "grpo"), id="zero3"),
+    pytest.param((3, "float32", "ppo"), id="critic"),
+    pytest.param((3, "bfloat16", "grpo"), id="bfloat16", marks=pytest.mark.slow),
 ]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two ranks that trained two steps, saved, and trained one more."""
-    stage, dtype = request.param
-    trainer = {"ranks": 2, "zero_stage": stage, "dtype": dtype}
+    stage, dtype, algorithm = request.param
+    trainer = {"ranks": 2, "zero_stage": stage, "dtype": dtype, "algorithm.preset": algorithm}
     folder = tmp_path_factory.mktemp("two")
     results, checkpoint = go(folder / "first", trainer, None, True, 0, 2)
     return folder, trainer, results, checkpoint
