@@ -23,6 +23,7 @@ from asyncrl_cli.cli import (
     runs,
     serve,
     staleness,
+    timeline,
     track,
     train,
     validate_spec,
@@ -47,6 +48,7 @@ app.command("runs")(runs.runs)
 app.command("track")(track.track)
 app.add_typer(inspect.app, name="inspect")
 app.command("staleness")(staleness.staleness)
+app.command("timeline")(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("validate-spec")(validate_spec.validate_spec)
 

@@ -1,0 +1,42 @@
+"""`asyncrl timeline`: a run as a trace for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.inspect import RunName, RunsDir
+
+
+def timeline(
+    run: RunName = "latest",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Where to write; timeline.json in the run's folder when left out."
+        ),
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write a trace of a run that ui.perfetto.dev and chrome://tracing open: trainer, engines, rollouts, publishes.
+
+    Reads the journal of a run that is running, stopped or dead. With a FILE that ends with .gz it is compressed.
+    """
+    from asyncrl_cli.buffer.queries import snapshot
+    from asyncrl_cli.buffer.schema import FILE
+    from asyncrl_cli.observe.timeline import write_timeline
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.directory import RunError
+
+    found = find_run(runs_dir, run)
+    path = output or found.path / "timeline.json"
+    with snapshot(found.path / FILE) as connection:
+        try:
+            count = write_timeline(found, connection, path)
+        except OSError as error:
+            raise RunError(
+                f"the timeline cannot be written: {error.strerror}", place=str(path), mend="Name another place with -o"
+            ) from None
+    typer.echo(f"wrote {path} ({count:,} events); open it at https://ui.perfetto.dev")
