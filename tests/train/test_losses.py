@@ -44,20 +44,21 @@ def evaluated(case: Matrices, **options: Any) -> tuple[float, dict[str, float], 
 
 
 @settings(deadline=None)
-@given(**CASES)
+@given(**CASES, kl=st.sampled_from(list(KL)))
 def test_loss_and_gradient_match_the_formula(
-    seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation
+    seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation, kl: str
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
-    loss, _, gradients = evaluated(case, aggregation=aggregation, denominator=7.0)
+    loss, _, gradients = evaluated(case, kl=KL[kl], aggregation=aggregation, denominator=7.0)
     double = exact(case)
     ratio, advantage = np.exp(double["logprobs"] - double["proximal"]), double["advantages"]
     weight = np.minimum(2, -double["behaviour"])
     gap = double["reference"] - double["logprobs"]
     clipped = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage)
-    per_token = weight * clipped + 0.1 * (np.exp(gap) - 1 - gap) - 0.05 * double["entropies"]
+    penalty, slope = {"k1": (-gap, 1), "k2": (gap**2 / 2, -gap), "k3": (np.exp(gap) - 1 - gap, 1 - np.exp(gap))}[kl]
+    per_token = weight * clipped + 0.1 * penalty - 0.05 * double["entropies"]
     active = np.where(advantage > 0, ratio <= 1.28, ratio >= 0.8)
-    gradient = -weight * advantage * ratio * active + 0.1 * (1 - np.exp(gap))
+    gradient = -weight * advantage * ratio * active + 0.1 * slope
     scale = case["mask"] / 7.0
     if aggregation == "sequence_mean":
         scale /= np.maximum(1, case["mask"].sum(axis=1, keepdims=True))
