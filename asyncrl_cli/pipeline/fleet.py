@@ -225,7 +225,7 @@ async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], faul
             await engine.preload()
             return await engine.start(await asyncio.shield(folder))
         except RunError as error:
-            if failed and not isinstance(error, ActorDied):
+            if (folder.done() and folder.exception() is error) or (failed and not isinstance(error, ActorDied)):
                 raise
             failed = failed or not isinstance(error, ActorDied)
             await faults.restarting("engine", engine.name, error.message)

@@ -149,7 +149,7 @@ class CorrectionSpec(Section):
         default_factory=_correction("cap"), gt=0, description="Weights are cut at this (truncated importance sampling)."
     )
     mask_low: float | None = Field(
-        default_factory=_correction("mask_low"), ge=0, description="What weighs less is left out (masked)."
+        default_factory=_correction("mask_low"), gt=0, description="What weighs less is left out (masked)."
     )
     mask_high: float | None = Field(
         default_factory=_correction("mask_high"), gt=0, description="What weighs more is left out (masked)."

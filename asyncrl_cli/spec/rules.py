@@ -423,8 +423,13 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem(f"{key}.reject_over", "k1 has both signs and no maximum", "Set reject_by to k2 or k3.")
     if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
         yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound: it is 0 or more", "Remove it.")
-    if chosen.reject_by == "k1" and (chosen.reject_low or 0.0) >= (chosen.reject_high or float("inf")):
-        yield Problem(f"{key}.reject_low", f"is not below reject_high ({chosen.reject_high})", "Lower it.")
+    if chosen.reject_by is None and (chosen.reject_low is not None or chosen.reject_high is not None):
+        bound = "reject_high" if chosen.reject_low is None else "reject_low"
+        yield Problem(f"{key}.{bound}", "bounds nothing without reject_by", f"Set {key}.reject_by, or remove it.")
+    if chosen.reject_by == "k1" and chosen.reject_high is not None:
+        low = chosen.reject_low or 1.0 / chosen.reject_high
+        if low >= chosen.reject_high:
+            yield Problem(f"{key}.reject_high", f"is not above the lower bound, {low:g}", "Raise it above 1.")
 
 
 @rule
@@ -461,8 +466,8 @@ def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
     """Keys that belong to one loss, aggregation or advantage are given only with it."""
     algorithm = spec.algorithm
     for key, belongs, there in (
-        ("dual_clip", "loss: clip", algorithm.loss == "clip"),
-        ("sapo_temperatures", "loss: sapo", algorithm.loss == "sapo"),
+        ("dual_clip", "loss: clip or gspo", algorithm.loss not in ("cispo", "sapo")),
+        ("sapo_temperatures", "loss: sapo", algorithm.loss not in ("clip", "gspo", "cispo")),
         ("sequence_divisor", "aggregation: sequence_sum", algorithm.aggregation == "sequence_sum"),
         ("critic", f"advantage: {GAE}", algorithm.advantage == GAE),
         ("gae_lambda", f"advantage: {GAE}", algorithm.advantage == GAE),

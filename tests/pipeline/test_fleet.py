@@ -171,13 +171,14 @@ def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
         started(Factory(dies), Trainers(), engines=1, max_restarts=2)
 
 
-def test_an_engine_that_cannot_start_is_named() -> None:
+def test_an_engine_that_cannot_start_is_started_once_more_and_named(killed: list[Any]) -> None:
     def fails(actor: EngineActor) -> None:
         if actor.name == "engine-1":
             raise ValueError("block_size must be a multiple of 8")
 
     with pytest.raises(RunError, match="engine-1: ValueError: block_size must be a multiple of 8"):
         started(Factory(fails), Trainers())
+    assert len(killed) == 2, "its process, and its actor, once"
 
 
 def test_a_skeleton_that_cannot_be_made_ends_the_start() -> None:

@@ -64,7 +64,11 @@ def play(folder: Path, test: Callable[[Scene, Episodes], Coroutine[Any, Any, Non
     async def scenes() -> None:
         scene, episodes = Scene(folder, 1, **sections), Episodes()
         scene.episodes, scene.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
-        with patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0), patch("asyncrl_cli.pipeline.groups.TELL_S", 0.0):
+        with (
+            patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+            patch("asyncrl_cli.pipeline.groups.TELL_S", 0.0),
+            patch("asyncrl_cli.pipeline.groups.ADMIT_S", 0.0),
+        ):
             async with asyncio.TaskGroup() as tasks:
                 await scene.start(tasks)
                 await test(scene, episodes)

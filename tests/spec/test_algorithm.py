@@ -69,7 +69,11 @@ def test_what_is_said_beside_a_preset_wins_and_what_was_said_below_it_is_dropped
         (["algorithm.correction.preset=icepop", "algorithm.correction.mask_low=6.0"], "is not below mask_high"),
         (["algorithm.correction.reject_by=k3"], "rejects nothing without a bound"),
         (["algorithm.correction.reject_by=k2", "algorithm.correction.reject_low=0.5"], "k2 has no lower bound"),
-        (["algorithm.correction.preset=geometric", "algorithm.correction.reject_low=2.0"], "is not below reject_high"),
+        (
+            ["algorithm.correction.preset=geometric", "algorithm.correction.reject_low=2.0"],
+            "is not above the lower bound",
+        ),
+        (["algorithm.correction.preset=geometric", "algorithm.correction.reject_by=null"], "without reject_by"),
         (["rollout.group_size=1"], "one rollout has nothing to be compared with"),
     ],
 )
@@ -86,7 +90,7 @@ def test_choices_that_contradict_each_other_are_refused(overrides: list[str], wo
         (["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"], "groups with equal rewards teach"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
         (["algorithm.reference_every=5"], "there is no reference"),
-        (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "belongs to loss: clip"),
+        (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "belongs to loss: clip or gspo"),
         (["algorithm.gae_lambda=0.9"], "belongs to advantage: gae"),
         (["algorithm.sequence_divisor=64"], "belongs to aggregation: sequence_sum"),
     ],
