@@ -19,6 +19,7 @@ from asyncrl_cli.cli import (
     init,
     inspect,
     replay,
+    report,
     resume,
     runs,
     serve,
@@ -48,6 +49,7 @@ app.command("runs")(runs.runs)
 app.command("track")(track.track)
 app.add_typer(inspect.app, name="inspect")
 app.command("staleness")(staleness.staleness)
+app.command("report")(report.report)
 app.command("timeline")(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("validate-spec")(validate_spec.validate_spec)

@@ -1,0 +1,75 @@
+"""How lengths and rewards of trained rollouts were distributed, over ranges of steps. Counted in SQL."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from typing import Literal
+
+COLUMNS = 60
+"""Ranges of steps."""
+BINS = 30
+"""Ranges of values."""
+SCATTERED = 1500
+"""Rollouts that a scatter plot shows, about."""
+
+Quantity = Literal["tokens", "reward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """``shares[bin][column]`` of a range of steps' rollouts have a value in a bin; each column sums to 1.
+
+    ``values`` are the middles of the bins, ``steps`` the last step of each range, from 1.
+    """
+
+    values: tuple[float, ...]
+    steps: tuple[int, ...]
+    shares: tuple[tuple[float, ...], ...]
+
+
+_TRAINED = "groups g JOIN rollouts r ON r.group_id = g.id WHERE g.step IS NOT NULL"
+
+
+def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram | None:
+    """The distribution of a quantity; None when no rollout has it."""
+    value = f"r.{quantity}"
+    low, high, first, last = connection.execute(
+        f"SELECT min({value}), max({value}), min(g.step), max(g.step) FROM {_TRAINED} AND {value} IS NOT NULL"
+    ).fetchone()
+    if low is None:
+        return None
+    whole = quantity == "tokens"
+    width = -(-(high - low + 1) // BINS) if whole else (high - low) / (BINS - 1) or 1.0
+    origin = low if whole else low - width / 2
+    bins = int((high - origin) / width) + 1
+    size = -(-(last - first + 1) // COLUMNS)
+    columns = (last - first) // size + 1
+    counts = [[0] * columns for _ in range(bins)]
+    for column, at, count in connection.execute(
+        f"SELECT (g.step - :first) / :size, CAST(({value} - :origin) / :width AS INTEGER), count(*) "
+        f"FROM {_TRAINED} AND {value} IS NOT NULL GROUP BY 1, 2",
+        {"first": first, "size": size, "origin": origin, "width": width},
+    ):
+        counts[min(at, bins - 1)][column] += count
+    totals = [sum(row[column] for row in counts) or 1 for column in range(columns)]
+    middle = (width - 1) / 2 if whole else width / 2
+    return Histogram(
+        values=tuple(origin + width * at + middle for at in range(bins)),
+        steps=tuple(min(first + size * (column + 1), last + 1) for column in range(columns)),
+        shares=tuple(tuple(count / total for count, total in zip(row, totals, strict=True)) for row in counts),
+    )
+
+
+def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, int]]:
+    """Length (tokens), reward and step (from 1) of some trained rollouts: those of every so many-th group."""
+    rollouts, last = connection.execute(
+        "SELECT (SELECT count(*) FROM rollouts), (SELECT coalesce(max(id), 0) FROM groups)"
+    ).fetchone()
+    every = max(1, rollouts // SCATTERED)
+    return connection.execute(
+        f"SELECT r.tokens, r.reward, g.step + 1 FROM {_TRAINED} AND r.reward IS NOT NULL "
+        "AND g.id IN (WITH RECURSIVE some(id) AS (SELECT 0 UNION ALL SELECT id + :every FROM some WHERE id < :last) "
+        "SELECT id FROM some)",
+        {"every": every, "last": last},
+    ).fetchall()

@@ -1,0 +1,79 @@
+"""The report as one HTML file that loads nothing: plotly.js, styles, script and data are in it.
+
+A Content-Security-Policy forbids what would go over the network. Text of runs (prompts, tokens, messages) is escaped by
+the template, and data is JSON without a ``<``, so that nothing in a run can become markup.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.observe.report.charts import Chart, curve_charts
+from asyncrl_cli.observe.report.summary import RunSummary
+from asyncrl_cli.observe.resolved import flattened
+
+NOT_SET = "not set"
+
+
+def render(runs: Sequence[RunSummary]) -> str:
+    """The page of one run, or of several side by side."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("asyncrl_cli.observe.report", "page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    charts: dict[str, Chart] = {}
+
+    def drawn(chart: Chart) -> str:
+        name = f"chart-{len(charts)}"
+        charts[name] = chart
+        return name
+
+    common = [(drawn(chart), chart) for chart in curve_charts({run.run_id: run.curves for run in runs})]
+    own = {run.run_id: [(drawn(chart), chart) for chart in run.charts] for run in runs}
+    folder = files("asyncrl_cli.observe.report") / "page"
+    return environment.get_template("report.html.j2").render(
+        runs=runs,
+        common=common,
+        own=own,
+        differences=differences(runs),
+        style=(folder / "report.css").read_text(encoding="utf-8"),
+        script=(folder / "report.js").read_text(encoding="utf-8"),
+        plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
+        data=embedded({name: chart.document() for name, chart in charts.items()}),
+    )
+
+
+def write(text: str, path: Path) -> None:
+    """Write a page whole. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def embedded(value: Any) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
+    """The keys of the specs that are not the same in all runs, with the value of each run."""
+    specs = [dict(flattened(run.spec)) for run in runs]
+    keys = dict.fromkeys(key for spec in specs for key in spec)
+    rows = [(key, [_told(spec[key]) if key in spec else NOT_SET for spec in specs]) for key in keys]
+    return [(key, values) for key, values in rows if any(a != b for a, b in pairwise(values))]
+
+
+def _told(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

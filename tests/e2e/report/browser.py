@@ -1,0 +1,127 @@
+"""A headless Chromium with one page, over the DevTools protocol (chromedevtools.github.io/devtools-protocol)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PATIENCE_S = 60.0
+
+
+def installed() -> str | None:
+    """The browser's path, if there is one."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Page:
+    """A page that is shown. ``errors`` are those of its scripts and of its console; ``requests`` the addresses that it
+    asked for."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._loaded = asyncio.Event()
+
+    async def open(self, path: Path, width: int, height: int, dark: bool) -> None:
+        """Show a file, as large as a screen, until it is loaded."""
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await self._ask(f"{domain}.enable")
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        await self._ask("Emulation.setDeviceMetricsOverride", **size)
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self._ask("Emulation.setEmulatedMedia", features=[feature])
+        await self._ask("Page.navigate", url=path.absolute().as_uri())
+        await asyncio.wait_for(self._loaded.wait(), PATIENCE_S)
+
+    async def evaluate(self, script: str) -> Any:
+        """The value of an expression, once it is known."""
+        answer = await self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise AssertionError(answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    async def screenshot(self, path: Path, whole: bool = False) -> None:
+        """Write what is seen, or the ``whole`` page, as PNG."""
+        answer = await self._ask("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    async def listen(self) -> None:
+        """Take in what the browser says, for ever."""
+        async for message in self._socket:
+            said = message.json()
+            if "id" in said:
+                self._answers.pop(said["id"]).set_result(said)
+                continue
+            what, facts = said["method"], said["params"]
+            if what == "Page.loadEventFired":
+                self._loaded.set()
+            elif what == "Runtime.exceptionThrown":
+                self.errors.append(str(facts["exceptionDetails"]))
+            elif what == "Log.entryAdded" and facts["entry"]["level"] in ("error", "warning"):
+                self.errors.append(str(facts["entry"]))
+            elif what == "Runtime.consoleAPICalled" and facts["type"] in ("error", "warning", "assert"):
+                self.errors.append(str(facts["args"]))
+            elif what == "Network.requestWillBeSent":
+                self.requests.append(facts["request"]["url"])
+
+    async def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": number, "method": method, "params": parameters})
+        said = await asyncio.wait_for(answer, PATIENCE_S)
+        if "error" in said:
+            raise AssertionError(f"{method}: {said['error']}")
+        result: dict[str, Any] = said["result"]
+        return result
+
+
+@asynccontextmanager
+async def page(profile: Path) -> AsyncIterator[Page]:
+    """A page in a browser of its own, whose profile is in this folder."""
+    program = installed()
+    assert program is not None
+    process = await asyncio.create_subprocess_exec(
+        *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+        *("--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        port = await asyncio.wait_for(_port(process), PATIENCE_S)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{port}/json/list") as answer,
+            session.ws_connect(_address(await answer.json()), max_msg_size=0) as socket,
+        ):
+            shown = Page(socket)
+            listening = asyncio.create_task(shown.listen())
+            yield shown
+            listening.cancel()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _port(process: asyncio.subprocess.Process) -> int:
+    assert process.stderr is not None
+    async for line in process.stderr:
+        if b"DevTools listening on ws://" in line:
+            return int(line.rsplit(b":", 1)[1].split(b"/")[0])
+    raise AssertionError("the browser ended")
+
+
+def _address(targets: list[dict[str, Any]]) -> str:
+    return str(next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page"))

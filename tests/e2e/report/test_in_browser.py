@@ -1,0 +1,73 @@
+"""The report in a headless Chromium: drawn without a word in the console, loading nothing, with controls that work."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.observe.report.page import render, write
+from asyncrl_cli.observe.report.summary import summarize
+from tests.e2e.report.browser import Page, installed, page
+from tests.observe.made_runs import SITUATIONS, made_run
+
+pytestmark = pytest.mark.skipif(installed() is None, reason="there is no Chromium")
+
+DRAWN = "document.querySelectorAll('.chart > .plot-container .main-svg').length > 0"
+TICKS = "[...document.querySelectorAll('#chart-0 .xtitle')].map((one) => one.textContent).join()"
+TOKEN = "getComputedStyle(document.querySelector('.tokens i[style*=\"--p:0.5\"]')).backgroundColor"
+GROUND = "getComputedStyle(document.body).backgroundColor"
+INK = "getComputedStyle(document.querySelector('#chart-0 .xtick text')).fill"
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    runs = [made_run(tmp_path, monkeypatch, SITUATIONS[name], run_id=name.replace(" ", "-")) for name in SITUATIONS]
+    for run in runs:
+        (run.path / "spec.yaml").write_text(f"name: {run.run_id}\n")
+    write(render([summarize(run) for run in runs]), tmp_path / "report.html")
+    return tmp_path / "report.html"
+
+
+async def controls(shown: Page) -> dict[str, Any]:
+    """What the page shows before and after each control is used."""
+
+    async def click(selector: str) -> None:
+        await shown.evaluate(f"document.querySelector('{selector}').click()")
+
+    found = {"drawn": await shown.evaluate(DRAWN), "step": await shown.evaluate(TICKS)}
+    await click("#axis [value=tokens]")
+    found["tokens"] = await shown.evaluate(TICKS)
+    await click("#axis [value=hours]")
+    found["hours"] = await shown.evaluate(TICKS)
+    found["logprob"] = await shown.evaluate(TOKEN)
+    await click(".colouring [value=version]")
+    found["version"] = await shown.evaluate(TOKEN)
+    found["before"] = await shown.evaluate(GROUND), await shown.evaluate(INK)
+    await click("#theme")
+    found["after"] = await shown.evaluate(GROUND), await shown.evaluate(INK)
+    return found
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)], ids=["desktop", "phone, dark"])
+def test_it_is_drawn_and_its_controls_work(report: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    async def look() -> None:
+        async with page(tmp_path / "profile") as shown:
+            await shown.open(report, width, 900, dark)
+            found = await controls(shown)
+            assert await shown.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling sideways"
+            charts = await shown.evaluate("document.querySelectorAll('.chart').length")
+            assert charts == await shown.evaluate("document.querySelectorAll('.chart > .plot-container').length") > 20
+            assert await shown.evaluate("document.querySelectorAll('#differences tbody tr').length") == 1
+            await shown.screenshot(tmp_path / "report.png", whole=True)
+        assert found["drawn"] is True
+        assert (found["step"], found["tokens"], found["hours"]) == ("step", "trained tokens", "hours since the start")
+        assert found["logprob"] != found["version"]
+        assert (found["before"][0] == "rgb(20, 23, 27)") is dark
+        assert all(before != after for before, after in zip(found["before"], found["after"], strict=True))
+        assert shown.errors == []
+        assert [address for address in shown.requests if not address.startswith("data:")] == [report.as_uri()]
+
+    asyncio.run(look())

@@ -1,0 +1,94 @@
+"""Made runs of which it is known what held them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.buffer.records import BufferSettings, Outcome
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.observe.report.bottleneck import Part
+from asyncrl_cli.rollout.records import training_rollout_id
+from asyncrl_cli.runs.directory import RunDirectory
+from tests.buffer import recorded_run
+from tests.buffer.recorded_run import RecordedRun, make_run, settings
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """How long things take, in seconds: a group's generation and its reward (one scorer), a step's training and
+    publishing; the groups that run at once; and what that makes of the run."""
+
+    bottleneck: Part
+    group_s: float = 2.0
+    reward_s: float = 0.0
+    train_s: float = 2.0
+    publish_s: float = 0.1
+    at_once: int = 8
+    engines_busy: float = 0.9
+
+
+SITUATIONS: Mapping[str, Situation] = {
+    "slow trainer": Situation("training", train_s=20.0, engines_busy=0.2),
+    "slow engines": Situation("generation", group_s=30.0, at_once=2),
+    "slow reward": Situation("reward", reward_s=10.0, engines_busy=0.2),
+    "slow publishing": Situation("publishing", publish_s=20.0),
+}
+
+
+class ScoredRun(RecordedRun):
+    """A run whose groups are scored one after another, ``reward_s`` each, after they are generated."""
+
+    def __init__(self, *arguments: Any, reward_s: float) -> None:
+        self._reward_s = reward_s
+        self._scorer_free_at = 0.0
+        self._generated: set[int] = set()
+        super().__init__(*arguments)
+
+    def _end_first(self) -> None:
+        self.now, group_id = heappop(self._ends)
+        places = range(self.settings.group_size)
+        if group_id not in self._generated:
+            self._generated.add(group_id)
+            self.book.record(self.rollout(group_id, place) for place in places)
+            if self._reward_s:
+                self._scorer_free_at = max(self._scorer_free_at, self.now) + self._reward_s
+                heappush(self._ends, (self._scorer_free_at, group_id))
+                return
+        self.book.judge(Outcome(training_rollout_id(group_id, place), float(place % 2)) for place in places)
+        self.fill()
+
+
+def made_run(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    situation: Situation,
+    steps: int = 12,
+    run_id: str = "run-1",
+    of: BufferSettings | None = None,
+) -> RunDirectory:
+    """A run of so many steps in this situation."""
+    monkeypatch.setattr(recorded_run, "TRAIN_S", situation.train_s)
+    monkeypatch.setattr(recorded_run, "PUBLISH_S", situation.publish_s)
+    metrics = recorded_run.METRICS | {"share/engines_busy": situation.engines_busy, "reward/mean": 0.5}
+    monkeypatch.setattr(recorded_run, "METRICS", metrics)
+    run = make_run(folder, run_id)
+    recorded = ScoredRun(
+        *(
+            run.path / FILE,
+            monkeypatch,
+            of or settings(max_staleness=2),
+            lambda _: situation.group_s,
+            situation.at_once,
+        ),
+        reward_s=situation.reward_s,
+    )
+    for _ in range(steps):
+        recorded.step()
+    recorded.book.journal.close()
+    return run

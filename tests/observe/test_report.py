@@ -1,0 +1,292 @@
+"""The report: what it says, what it draws, and that it is one file that nothing in a run can break out of."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from asyncrl_cli.buffer.queries import snapshot
+from asyncrl_cli.buffer.schema import FILE, open_for_writing
+from asyncrl_cli.buffer.spans import step_spans
+from asyncrl_cli.observe.report import samples as samples_module
+from asyncrl_cli.observe.report.charts import curve_charts
+from asyncrl_cli.observe.report.curves import curves
+from asyncrl_cli.observe.report.distributions import histogram, length_and_reward
+from asyncrl_cli.observe.report.page import embedded, render, write
+from asyncrl_cli.observe.report.samples import samples
+from asyncrl_cli.observe.report.story import failed, learned, trend
+from asyncrl_cli.observe.report.summary import summarize
+from asyncrl_cli.runs.directory import RunDirectory
+from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
+from tests.observe.made_runs import SITUATIONS, made_run
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text in each kind of it."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[str, str] = {}
+        self._open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag not in ("meta", "input", "br"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"</{tag}> closes what it should not"
+
+    def handle_data(self, data: str) -> None:
+        for tag in self._open[-1:]:
+            self.text[tag] = self.text.get(tag, "") + data
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run with nasty text wherever a run has text of its own."""
+    run = made_run(tmp_path, monkeypatch, SITUATIONS["slow engines"])
+    (run.path / "spec.yaml").write_text(f"name: {json.dumps(NASTY)}\nstop: {{steps: 12}}\n")
+    journal = open_for_writing(run.path / FILE)
+    journal.execute("UPDATE groups SET uid = ?, prompt = ?", (NASTY, json.dumps(NASTY)))
+    journal.execute("INSERT INTO failures (at, kind, part, message) VALUES (0, 'engine', 'engine-0', ?)", (NASTY,))
+    for step, accuracy in ((0, 0.25), (10, 0.75)):
+        journal.execute("INSERT INTO evaluations VALUES (?, 'greedy', 1790000100, ?, 0, 0, 8, 0, 0)", (step, accuracy))
+    journal.close()
+    return run
+
+
+def charts_of(page: str) -> dict[str, Any]:
+    return dict(json.loads(page.split('id="data">')[1].split("</script>")[0]))
+
+
+def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) -> None:
+    page = render([summarize(run)])
+    found = Elements(page)
+    tags = [tag for tag, _ in found.elements]
+    assert tags.count("script") == 3 and "img" not in tags and "link" not in tags
+    for _, attributes in found.elements:
+        assert not attributes.keys() & {"src", "href", "onerror", "onload"}
+    policy = next(a["content"] for _, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'")
+    assert NASTY in found.text["td"], "a fault"
+    assert NASTY in found.text["p"], "a prompt"
+    assert NASTY in found.text["pre"].replace('\\"', '"'), "the spec"
+
+
+def test_the_page_answers_the_four_questions(run: RunDirectory) -> None:
+    found = Elements(render([summarize(run)]))
+    questions = found.text["dt"]
+    assert questions.split("?")[:-1] == [
+        *("Did it learn", "What held it back", "Was it ever too stale", "What failed"),
+    ]
+    answers = found.text["dd"]
+    assert "Held-out accuracy: greedy 0.25 to 0.75" in answers
+    assert "Generation held the run back: the trainer waited for rollouts" in answers
+    assert "No: all 24 groups kept the bound of 2 version(s)" in answers
+    assert "Faults: 1 × engine; the first: engine-0: </script>" in answers
+
+
+def test_every_chart_is_a_figure_of_plotly_with_a_place_on_the_page(run: RunDirectory) -> None:
+    from plotly.graph_objects import Figure  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    page = render([summarize(run)])
+    charts = charts_of(page)
+    assert len(charts) >= 8
+    assert set(charts) == {a["id"] for _, a in Elements(page).elements if a.get("class") == "chart"}
+    for chart in charts.values():
+        Figure(data=chart["data"], layout=chart["layout"])  # raises for what is no property of a figure
+        for xs in (chart["xs"] or {}).values():
+            assert [len(x) for x in xs] == [len(trace["y"]) for trace in chart["data"]]
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for name, rate in (("fast", 0.1), ("slow", 0.2)):
+        runs.append(made_run(tmp_path, monkeypatch, SITUATIONS["slow trainer"], run_id=name))
+        runs[-1].write_text("spec.yaml", f"seed: 1\ntrainer: {{rate: {rate}}}\n{name}: [1]\n")
+    page = render([summarize(run) for run in runs])
+    text = Elements(page).text
+    assert "trainer.rate" in text["code"] and "0.10.2" in text["code"]
+    assert "not set" in text["code"] and "seed" not in text["code"]
+    reward = charts_of(page)["chart-0"]["data"]
+    assert [trace["name"] for trace in reward] == ["fast", "slow"]
+    assert reward[0]["line"]["color"] != reward[1]["line"]["color"]
+
+
+def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, phase="starting")
+    RecordedRun(run.path / FILE, monkeypatch, settings(), lambda _: 3.0)
+    (run.path / "manifest.json").unlink()
+    text = Elements(render([summarize(run)])).text["dd"]
+    assert "Too few steps" in text and "No step is trained yet" in text and "process died" in text
+
+
+def test_a_page_is_written_whole(tmp_path: Path) -> None:
+    write("page", tmp_path / "new" / "report.html")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
+
+
+JSON = st.recursive(st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists)
+
+
+@given(JSON)
+@example(NASTY)
+def test_embedded_json_closes_no_script(value: Any) -> None:
+    text = embedded(value)
+    assert "<" not in text and json.loads(text) == value
+
+
+# -- what is said
+
+
+@given(st.lists(st.floats(0.4, 0.6), min_size=20, max_size=200), st.floats(1.0, 10.0))
+def test_a_trend_beyond_the_noise_is_seen_and_noise_is_none(noise: list[float], rise: float) -> None:
+    tilted = [value + rise * at / len(noise) for at, value in enumerate(noise)]
+    for values, way in ((tilted, "rose"), (tilted[::-1], "fell")):
+        found = trend(values)
+        assert found is not None and found.direction == way
+    flat = trend([value + (-1) ** at * rise for at, value in enumerate(noise)])
+    assert flat is not None and flat.direction == "did not change beyond its noise"
+
+
+def test_trends_of_little() -> None:
+    assert trend([]) is None and trend([1.0, math.nan]) is None
+    found = trend([0.5] * 30)
+    assert found is not None and found.direction == "did not change beyond its noise"
+
+
+def test_learning_and_failures_in_words() -> None:
+    assert learned([0.0, 0.1, 0.2, 0.3, 0.4] * 1, {}).answer.startswith(("Yes", "Not"))
+    assert learned([at / 100 for at in range(100)], {"greedy": [0.1, 0.9]}).tone == "good"
+    assert learned([-at / 100 for at in range(100)], {"greedy": [0.1]}).answer.startswith("No: the mean reward fell")
+    assert failed("finished", "", {}, "").answer == "Nothing. No part had a fault."
+    survived = failed("finished", "", {"engine": 2, "scorer": 1}, "engine-1: gone")
+    assert survived.answer == "Faults: 2 × engine, 1 × scorer; the first: engine-1: gone. The run went on after each."
+    assert failed("failed", "RunError: full disk", {}, "").tone == "bad"
+    assert failed("failed", "RunError: full disk", {}, "").answer.startswith("The run failed: RunError: full disk. ")
+
+
+# -- what is drawn
+
+
+def test_histograms_count_every_trained_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(total_steps=200), lambda g: 1.0)
+    for _ in range(130):  # more than columns
+        run.step()
+    random = np.random.default_rng(0)
+    journal = open_for_writing(tmp_path / FILE)
+    places = journal.execute("SELECT group_id, place FROM rollouts").fetchall()
+    for group_id, place in places:
+        tokens, reward = int(random.integers(3, 500)), float(random.normal())
+        journal.execute(
+            "UPDATE rollouts SET tokens = ?, reward = ? WHERE group_id = ? AND place = ?",
+            (tokens, reward, group_id, place),
+        )
+    rows = np.array(
+        journal.execute(
+            "SELECT g.step, tokens, reward FROM rollouts r JOIN groups g ON g.id = group_id WHERE g.step IS NOT NULL"
+        ).fetchall()
+    )
+    journal.close()
+    with snapshot(tmp_path / FILE) as connection:
+        found = {"tokens": histogram(connection, "tokens"), "reward": histogram(connection, "reward")}
+        points = length_and_reward(connection)
+    for column, name in enumerate(found, 1):
+        of = found[name]
+        assert of is not None
+        values, shares = np.array(of.values), np.array(of.shares)
+        assert shares.shape == (len(values), len(of.steps)) and of.steps[-1] == 130
+        np.testing.assert_allclose(shares.sum(axis=0), 1.0)
+        first = 0
+        for at, last in enumerate(of.steps):
+            inside = rows[(rows[:, 0] >= first) & (rows[:, 0] < last), column]
+            nearest = np.abs(inside[:, None] - values).argmin(axis=1)
+            np.testing.assert_allclose(shares[:, at], np.bincount(nearest, minlength=len(values)) / len(inside))
+            first = last
+    assert {(tokens, reward, step - 1) for tokens, reward, step in points} == {(t, r, s) for s, t, r in rows.tolist()}
+
+
+def test_a_quantity_with_one_value_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 1.0)
+    with snapshot(tmp_path / FILE) as connection:
+        assert histogram(connection, "tokens") is None and length_and_reward(connection) == []
+    run.step()
+    with snapshot(tmp_path / FILE) as connection:
+        found = histogram(connection, "tokens")
+    assert found is not None and (found.values, found.shares) == ((4,), ((1.0,),))
+
+
+@pytest.mark.parametrize("points", [3, 7, 100])
+def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path, monkeypatch, SITUATIONS["slow trainer"], steps=7)
+    journal = open_for_writing(run.path / FILE)
+    rewards = [0.0, 1.0, math.nan, 3.0, 4.0, 5.0, 6.0]
+    for step, reward in enumerate(rewards):
+        metrics = {"reward/mean": reward, "tokens/trained": 10.0} | ({"train/loss": 1.0} if step == 3 else {})
+        journal.execute("UPDATE batches SET metrics = ? WHERE step = ?", (json.dumps(metrics), step))
+    journal.execute("INSERT INTO evaluations VALUES (4, 'greedy', 1790003600, 0.5, 0, 0, 8, 0, 0)")
+    journal.close()
+    with snapshot(run.path / FILE) as connection:
+        spans = list(step_spans(connection, 1))
+        found = curves(connection, spans, ("reward/mean", "train/loss", "no/such"), points)
+    size = -(-7 // points)
+    parts = [np.array(rewards[at : at + size]) for at in range(0, 7, size)]
+    expected = [np.nanmean(part) if np.isfinite(part).any() else None for part in parts]
+    assert found.series["reward/mean"] == tuple(expected)
+    assert set(found.series) == {"reward/mean", "train/loss"}
+    assert found.axis.steps == tuple(min(at + size, 7) for at in range(0, 7, size))
+    assert found.axis.tokens == tuple(10 * step for step in found.axis.steps)
+    where, accuracies = found.evaluations["greedy"]
+    assert (where.steps, where.tokens, where.hours, accuracies) == ((4,), (40.0,), (1.0,), (0.5,))
+    for chart in curve_charts({"run": found}):
+        json.dumps(chart.document(), allow_nan=False)
+
+
+# -- rollouts to read
+
+
+def test_the_best_the_worst_and_the_most_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), 4)
+    for _ in range(8):
+        run.step()
+    with snapshot(tmp_path / FILE) as connection:
+        found = samples(connection, None)
+        lag = connection.execute(
+            "SELECT max(b.version - r.oldest) FROM rollouts r JOIN groups g ON g.id = r.group_id "
+            "JOIN batches b ON b.step = g.step"
+        ).fetchone()[0]
+    of_kind = {kind: [one for one in found if one.kind == kind] for kind in samples_module.KINDS}
+    assert [len({one.rollout_id.split("-")[0] for one in some}) for some in of_kind.values()] == [3, 3, 3]
+    assert {one.reward for one in of_kind["best"]} == {1.0} and {one.reward for one in of_kind["worst"]} == {0.0}
+    assert {one.lag for one in of_kind["most stale"]} == {lag} and lag > 0
+    for one in found:
+        assert [token.text for token in one.shown] == ["5 ", "6 ", "7 ", "1 "]
+        assert [token.logprob for token in one.shown] == [0.0, -0.25, -0.5, -0.75]
+        assert one.shown[1].surprise == pytest.approx(1 - math.exp(-0.25))
+        versions = [token.version for token in one.shown]
+        assert [token.age for token in one.shown] == [sorted(set(versions)).index(version) for version in versions]
+
+
+def test_what_an_episode_was_given_has_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = EpisodeRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 3.0)
+    for _ in range(2):
+        run.step()
+    monkeypatch.setattr(samples_module, "TOKENS_SHOWN", 6)
+    with snapshot(tmp_path / FILE) as connection:
+        one = samples(connection, None)[0]
+    assert [token.version is None for token in one.shown] == [True] * 3 + [False] * 2 + [True]
+    assert one.left_out == 3 and [token.surprise for token in one.shown[:3]] == [0.0] * 3
