@@ -16,6 +16,7 @@ import typer
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import (
     checkpoint,
+    doctor,
     init,
     inspect,
     replay,
@@ -49,6 +50,7 @@ app.command("runs")(runs.runs)
 app.command("track")(track.track)
 app.add_typer(inspect.app, name="inspect")
 app.command("staleness")(staleness.staleness)
+app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.command("timeline")(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -30,7 +30,7 @@ def check_machine(spec: ExperimentSpec) -> None:
                 place="this machine",
                 mend="Stop other programs, or lower rollout.engines or trainer.ranks",
             )
-    free = shutil.disk_usage(_existing(spec.runs_dir.absolute())).free
+    free = shutil.disk_usage(existing(spec.runs_dir.absolute())).free
     if free < LEAST_DISK_BYTES:
         raise RunError(
             f"{free / GIB:.1f} GiB are free on its disk, less than {LEAST_DISK_BYTES / GIB:.0f} GiB",
@@ -48,7 +48,8 @@ def available_memory() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
     while not path.exists():
         path = path.parent
     return path

