@@ -48,7 +48,8 @@ def test_every_stage_trains_to_the_same_weights(results: Any) -> None:
     plain = results[0][(0, "float32")]["good"]["weights"]
     for stage in (*((stage, "float32") for stage in (1, 2, 3)), (2, "float32", "optimizer"), (3, "float32", "all")):
         for name, weight in results[0][stage]["good"]["weights"].items():
-            torch.testing.assert_close(weight, plain[name], rtol=1e-5, atol=1e-6, msg=f"{stage} {name}")
+            # Where a gradient is all rounding, Adam makes a full step of it: single weights may differ by more.
+            assert (weight - plain[name]).norm() < 1e-5 * plain[name].norm(), (stage, name)
 
 
 @pytest.mark.parametrize("stage", range(4))
