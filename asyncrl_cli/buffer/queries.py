@@ -180,7 +180,7 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
             StateCount("requeued", sum(dropped["requeued"].values())),
         ),
         rejected=dropped["rejected"],
-        due=_due(connection, where),
+        due=due_groups(connection, where),
         lengths=tuple(lengths),
         rewards=tuple(rewards),
     )
@@ -205,7 +205,8 @@ def _trained(connection: sqlite3.Connection) -> int:
     return int(taken - untrained)
 
 
-def _due(connection: sqlite3.Connection, where: Standing) -> tuple[Due, ...]:
+def due_groups(connection: sqlite3.Connection, where: Standing) -> tuple[Due, ...]:
+    """The groups that are not taken, those that were admitted first at the top."""
     rows = connection.execute(
         f"SELECT g.version, sum(g.state = 'running'), sum(g.state = 'finished') FROM groups g "
         f"WHERE {_OUTSTANDING} GROUP BY g.version ORDER BY g.version"

@@ -29,6 +29,7 @@ from asyncrl_cli.cli import (
     track,
     train,
     validate_spec,
+    watch,
 )
 from asyncrl_cli.runs.errors import UserError
 
@@ -46,6 +47,7 @@ app.command("train")(train.train)
 app.command("resume")(resume.resume)
 app.command("replay")(replay.replay)
 app.command("serve")(serve.serve)
+app.command("watch")(watch.watch)
 app.command("runs")(runs.runs)
 app.command("track")(track.track)
 app.add_typer(inspect.app, name="inspect")

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.observe.dashboard import TREND_STEPS, TRENDS, Shown, panel
 from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.reporter import View
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.live import Live
-
-TREND_STEPS = 32
-"""Values that a sparkline shows; so many fit beside the numbers on a terminal of 80 columns."""
-BARS = "▁▂▃▄▅▆▇█"
-LABEL_WIDTH = len("held-out, sampled")
-
-
-def sparkline(values: list[float]) -> str:
-    """A bar per value, from the lowest to the highest of them."""
-    if not values:
-        return ""
-    low, span = min(values), max(values) - min(values)
-    if not 0.0 < span < math.inf:
-        return BARS[0] * len(values)
-    return "".join(BARS[int((value - low) / span * (len(BARS) - 1))] for value in values)
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
@@ -85,88 +70,49 @@ class PlainView:
 
 
 class LiveView:
-    """One panel that is drawn over itself."""
+    """The panel, drawn over itself."""
 
     def __init__(self, live: Live, steps: int, max_staleness: int) -> None:
         self._live = live
-        self._steps = steps
-        self._max_staleness = max_staleness
-        self._status = ""
-        self._counts: Counts | None = None
-        self._step = self._version = 0
-        self._metrics: Mapping[str, float] = {}
-        self._trend: dict[str, deque[float]] = {}
+        self._shown = Shown("", steps=steps, max_staleness=max_staleness)
+        self._trends: dict[str, deque[float]] = {name: deque(maxlen=TREND_STEPS) for name in TRENDS}
         self._accuracy: dict[str, list[float]] = {}
-        self._since = time.monotonic()
-        self._first_step = 0
+        self._first: tuple[float, int] | None = None  # when the first step was done, and which it was
 
     def status(self, text: str) -> None:
-        self._status = text
-        self._live.update(self._panel())
+        self._show(now=text)
 
     def doing(self, text: str, counts: Counts) -> None:
-        self._status, self._counts = text, counts
-        self._live.update(self._panel())
+        self._show(now=text, counts=counts)
 
     def warn(self, text: str) -> None:
         self._live.console.print(f"! {text}", markup=False, highlight=False)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        if not self._metrics:
-            self._since, self._first_step = time.monotonic(), step
-        self._step, self._version, self._metrics = step, version, metrics
-        for name in ("reward/mean", "response/tokens_mean"):
-            self._trend.setdefault(name, deque(maxlen=TREND_STEPS)).append(metrics[name])
-        self._live.update(self._panel())
+        for name, values in self._trends.items():
+            if name in metrics:
+                values.append(metrics[name])
+        self._show(
+            step=step,
+            version=version,
+            metrics=metrics,
+            trends={name: list(values) for name, values in self._trends.items()},
+            remaining_s=self._remaining(step),
+        )
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._accuracy.setdefault(result.kind, []).append(result.accuracy)
-        self._live.update(self._panel())
+        self._show(accuracy=self._accuracy)
 
-    def _panel(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
+    def _show(self, **changes: Any) -> None:
+        self._shown = replace(self._shown, **changes)
+        self._live.update(panel(self._shown))
 
-        def line(text: str) -> Text:  # not a plain string, in which rich would look for markup
-            return Text(text, no_wrap=True, overflow="ellipsis")
-
-        table = Table.grid(padding=(0, 2))
-        # rich takes room from columns without a fixed width first, so that labels survive a long line.
-        table.add_column(style="dim", width=LABEL_WIDTH)
-        table.add_column()
-        table.add_row("now", line(self._status))
-        if self._metrics:
-            table.add_row(
-                "step", line(f"{self._step} of {self._steps}, weight version {self._version}{self._remaining()}")
-            )
-            table.add_row("", ProgressBar(total=self._steps, completed=self._step, width=40))
-            for name, value in self._rows():
-                table.add_row(name, line(value))
-        return table
-
-    def _rows(self) -> Iterator[tuple[str, str]]:
-        m = self._metrics
-        yield "reward", f"{m['reward/mean']:.3f}  {sparkline(list(self._trend['reward/mean']))}"
-        for kind, values in self._accuracy.items():
-            label = kind if ":" in kind else f"held-out, {kind}"
-            yield label, f"{values[-1]:.3f}  {sparkline(values[-TREND_STEPS:])}  (first {values[0]:.3f})"
-        lengths = sparkline(list(self._trend["response/tokens_mean"]))
-        yield "response", f"{m['response/tokens_mean']:.1f} tokens  {lengths}"
-        mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
-        yield "staleness", f"mean {mean:.2f}, max {worst:.0f} of {self._max_staleness} versions"
-        yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
-        yield "busy", f"trainer {m['share/trainer_busy']:.0%}, engines {m['share/engines_busy']:.0%}"
-        if self._counts is not None:
-            c = self._counts
-            yield "groups", f"{c.running} running, {c.finished} finished, {c.taken} trained, {c.rejected} rejected"
-
-    def _remaining(self) -> str:
-        done = self._step - self._first_step
-        if done < 2:
-            return ""
-        seconds = (time.monotonic() - self._since) / done * (self._steps - self._step)
-        return f", {int(seconds // 60)}:{int(seconds % 60):02d} left"
+    def _remaining(self, step: int) -> float | None:
+        now = time.monotonic()
+        since, first = self._first = self._first or (now, step)
+        done = step - first
+        return (now - since) / done * (self._shown.steps - step) if done >= 2 else None
 
 
 @contextmanager

@@ -10,29 +10,21 @@ import re
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 from rich.live import Live
 
 from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.observe.dashboard import BARS, LABEL_WIDTH, TREND_STEPS
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
-from asyncrl_cli.observe.view import (
-    BARS,
-    LABEL_WIDTH,
-    TREND_STEPS,
-    LiveView,
-    PlainView,
-    open_view,
-    sparkline,
-    step_line,
-)
+from asyncrl_cli.observe.view import LiveView, PlainView, open_view, step_line
 
 METRICS = {
     "reward/mean": 0.5125,
     "response/tokens_mean": 88.14,
     "staleness/groups_mean": 0.5,
     "staleness/groups_max": 1.0,
+    "train/loss": -0.25,
+    "correction/logprob_gap_mean": 0.00321,
     "tokens/generated_per_s": 12345.4,
     "share/trainer_busy": 0.9,
     "share/engines_busy": 0.75,
@@ -45,34 +37,6 @@ LONG = "waiting: waits for groups that would miss their deadline: " + ", ".join(
 
 def evaluated(kind: EvaluationKind, step: int, accuracy: float) -> EvaluationResult:
     return EvaluationResult(kind, step, accuracy, accuracy, 87.5, 512, 0, step)
-
-
-# -- sparklines
-
-
-@given(st.lists(st.floats(allow_nan=False, width=64), max_size=50))
-@settings(deadline=None)
-def test_a_sparkline_has_a_bar_per_value_in_their_order(values: list[float]) -> None:
-    line = sparkline(values)
-    assert len(line) == len(values)
-    heights = [BARS.index(bar) for bar in line]
-    ordered = [height for _, height in sorted(zip(values, heights, strict=True))]
-    assert ordered == sorted(ordered)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=2))
-@settings(deadline=None)
-def test_a_sparkline_spans_the_bars(values: list[float]) -> None:
-    bars = sparkline(values)
-    assert bars[values.index(min(values))] == BARS[0]
-    assert bars[values.index(max(values))] == (BARS[-1] if max(values) > min(values) else BARS[0])
-
-
-def test_sparklines_of_odd_values() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([0.3]) == sparkline([7.0]) == "▁"
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
-    assert len(sparkline([float("nan"), 1.0])) == 2
 
 
 # -- lines
@@ -125,8 +89,18 @@ def panel(width: int, steps: int) -> list[str]:
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-LABELS = ["now", "step", "reward", "held-out, greedy", "held-out, sampled", "response", "staleness"]
-LABELS += ["generated", "busy", "groups"]
+LABELS = [
+    "now",
+    "step",
+    "reward",
+    "held-out, greedy",
+    "held-out, sampled",
+    "response",
+    "loss",
+    "staleness",
+    "log-prob gap",
+]
+LABELS += ["generated", "trainer", "engines", "groups"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -138,7 +112,7 @@ def test_the_panel_is_one_line_per_row_with_its_label(width: int) -> None:
     assert len(lines) == len(LABELS) + 1, "and the progress bar"
     text = "\n".join(lines)
     assert re.search(r"^step +52 of 1000, weight version 52", text, re.MULTILINE)
-    assert re.search(r"^staleness +mean 0.50, max 1 of 4 versions$", text, re.MULTILINE)
+    assert re.search(rf"^staleness +mean 0.50, max 1 of 4 versions  {BARS[0]}", text, re.MULTILINE)
     assert re.search(rf"^reward +1\.000  [{BARS}]{{{TREND_STEPS}}}$", text, re.MULTILINE)
     if width >= 80:
         assert re.search(

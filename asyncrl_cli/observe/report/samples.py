@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from dataclasses import dataclass
 
 from asyncrl_cli.buffer.queries import group_record
-from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.decoding import Decoder
-from asyncrl_cli.rollout.records import GIVEN, sequence_of
+from asyncrl_cli.observe.tokens import TokenShown, prompt_text, tokens_of
 
 EACH = 3
 """Rollouts of a kind."""
@@ -23,24 +21,6 @@ KINDS = {
     "most stale": "b.version - r.oldest DESC, r.group_id DESC",
 }
 """Which they are, by the order in which they come first; among equals the newest."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenShown:
-    """A token's text, the log-prob (nats) it was sampled with and the version that sampled it; both None where it was
-    given. ``age`` counts the versions of this rollout from its oldest, 0."""
-
-    text: str
-    logprob: float | None
-    version: int | None
-    age: int
-
-    @property
-    def surprise(self) -> float:
-        """1 - probability: 0 for a token that was certain."""
-        return (
-            0.0 if self.logprob is None or not math.isfinite(self.logprob) else 1.0 - math.exp(min(0.0, self.logprob))
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +70,7 @@ def _sample(
 ) -> Sample:
     group = group_record(connection, group_id)
     rollout = next(one for one in group.rollouts if one.rollout_id.endswith(f"-{place}"))
-    main = [segment for segment in rollout.segments if sequence_of(segment.rollout_id)[-1] == 0]
-    ids = [int(token) for segment in main for token in segment.response_ids]
-    logprobs = [float(value) for segment in main for value in segment.logprobs]
-    versions = [segment.version for segment in main for _ in segment.response_ids]
-    pieces = (
-        (decoder.pieces(ids[:TOKENS_SHOWN]) if decoder else [f"{token} " for token in ids[:TOKENS_SHOWN]])
-        if ids
-        else []
-    )
-    ages = {version: age for age, version in enumerate(sorted({version for version in versions if version != GIVEN}))}
+    shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     return Sample(
         kind=kind,
         rollout_id=rollout.rollout_id,
@@ -109,16 +80,6 @@ def _sample(
         tokens=rollout.tokens,
         lag=lag,
         step=step,
-        shown=tuple(
-            TokenShown(piece, None, None, 0) if version == GIVEN else TokenShown(piece, logprob, version, ages[version])
-            for piece, logprob, version in zip(pieces, logprobs, versions, strict=False)
-        ),
-        left_out=max(0, len(ids) - TOKENS_SHOWN),
+        shown=shown,
+        left_out=left_out,
     )
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt as text; a chat's messages with their roles."""
-    if isinstance(prompt.content, str):
-        return prompt.content
-    return "\n".join(f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt.content)

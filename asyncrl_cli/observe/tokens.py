@@ -1,0 +1,51 @@
+"""A recorded rollout as tokens that can be coloured: text, log-prob and weight version of each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from asyncrl_cli.buffer.queries import RolloutRecord
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.observe.decoding import Decoder
+from asyncrl_cli.rollout.records import GIVEN, sequence_of
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShown:
+    """A token's text, the log-prob (nats) it was sampled with and the version that sampled it; both None where it was
+    given. ``age`` counts the versions of this rollout from its oldest, 0."""
+
+    text: str
+    logprob: float | None
+    version: int | None
+    age: int
+
+    @property
+    def surprise(self) -> float:
+        """1 - probability: 0 for a token that was certain, or given."""
+        if self.logprob is None or math.isnan(self.logprob):
+            return 0.0
+        return 1.0 - math.exp(min(0.0, self.logprob))
+
+
+def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tuple[tuple[TokenShown, ...], int]:
+    """The first ``limit`` tokens of a rollout's first sequence, and how many more it has; ids without a decoder."""
+    main = [segment for segment in rollout.segments if sequence_of(segment.rollout_id)[-1] == 0]
+    ids = [int(token) for segment in main for token in segment.response_ids]
+    logprobs = [float(value) for segment in main for value in segment.logprobs]
+    versions = [segment.version for segment in main for _ in segment.response_ids]
+    pieces = [f"{token} " for token in ids[:limit]] if decoder is None else decoder.pieces(ids[:limit])
+    ages = {version: age for age, version in enumerate(sorted(set(versions) - {GIVEN}))}
+    shown = tuple(
+        TokenShown(piece, None, None, 0) if version == GIVEN else TokenShown(piece, logprob, version, ages[version])
+        for piece, logprob, version in zip(pieces, logprobs, versions, strict=False)
+    )
+    return shown, max(0, len(ids) - limit)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as text; a chat's messages with their roles."""
+    if isinstance(prompt.content, str):
+        return prompt.content
+    return "\n".join(f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt.content)

@@ -1,0 +1,117 @@
+"""The panel: sparklines, the picture of the buffer, and rows of what is known alone."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.buffer.queries import Due
+from asyncrl_cli.observe.dashboard import (
+    BARS,
+    DUE_ROWS,
+    FAULTS,
+    FINISHED,
+    PICTURE_WIDTH,
+    RUNNING,
+    Shown,
+    panel,
+    picture,
+    sparkline,
+)
+
+METRICS = {
+    "reward/mean": 0.5,
+    "response/tokens_mean": 88.0,
+    "staleness/groups_mean": 0.5,
+    "staleness/groups_max": 1.0,
+    "tokens/generated_per_s": 12345.4,
+    "share/trainer_busy": 0.9,
+    "share/engines_busy": 0.75,
+}
+DUE = [Due(version, 0, version + 2, running=3 * version, finished=version) for version in range(10)]
+SHOWN = Shown("[/now]", 5, 10, 5, 2, METRICS, counts=Counts(135, 45, 1000, 5, 6, 0), due=DUE)
+
+
+def lines(shown: Shown, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(panel(shown))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+@given(st.lists(st.floats(allow_nan=False, width=64), max_size=50))
+@settings(deadline=None)
+def test_a_sparkline_has_a_bar_per_value_in_their_order(values: list[float]) -> None:
+    line = sparkline(values)
+    assert len(line) == len(values)
+    heights = [BARS.index(bar) for bar in line]
+    ordered = [height for _, height in sorted(zip(values, heights, strict=True))]
+    assert ordered == sorted(ordered)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2))
+@settings(deadline=None)
+def test_a_sparkline_spans_the_bars(values: list[float]) -> None:
+    bars = sparkline(values)
+    assert bars[values.index(min(values))] == BARS[0]
+    assert bars[values.index(max(values))] == (BARS[-1] if max(values) > min(values) else BARS[0])
+
+
+def test_sparklines_of_odd_values() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.3]) == sparkline([7.0]) == "▁"
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    assert len(sparkline([float("nan"), 1.0])) == 2
+
+
+# -- the buffer
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 40))
+def test_the_picture_shows_any_group_at_all(finished: int, running: int, per_cell: int) -> None:
+    drawn = picture(Due(0, 0, 2, running, finished), per_cell)
+    assert re.fullmatch(f"{FINISHED}*{RUNNING}*", drawn)
+    for cell, count in ((FINISHED, finished), (RUNNING, running)):
+        assert drawn.count(cell) == math.ceil(count / per_cell)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_buffer_stands_by_deadlines_and_fits(width: int) -> None:
+    shown = lines(SHOWN, width)
+    assert all(len(line) <= width for line in shown)
+    buffer = [line for line in shown if "by version" in line]
+    assert len(buffer) == DUE_ROWS
+    assert buffer[0].startswith("to be trained") and all(line.startswith(" ") for line in buffer[1:])
+    cells = [line.count(FINISHED) + line.count(RUNNING) for line in buffer]
+    assert max(cells[1:]) <= PICTURE_WIDTH + 1
+    assert any("and 120 groups with later deadlines" in line for line in shown)
+    assert any(f"{RUNNING} 135 running, {FINISHED} 45 finished" in line for line in shown)
+
+
+# -- rows of what is known
+
+
+def test_before_the_first_step() -> None:
+    assert lines(Shown("starting")) == ["now                starting"]
+    begun = lines(replace(SHOWN, metrics={}, due=[Due(0, 0, 2, 4, 0)]))
+    assert [line[:6].strip() for line in begun] == ["now", "groups", "to be"]
+
+
+def test_what_the_trainer_does_and_what_is_left() -> None:
+    text = "\n".join(lines(replace(SHOWN, trainer="trains step 6 for 2.0 s", remaining_s=3725.0)))
+    assert "busy 90%, trains step 6 for 2.0 s" in text and "weight version 5, 1:02:05 left" in text
+    assert "loss" not in text and "log-prob gap" not in text, "nothing is known of them"
+    assert "weight version 5, 1:05 left" in "\n".join(lines(replace(SHOWN, remaining_s=65.4)))
+
+
+def test_the_last_faults_are_a_line_each_and_text() -> None:
+    shown = lines(replace(SHOWN, faults=[f"fault {at} [/red]\nof several lines" for at in range(FAULTS + 2)]))
+    assert [line[19:] for line in shown[-FAULTS:]] == [f"fault {at} [/red] of several lines" for at in (2, 3, 4)]
+    assert shown[-FAULTS].startswith("last faults")

@@ -1,0 +1,227 @@
+"""A run watched from outside: what is shown is the journal's, at the same cost for a run of any length."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.style import Style
+
+from asyncrl_cli.buffer.queries import group_record, overview, snapshot
+from asyncrl_cli.buffer.schema import FILE, open_for_writing
+from asyncrl_cli.observe.dashboard import TREND_STEPS
+from asyncrl_cli.observe.tokens import TokenShown
+from asyncrl_cli.observe.watching import Pager, _style, look, neighbour, rollout_text
+from asyncrl_cli.runs.directory import RunDirectory
+from tests.buffer import recorded_run
+from tests.buffer.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
+
+SHOWN_METRICS = METRICS | {
+    "reward/mean": 0.5,
+    "response/tokens_mean": 4.0,
+    "staleness/groups_mean": 1.0,
+    "staleness/groups_max": 2.0,
+    "tokens/generated_per_s": 20.0,
+    "buffer/groups_taken": 6.0,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path, phase="running")
+
+
+@pytest.fixture
+def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """Three steps of 40, groups of which are running and finished."""
+    monkeypatch.setattr(recorded_run, "METRICS", SHOWN_METRICS)
+    of = settings(max_staleness=2, total_steps=40)
+    recorded = RecordedRun(run.path / FILE, monkeypatch, of, lambda g: 3.0 + 4 * (g % 3), concurrency=4)
+    for _ in range(3):
+        recorded.step()
+    return recorded
+
+
+def test_a_run_that_has_not_begun(run: RunDirectory) -> None:
+    shown = look(run)
+    assert (shown.now, shown.metrics, shown.counts) == (f"{run.run_id}, died", {}, None)
+
+
+def test_a_look_is_the_journals(run: RunDirectory, recorded: RecordedRun) -> None:
+    for part in ("engine-0", "engine-1", "engine-2", "engine-3"):
+        recorded.book.journal.failed("engine", part, "gone")
+    recorded.commit()
+    shown = look(run)
+    assert (shown.step, shown.steps, shown.version, shown.max_staleness) == (3, 40, 3, 2)
+    assert shown.metrics == SHOWN_METRICS and shown.trends["reward/mean"] == [0.5] * 3
+    assert [fault.split(" ", 2)[2] for fault in shown.faults] == [f"engine-{at}: gone" for at in (1, 2, 3)]
+    with snapshot(run.path / FILE) as connection:
+        found = overview(connection)
+    assert shown.due == found.due and shown.counts is not None
+    by_state = {count.state: count.groups for count in found.states}
+    assert (shown.counts.running, shown.counts.finished) == (by_state["running"], by_state["finished"])
+    assert shown.counts.taken == by_state["trained"] == 6
+
+
+def test_what_the_trainer_does_while_the_run_is_driven(run: RunDirectory, recorded: RecordedRun) -> None:
+    assert look(run).trainer == "", "nobody drives it"
+    run.lock()
+    assert look(run, recorded.now + 2.0).trainer == "waits for the batch of step 4 for 2.0 s"
+    left = look(run).remaining_s
+    recorded.take()
+    assert look(run, recorded.now + 7.0).trainer == "trains step 4 for 7.0 s"
+    with snapshot(run.path / FILE) as connection:
+        (first,), *_, (last,) = connection.execute("SELECT trained_at FROM batches WHERE trained_at > 0 ORDER BY step")
+    assert left == pytest.approx((last - first) / 2 * 37)
+
+
+def test_a_look_costs_the_same_for_a_run_of_any_length(
+    run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in instructions of SQLite's machine, which are the same every time."""
+
+    def cost() -> int:
+        count = 0
+
+        def tick() -> int:
+            nonlocal count
+            count += 1
+            return 0
+
+        def counting(path: Path) -> object:
+            opened = real(path)
+            opened.set_progress_handler(tick, 10)
+            return opened
+
+        from asyncrl_cli.buffer import queries
+
+        real = queries.open_for_reading
+        with monkeypatch.context() as patched:
+            patched.setattr(queries, "open_for_reading", counting)
+            look(run)
+            pager = Pager(run)
+            pager.turn(older=True)
+            pager.turn(older=True)
+            pager.page()
+        return count
+
+    for _ in range(TREND_STEPS - 3):
+        recorded.step()
+    short = cost()
+    recorded.book.journal.close()
+    # A hundred times as many groups and rollouts before them.
+    journal = open_for_writing(run.path / FILE)
+    journal.execute("UPDATE groups SET id = id + 1000000")
+    journal.execute("UPDATE rollouts SET group_id = group_id + 1000000")
+    journal.execute("UPDATE segments SET group_id = group_id + 1000000")
+    journal.execute("UPDATE batches SET step = step + 100000")
+    journal.execute("UPDATE groups SET step = step + 100000 WHERE step IS NOT NULL")
+    (groups,) = journal.execute("SELECT count(*) FROM groups").fetchone()
+    numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {100 * groups})"
+    journal.execute(
+        f"{numbers} INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, step, admitted_at) "
+        "SELECT i, 'p', '\"\"', '{}', x'', 0, 'taken', i / 2, 0 FROM n"
+    )
+    journal.execute(f"{numbers} INSERT INTO rollouts SELECT i, 0, 4, 'stop', 1, NULL, 0, 0, 0, NULL FROM n")
+    journal.execute(f"{numbers} INSERT INTO batches SELECT i, i, 0, 0, 0, '', '{{}}' FROM n WHERE i < {50 * groups}")
+    journal.close()
+    assert cost() <= 1.2 * short
+
+
+# -- rollouts, one by one
+
+
+def test_paging_goes_through_every_ended_rollout(run: RunDirectory, recorded: RecordedRun) -> None:
+    journal = open_for_writing(run.path / FILE)
+    journal.execute("UPDATE rollouts SET finish_reason = NULL WHERE group_id = 3 AND place = 1")
+    ended = [tuple(row) for row in journal.execute("SELECT group_id, place FROM rollouts WHERE finish_reason > ''")]
+    journal.close()
+    with snapshot(run.path / FILE) as connection:
+        seen, place = [], None
+        while (place := neighbour(connection, place, older=True)) is not None:
+            seen.append(place)
+        assert seen == sorted(ended, reverse=True)
+        for older, newer in zip(seen[1:], seen, strict=False):
+            assert neighbour(connection, older, older=False) == newer
+        assert neighbour(connection, seen[0], older=False) is None
+
+
+def test_a_page_has_the_rollout_in_colours(run: RunDirectory, recorded: RecordedRun) -> None:
+    pager = Pager(run)
+    assert "no rollout" in pager.page().plain
+    pager.turn(older=True)
+    page = pager.page()
+    assert "question" in page.plain and "5 6 7 1" in page.plain and "reward 1" in page.plain
+    before = {str(span.style) for span in page.spans}
+    pager.recolour()
+    assert pager.colouring == "weight version" and {str(span.style) for span in pager.page().spans} != before
+    for _ in range(3):
+        pager.turn(older=False)
+    assert pager.page().plain.splitlines()[0] == page.plain.splitlines()[0], "there is no newer one"
+
+
+def test_colours_say_how_likely_a_token_was_and_how_old() -> None:
+    token = TokenShown("a", -0.01, 4, 0)
+    assert _style(token, "log-prob") == ""
+    styles = [_style(replace(token, logprob=logprob), "log-prob") for logprob in (-0.2, -1.0, -5.0, float("-inf"))]
+    assert styles == ["yellow", "dark_orange", "bold red", "bold red"]
+    assert _style(token, "weight version") != _style(replace(token, age=1), "weight version")
+    given = TokenShown("a", None, None, 0)
+    assert _style(given, "log-prob") == _style(given, "weight version") == "dim italic"
+    for style in (*styles, _style(given, "log-prob")):
+        Style.parse(style)
+
+
+def test_what_an_episode_was_given_is_dim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = EpisodeRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 3.0)
+    run.step()
+    with snapshot(tmp_path / FILE) as connection:
+        text = rollout_text(group_record(connection, 0), (0, 1), None, "weight version")
+    assert [text.plain[span.start : span.end] for span in text.spans if span.style == "dim italic"] == [
+        *("11 ", "12 ", "13 ", "14 ", "15 "),
+    ]
+
+
+# -- the command
+
+
+def test_where_there_is_no_terminal_one_look_is_printed(run: RunDirectory, recorded: RecordedRun) -> None:
+    command = [str(Path(sys.executable).with_name("asyncrl")), "watch", f"{run.path}/"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "3 of 40, weight version 3" in out and "\x1b" not in out
+
+
+def test_keys_page_recolour_and_quit(run: RunDirectory, recorded: RecordedRun) -> None:
+    recorded.book.journal.close()
+    ours, theirs = pty.openpty()
+    command = [str(Path(sys.executable).with_name("asyncrl")), "watch", f"{run.path}/"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    said = b""
+
+    def until(text: bytes) -> None:
+        nonlocal said
+        while text not in said:
+            said += os.read(ours, 65536)
+        said = b""
+
+    try:
+        until(b"weight version 3")
+        for key, answer in (
+            *((b"p", b"colours: log-prob"), (b"c", b"colours: weight version"), (b"\x1b[D", b"rollout ")),
+            (b"b", b"weight version 3"),
+        ):
+            os.write(ours, key)
+            until(answer)
+        os.write(ours, b"q")
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
