@@ -1,8 +1,8 @@
 """What the gateway adds to an engine's own time: HTTP, session, and the way to the engine and back.
 
-    python benchmarks/gateway.py [--concurrent N] [--requests N]
+    python benchmarks/gateway.py [--concurrent N] [--requests N] [--width N] [--layers N]
 
-Real vLLM on one thread with a model of next to no size, behind `asyncrl serve` as users have it; clients in a process
+Real vLLM on one thread, by default with a model of next to no size, which asks most of the gateway, behind `asyncrl serve` as users have it; clients in a process
 of their own, which keep N requests under way. Each request asks for 16 to 160 tokens (the model hardly ever ends by
 itself). Three times are taken for each: that of the client, from the first byte out to the last byte in; that of the
 driver, from the session's request to its whole answer; and the engine's own, in its process.
@@ -53,7 +53,14 @@ SPEC: dict[str, Any] = {
 }
 
 
-def serve(concurrent: int, requests: int, folder: Path) -> None:
+def spec_of(folder: Path, width: int, layers: int) -> dict[str, Any]:
+    """The benchmark's spec, with a model of this hidden size and number of layers."""
+    config = SPEC["model"]["init"]["config"]
+    config |= {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    return {**SPEC, "runs_dir": str(folder)}
+
+
+def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path) -> None:
     """Serve, have the clients ask, and print what it took."""
     from asyncrl_cli.pipeline.interrupts import Interrupted
     from asyncrl_cli.pipeline.serving import Address, served_spec
@@ -64,7 +71,7 @@ def serve(concurrent: int, requests: int, folder: Path) -> None:
     from asyncrl_cli.train.prepare import prepare_model
 
     spec_file = folder / "spec.yaml"
-    spec_file.write_text(yaml.safe_dump({**SPEC, "runs_dir": str(folder)}))
+    spec_file.write_text(yaml.safe_dump(spec_of(folder, width, layers)))
     spec = load_spec(spec_file).spec
     engine_log = folder / "engine.jsonl"
 
@@ -174,12 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--width", type=int, default=64, help="the model's hidden size")
+    parser.add_argument("--layers", type=int, default=2, help="the model's layers")
     arguments = parser.parse_args()
     if "BENCH_URL" in os.environ:
         asyncio.run(ask(arguments.concurrent, arguments.requests))
         return
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        serve(arguments.concurrent, arguments.requests, Path(folder))
+        serve(arguments.concurrent, arguments.requests, arguments.width, arguments.layers, Path(folder))
 
 
 if __name__ == "__main__":
