@@ -2,10 +2,11 @@
 
     python benchmarks/gateway.py [--concurrent N] [--requests N] [--width N] [--layers N]
 
-Real vLLM on one thread, by default with a model of next to no size, which asks most of the gateway, behind `asyncrl serve` as users have it; clients in a process
-of their own, which keep N requests under way. Each request asks for 16 to 160 tokens (the model hardly ever ends by
-itself). Three times are taken for each: that of the client, from the first byte out to the last byte in; that of the
-driver, from the session's request to its whole answer; and the engine's own, in its process.
+Real vLLM on one thread, by default with a model of next to no size, which asks most of the gateway, behind `asyncrl
+serve` as users have it; clients in a process of their own, which keep N requests under way. Each request asks for 16 to
+160 tokens (the model hardly ever ends by itself). Three times are taken for each: that of the client, from the first
+byte out to the last byte in; that of the driver, from the session's request to its whole answer; and the engine's own,
+in its process.
 """
 
 from __future__ import annotations
