@@ -37,7 +37,6 @@ app = typer.Typer(
     name="asyncrl",
     help="Fully asynchronous reinforcement learning of language models, from one YAML spec.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

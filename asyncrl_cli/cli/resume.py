@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.running import Quiet
+
 
 def resume(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique start of one, or `latest`.")],
@@ -19,6 +21,7 @@ def resume(
         bool, typer.Option("--without-journal", help="Set a damaged journal aside; go on from a checkpoint alone.")
     ] = False,
     runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+    quiet: Quiet = False,
 ) -> None:
     """Go on with a run where it stands.
 
@@ -45,4 +48,4 @@ def resume(
     experiment = Experiment.load(spec, search_path)
     run.write_text("spec.yaml", dump_spec(spec))
     run.update(phase="starting", steps=spec.stop.steps)
-    drive(experiment, run, start)
+    drive(experiment, run, start, quiet)

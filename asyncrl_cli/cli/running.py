@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,27 +14,31 @@ if TYPE_CHECKING:
     from asyncrl_cli.pipeline.launch import Experiment, Outcome, Start
     from asyncrl_cli.runs.directory import RunDirectory
 
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print the run's id, and then nothing but what went wrong.")]
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
-def drive(experiment: Experiment, run: RunDirectory, start: Start) -> None:
-    """Run an experiment under the eyes of a person, and say how it ended."""
+def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
+    """Run an experiment under the eyes of a person, and say how it ended; a ``quiet`` one says its id alone."""
     from asyncrl_cli.observe.view import open_view
     from asyncrl_cli.pipeline.interrupts import Interrupted
     from asyncrl_cli.pipeline.launch import run_experiment
 
     spec = experiment.spec
     pipeline = spec.pipeline
-    typer.echo(f"run      {run.run_id}")
-    typer.echo(
-        f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
-        f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
-        f"{spec.rollout.engines} engine(s), {spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}"
-    )
-    typer.echo(f"where    {_shown(run.path)}")
+    if quiet:
+        typer.echo(run.run_id)
+    else:
+        typer.echo(f"run      {run.run_id}")
+        typer.echo(
+            f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
+            f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
+            f"{spec.rollout.engines} engine(s), {spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}"
+        )
+        typer.echo(f"where    {_shown(run.path)}")
     try:
-        with open_view(spec.stop.steps, pipeline.max_staleness) as view:
+        with open_view(spec.stop.steps, pipeline.max_staleness, quiet) as view:
             outcome = run_experiment(experiment, run, view, start)
     except Interrupted:
         typer.echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}", err=True)
@@ -49,7 +53,8 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start) -> None:
             place=run.run_id,
             mend=f"The logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
         ) from error
-    typer.echo(summary(run, outcome))
+    if not quiet:
+        typer.echo(summary(run, outcome))
 
 
 def summary(run: RunDirectory, outcome: Outcome) -> str:

@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.running import Quiet
+
 
 def train(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Train: check the spec, start Ray, DeepSpeed and vLLM, and run to the last step.
 
@@ -35,4 +38,4 @@ def train(
     run.write_json("manifest.json", describe_start(spec))
     run.write_text("spec.yaml", dump_spec(loaded.spec))
     run.update(phase="starting", steps=loaded.spec.stop.steps)
-    drive(experiment, run, Start())
+    drive(experiment, run, Start(), quiet)

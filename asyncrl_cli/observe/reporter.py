@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.observe.notify import Notifier
 from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.runs.directory import RunDirectory
@@ -36,10 +37,13 @@ class View(Protocol):
 class Reporter:
     """Passes what happens on to everyone who wants to know."""
 
-    def __init__(self, run: RunDirectory, view: View, tracker: TrackerClient | None) -> None:
+    def __init__(
+        self, run: RunDirectory, view: View, tracker: TrackerClient | None, notifier: Notifier | None = None
+    ) -> None:
         self._run = run
         self._view = view
         self._tracker = tracker
+        self._notifier = notifier
         self.accuracy_before: dict[str, float] = dict(run.state.accuracy_before)
         self.accuracy: dict[str, float] = dict(run.state.accuracy)
 
@@ -54,6 +58,12 @@ class Reporter:
     def warn(self, text: str) -> None:
         """Something failed or takes long, and the run goes on."""
         self._view.warn(text)
+
+    def stalled(self, text: str) -> None:
+        """Something has been waited for for long, and may end the run."""
+        self._view.warn(text)
+        if self._notifier is not None:
+            self._notifier.tell("stall", text)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
         """A step is done, at the unix time ``at``."""

@@ -69,6 +69,25 @@ class PlainView:
         print(f"{time.monotonic() - self._started:6.1f} s  {text}", flush=True)
 
 
+class QuietView:
+    """Nothing but what went wrong, on standard error."""
+
+    def status(self, text: str) -> None:
+        pass
+
+    def doing(self, text: str, counts: Counts) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        print(f"! {text}", file=sys.stderr, flush=True)
+
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        pass
+
+
 class LiveView:
     """The panel, drawn over itself."""
 
@@ -116,8 +135,11 @@ class LiveView:
 
 
 @contextmanager
-def open_view(steps: int, max_staleness: int) -> Iterator[View]:
-    """The view that fits where the output goes."""
+def open_view(steps: int, max_staleness: int, quiet: bool = False) -> Iterator[View]:
+    """The view that fits where the output goes, or a ``quiet`` one."""
+    if quiet:
+        yield QuietView()
+        return
     if not sys.stdout.isatty():
         yield PlainView(steps)
         return

@@ -18,6 +18,7 @@ from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader, Stage
 from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.observe.notify import Notifier
 from asyncrl_cli.observe.reporter import Reporter, View
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.pipeline.buffer_client import BufferClient
@@ -131,20 +132,31 @@ def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start:
 
     Raises ``UserError`` with the cause when it cannot go on, ``Interrupted`` after Ctrl-C or SIGTERM.
     """
+    notifier = Notifier(experiment.spec.notify, run, view.warn)
     try:
         with ray_cluster(experiment.spec, run.path / "logs"):
-            outcome = asyncio.run(_run(experiment, run, view, start))
+            outcome = asyncio.run(_run(experiment, run, view, start, notifier))
     except (KeyboardInterrupt, Interrupted):  # the former before there was a loop to hear it
         run.update(phase="interrupted", reason="stopped by the user")
         raise Interrupted from None
     except BaseException as error:
         run.update(phase="failed", reason=f"{type(error).__name__}: {error}")
+        notifier.tell("failure", str(error) or type(error).__name__)
+        notifier.wait()
         raise
     run.update(phase="finished", reason="")
+    notifier.tell("finish", _in_short(run, outcome))
+    notifier.wait()
     return outcome
 
 
-async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Start) -> Outcome:
+def _in_short(run: RunDirectory, outcome: Outcome) -> str:
+    """How a run went, in a line."""
+    accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(outcome.accuracy.items())]
+    return f"finished {run.state.step} steps in {outcome.seconds:.0f} s{''.join(accuracies)}"
+
+
+async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Start, notifier: Notifier) -> Outcome:
     started = time.monotonic()
     spec = experiment.spec
     tracker: TrackerClient | None = None
@@ -158,7 +170,7 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
     try:
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
-        reporter = Reporter(run, view, tracker)
+        reporter = Reporter(run, view, tracker, notifier)
         conductor = await until_stopped(_start(experiment, run, factory, engines, playing, start, reporter), stop)
         run.update(phase="running", steps=spec.stop.steps)
         await until_stopped(conductor.run(), stop)
@@ -224,7 +236,7 @@ async def _start(
         raise
     tokenizer = await asyncio.to_thread(load_tokenizer, model_dir, spec.model.chat_template)
     encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, "" in experiment.episodic)
-    watchdog = Watchdog(limit_s, reporter.warn)
+    watchdog = Watchdog(limit_s, reporter.stalled)
     client = GenerationClient(
         engines,
         slots=spec.rollout.max_running_rollouts,

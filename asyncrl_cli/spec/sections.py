@@ -7,7 +7,7 @@ docs/spec.md shows for it. What one section cannot check alone stands in ``rules
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -468,6 +468,30 @@ class TrackingSpec(Section):
     experiment: str = Field("asyncrl", description="MLflow experiment.")
 
 
+Notice = Literal["finish", "failure", "stall"]
+
+
+class NotifySpec(Section):
+    """Who is told of what befalls the run. A notice that cannot be delivered is warned of, and holds nothing up."""
+
+    webhook: str | None = Field(
+        None,
+        pattern=r"^(https?://\S+|env:[A-Za-z_][A-Za-z0-9_]*)$",
+        description="Gets a POST with JSON. `env:NAME` takes the address from that environment variable: it stays out "
+        "of the run's folder, MLflow and reports then.",
+    )
+    command: str | None = Field(
+        None,
+        description="A shell command, with `ASYNCRL_EVENT`, `ASYNCRL_RUN_ID`, `ASYNCRL_MESSAGE` and `ASYNCRL_FOLDER` "
+        "in its environment and the webhook's JSON on its standard input. It may take 30 s.",
+    )
+    on: list[Notice] = Field(
+        list(get_args(Notice)),
+        description="Of what: the last step is done, the run failed, or something has been waited for for half of "
+        "`pipeline.stall_minutes`.",
+    )
+
+
 class ClusterSpec(Section):
     """Where the actors run."""
 
@@ -503,5 +527,6 @@ class ExperimentSpec(Section):
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Checkpoints.")
     journal: JournalSpec = Field(default_factory=JournalSpec, description="The journal.")
     tracking: TrackingSpec = Field(default_factory=TrackingSpec, description="Experiment tracking.")
+    notify: NotifySpec = Field(default_factory=NotifySpec, description="Notices of the run's end and of stalls.")
     cluster: ClusterSpec = Field(default_factory=ClusterSpec, description="Ray.")
     stop: StopSpec = Field(description="The end.")

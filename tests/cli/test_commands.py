@@ -37,6 +37,10 @@ COMMANDS = [
     "track",
     "inspect",
     "staleness",
+    "doctor",
+    "report",
+    "timeline",
+    "watch",
     "checkpoint",
     "validate-spec",
 ]
@@ -311,7 +315,7 @@ RESUMED = """
 import sys
 from asyncrl_cli.cli import app, running
 from asyncrl_cli.pipeline import launch
-def drive(spec, run, start):
+def drive(spec, run, start, quiet):
     print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))
     raise SystemExit(7)
 launch.Experiment.load = staticmethod(lambda spec, search_path: spec)

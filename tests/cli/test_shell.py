@@ -1,0 +1,120 @@
+"""What docs/shell.md promises: exit codes, --quiet, NO_COLOR, completion."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.cli.running import INTERRUPTED, drive
+from asyncrl_cli.observe.dashboard import Shown, panel
+from asyncrl_cli.observe.view import QuietView
+from asyncrl_cli.pipeline import launch
+from asyncrl_cli.pipeline.interrupts import Interrupted
+from asyncrl_cli.pipeline.launch import Outcome, Start
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.load import load_spec
+
+SPEC = "model: {init: {architecture: llama, config: {}}}\ntask: {use: chain_sum}\nstop: {steps: 3}\n"
+
+
+@pytest.fixture
+def asyncrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., object]:
+    """A command's exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--version",), 0),
+        (("runs", "--json"), 0),
+        (("watch",), 1),
+        (("report", "no-such-run"), 1),
+        (("timeline",), 1),
+        (("watch", "--no-such-option"), 2),
+        (("no-such-command",), 2),
+        (("train", "no-such-spec.yaml"), 2),
+    ],
+)
+def test_exit_codes(asyncrl: Callable[..., object], arguments: tuple[str, ...], code: int) -> None:
+    assert asyncrl(*arguments) == code
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_quiet_run_says_its_id_and_what_goes_wrong(
+    quiet: bool, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_experiment(_: Any, run: RunDirectory, view: Any, start: Start) -> Outcome:
+        view.status("starting engines")
+        view.warn("engine-0: gone")
+        if stopped:
+            raise Interrupted
+        return Outcome(1.0)
+
+    monkeypatch.setattr(launch, "run_experiment", run_experiment)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    experiment: Any = SimpleNamespace(spec=load_spec(tmp_path / "spec.yaml").spec)
+    run = RunDirectory.create(tmp_path / "runs", "test")
+    code = 0
+    try:
+        drive(experiment, run, Start(), quiet)
+    except BaseException as ended:
+        code = ended.exit_code  # type: ignore[attr-defined]
+    assert code == (INTERRUPTED if stopped else 0)
+    out, err = capsys.readouterr()
+    if quiet:
+        assert out == f"{run.run_id}\n"
+        assert err.startswith("! engine-0: gone\n") and ("asyncrl resume" in err) is stopped
+    else:
+        assert "starting engines" in out and "! engine-0: gone" in out
+
+
+def test_a_quiet_view_says_nothing_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    view: Any = QuietView()
+    view.status("starting")
+    view.doing("training", None)
+    view.stepped(1, 1, {})
+    view.evaluated(None)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_there_is_no_colour_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = dict.fromkeys(("reward/mean", "response/tokens_mean", "staleness/groups_mean"), 0.5)
+    metrics |= dict.fromkeys(("staleness/groups_max", "tokens/generated_per_s"), 1.0)
+    shown = Shown("now", 5, 10, 5, 2, metrics | {"share/trainer_busy": 1.0, "share/engines_busy": 1.0})
+
+    def colours() -> list[str]:
+        console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
+        console.print(panel(shown))
+        return re.findall(r"\x1b\[[\d;]*[34]\d[\d;]*m", console.file.getvalue())  # type: ignore[attr-defined]
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert colours()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colours()
+
+
+def test_completion_knows_every_command() -> None:
+    program = Path(sys.executable).with_name("asyncrl")
+    asked = {"_ASYNCRL_COMPLETE": "complete_bash", "COMP_WORDS": "asyncrl re", "COMP_CWORD": "1", "PATH": "/usr/bin"}
+    out = subprocess.run([str(program)], env=asked, capture_output=True, text=True, check=False).stdout
+    assert out.split() == ["resume", "replay", "report"]

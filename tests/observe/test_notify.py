@@ -1,0 +1,154 @@
+"""Notices: what is sent, to whom, and that nothing rests on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from asyncrl_cli.observe import notify
+from asyncrl_cli.observe.notify import LOG, Notifier
+from asyncrl_cli.observe.reporter import Reporter
+from asyncrl_cli.observe.view import PlainView
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.guardian import MARK
+from asyncrl_cli.spec.sections import NotifySpec
+
+
+class Hook:
+    """A webhook that keeps what it gets, and answers ``status``."""
+
+    def __init__(self) -> None:
+        self.got: Queue[tuple[str | None, Any]] = Queue()
+        self.status = 204
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                hook.got.put((self.headers["Content-Type"], json.loads(body)))
+                self.send_response(hook.status)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_port}/services/secret"
+        self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    hook = Hook()
+    yield hook
+    hook.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory.create(tmp_path, "test")
+    run.update(step=7, steps=10)
+    return run
+
+
+def told(spec: NotifySpec, run: RunDirectory, event: Any = "failure", message: str = "engine-0: gone") -> list[str]:
+    """The warnings of a notice."""
+    warnings: list[str] = []
+    notifier = Notifier(spec, run, warnings.append)
+    notifier.tell(event, message)
+    notifier.wait()
+    return warnings
+
+
+def test_a_webhook_gets_json(run: RunDirectory, hook: Hook) -> None:
+    assert told(NotifySpec(webhook=hook.address), run) == []
+    kind, notice = hook.got.get_nowait()
+    assert kind == "application/json" and notice.pop("host")
+    assert notice == {
+        "event": "failure",
+        "run": run.run_id,
+        "message": "engine-0: gone",
+        "text": f"{run.run_id}, failure: engine-0: gone",
+        "step": 7,
+        "steps": 10,
+        "folder": str(run.path),
+    }
+
+
+def test_a_webhooks_address_may_stay_in_the_environment(
+    run: RunDirectory, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = NotifySpec(webhook="env:MY_HOOK")
+    assert told(spec, run) == ["notify: the environment variable MY_HOOK holds no http address"]
+    monkeypatch.setenv("MY_HOOK", hook.address)
+    assert told(spec, run) == [] and hook.got.qsize() == 1
+    monkeypatch.setenv("MY_HOOK", "file:///etc/passwd")
+    assert "no http address" in told(spec, run)[0]
+
+
+def test_only_what_is_asked_for_is_told(run: RunDirectory, hook: Hook) -> None:
+    spec = NotifySpec(webhook=hook.address, on=["finish"])
+    for event in ("finish", "failure", "stall"):
+        told(spec, run, event)
+    assert [hook.got.get_nowait()[1]["event"] for _ in range(hook.got.qsize())] == ["finish"]
+
+
+def test_a_webhook_that_fails_is_warned_of_without_its_address(run: RunDirectory, hook: Hook) -> None:
+    hook.status = 500
+    (warning,) = told(NotifySpec(webhook=hook.address), run)
+    assert "did not take the notice" in warning and "500" in warning and "secret" not in warning
+    hook.close()
+    (warning,) = told(NotifySpec(webhook=hook.address), run)
+    assert "did not take the notice" in warning and "secret" not in warning
+
+
+def test_a_command_gets_the_notice_and_is_no_part_of_the_run(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, "mark")
+    command = f'cat > "$ASYNCRL_FOLDER/stdin"; env > {tmp_path}/env; echo said'
+    assert told(NotifySpec(command=command), run, message='a "quoted" $(word)') == []
+    assert json.loads((run.path / "stdin").read_text())["message"] == 'a "quoted" $(word)'
+    lines = (tmp_path / "env").read_text().splitlines()
+    assert {"ASYNCRL_EVENT=failure", f"ASYNCRL_RUN_ID={run.run_id}", 'ASYNCRL_MESSAGE=a "quoted" $(word)'} <= {*lines}
+    assert not [line for line in lines if line.startswith(f"{MARK}=")]
+    assert (run.path / LOG).read_text() == "said\n"
+
+
+def test_a_command_that_fails_or_hangs_is_warned_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(NotifySpec(command="exit 3"), run) == [f"notify: the command ended with 3; {LOG} has what it said"]
+    monkeypatch.setattr(notify, "COMMAND_S", 0.2)
+    assert "and was ended" in told(NotifySpec(command="sleep 600 & wait"), run)[0]
+
+
+def test_both_are_told_and_neither_waits_for_the_other(run: RunDirectory, hook: Hook, tmp_path: Path) -> None:
+    spec = NotifySpec(webhook=hook.address, command=f"touch {tmp_path}/told; exit 1")
+    assert len(told(spec, run)) == 1 and hook.got.qsize() == 1 and (tmp_path / "told").exists()
+
+
+def test_a_stall_is_warned_of_and_told(run: RunDirectory, hook: Hook, capsys: pytest.CaptureFixture[str]) -> None:
+    notifier = Notifier(NotifySpec(webhook=hook.address), run, print)
+    Reporter(run, PlainView(10), None, notifier).stalled("the trainer waits for a batch")
+    notifier.wait()
+    assert "! the trainer waits for a batch" in capsys.readouterr().out
+    assert hook.got.get_nowait()[1]["event"] == "stall"
+
+
+@pytest.mark.parametrize("webhook", ["ftp://x", "env:", "env:A B", "hooks.example.com", "http://a b"])
+def test_what_is_no_webhook_is_refused(webhook: str) -> None:
+    with pytest.raises(ValidationError):
+        NotifySpec(webhook=webhook)
