@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -129,10 +131,24 @@ def test_a_command_gets_the_notice_and_is_no_part_of_the_run(
     assert (run.path / LOG).read_text() == "said\n"
 
 
-def test_a_command_that_fails_or_hangs_is_warned_of(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_is_warned_of(run: RunDirectory) -> None:
     assert told(NotifySpec(command="exit 3"), run) == [f"notify: the command ended with 3; {LOG} has what it said"]
-    monkeypatch.setattr(notify, "COMMAND_S", 0.2)
-    assert "and was ended" in told(NotifySpec(command="sleep 600 & wait"), run)[0]
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "COMMAND_S", 0.5)
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    command = f"(echo up; exec sleep 60) > {tmp_path}/alive & wait"
+    assert "and was ended" in told(NotifySpec(command=command), run)[0]
+    os.set_blocking(alive, True)
+    assert os.read(alive, 10) == b"up\n"
+    before = time.monotonic()
+    assert os.read(alive, 10) == b"", "which comes when nobody can write any more"
+    os.close(alive)
+    assert time.monotonic() - before < 30, "and not because the sleep was over"
 
 
 def test_both_are_told_and_neither_waits_for_the_other(run: RunDirectory, hook: Hook, tmp_path: Path) -> None:
