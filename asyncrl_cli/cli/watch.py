@@ -101,12 +101,19 @@ def _keys() -> Iterator[Callable[[float], bytes | None]]:
     import tty
 
     source = sys.stdin.fileno()
+
+    def no_key(seconds: float) -> None:
+        select.select([], [], [], seconds)
+
+    def next_key(seconds: float) -> bytes | None:
+        return os.read(source, 8) if select.select([source], [], [], seconds)[0] else None
+
     if not os.isatty(source):  # nobody can press anything
-        yield lambda seconds: select.select([], [], [], seconds) and None
+        yield no_key
         return
     before = termios.tcgetattr(source)
     try:
         tty.setcbreak(source)
-        yield lambda seconds: os.read(source, 8) if select.select([source], [], [], seconds)[0] else None
+        yield next_key
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
