@@ -1,19 +1,17 @@
 """The output head: log-probabilities and entropies of tokens without the logits of all of them.
 
-Positions go through the head in chunks. Invariant: no tensor here has more than ``HEAD_NUMBERS`` numbers, or those of
-one position where a vocabulary is larger than that. A chunk's logits live once, in float32: they become
-log-probabilities in place, and those become the logits' gradient in place. With more than one chunk each is computed
-again in the backward pass, so that one of them lives at a time.
+Positions go through the output layer in chunks. Invariant: beside the layer's weights and their gradient no tensor
+here has more than ``HEAD_NUMBERS`` numbers, or those of one position where a vocabulary is larger than that. A chunk's
+logits live once, in float32: they become log-probabilities in place, and those become the logits' gradient in place.
+With more than one chunk each is computed again in the backward pass, so that one of them lives at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 HEAD_NUMBERS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
@@ -26,21 +24,14 @@ Entropy = Literal["none", "measure", "train"]
 
 
 def score_tokens(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    targets: Tensor,
-    vocabulary: int,
-    temperature: float,
-    entropy: Entropy = "none",
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[Tensor, Tensor]:
     """Score the tokens that follow positions.
 
     Args:
-        head: the output layer's module, from [positions, width] to new logits [positions, vocabulary]. Its weights get
-            their gradient, and its hooks run, as it is called as a module is.
+        head: the output layer. It is called as a module once, so that hooks which gather its weights for a pass run.
         hidden: [positions, width]; gradients flow through it.
         targets: int64, [positions]; the token whose log-probability is wanted at each.
-        vocabulary: number of logits of a position.
         temperature: logits are divided by it.
         entropy: whether entropies are wanted.
 
@@ -48,67 +39,95 @@ def score_tokens(
         log softmax(logits / temperature) at ``targets``, and the entropy of that distribution, H = −Σ p log p: nats,
         [positions], float32 (float64 for float64 logits). Entropies are zeros when they are not wanted.
     """
+    apply: Any = _Scores.apply
 
-    def score(hidden_chunk: Tensor, target_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        scores: Any = _Scores.apply
-        scored: tuple[Tensor, Tensor] = scores(head(hidden_chunk), target_chunk, temperature, entropy)
+    def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scored: tuple[Tensor, Tensor] = apply(hidden, head.weight, head.bias, targets, temperature, entropy)
         return scored
 
-    rows = max(1, HEAD_NUMBERS // vocabulary)
-    again = torch.is_grad_enabled() and hidden.shape[0] > rows
-    chunks = [
-        checkpoint(score, *chunk, use_reentrant=False) if again else score(*chunk)
-        for chunk in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-    ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    head.forward = score  # type: ignore[method-assign, assignment]
+    try:
+        logprobs, entropies = head(hidden)
+    finally:
+        del head.forward
+    return logprobs, entropies
 
 
 class _Scores(torch.autograd.Function):
-    """Log-probabilities and entropies of one chunk, which takes the logits' memory for itself.
-
-    With z the scaled logits and p their softmax, for token y: d log p_y / dz = 1_y − p and dH / dz = −p (log p + H).
-    """
+    """With z the scaled logits and p their softmax, for token y: d log p_y / dz = 1_y − p, dH / dz = −p (log p + H)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, entropy: Entropy) -> Any:
-        if logits.dtype not in (torch.float32, torch.float64):
-            logits = logits.float()
-        if temperature != 1.0:
-            logits.div_(temperature)
-        # Every row is read before it is written, so it can be its own output.
-        logs = torch.log_softmax(logits, dim=-1, out=logits)
-        logprobs = logs.gather(-1, targets[:, None]).squeeze(-1)
-        entropies = torch.zeros_like(logprobs)
-        if entropy != "none":
-            for block, summed in zip(_blocks(logs), torch.split(entropies, _block_rows(logs)), strict=True):
-                torch.sum(block.exp().mul_(block).neg_(), dim=-1, out=summed)
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy: Entropy,
+    ) -> Any:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=dtype, device=hidden.device)
+        chunks = _chunks(hidden.shape[0], weight.shape[0], HEAD_NUMBERS)
+        logs = None
+        for chunk in chunks:
+            logs = None  # frees the last one first
+            logs = _logs(hidden[chunk], weight, bias, temperature)
+            logprobs[chunk] = logs.gather(-1, targets[chunk, None])[:, 0]
+            if entropy != "none":
+                for block in _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS):
+                    some = logs[block]
+                    entropies[chunk][block] = some.exp().mul_(some).sum(-1).neg_()
         if entropy != "train":
             ctx.mark_non_differentiable(entropies)
-        ctx.save_for_backward(logs, targets, entropies)
-        ctx.temperature, ctx.entropy = temperature, entropy
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, logs if len(chunks) == 1 else None)
+        ctx.chunks, ctx.temperature, ctx.entropy = chunks, temperature, entropy
         return logprobs, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, logprob_gradient: Tensor, entropy_gradient: Tensor) -> Any:
-        logs, targets, entropies = ctx.saved_tensors
-        logprob_gradient = logprob_gradient / ctx.temperature
-        if ctx.entropy == "train":
-            entropy_gradient = entropy_gradient / ctx.temperature
-            parts = [torch.split(each, _block_rows(logs)) for each in (entropies, entropy_gradient, logprob_gradient)]
-            for block, bits, by_entropy, by_logprob in zip(_blocks(logs), *parts, strict=True):
-                factor = block.add(bits[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None])
-                block.exp_().mul_(factor).neg_()
-        else:
-            logs.exp_().mul_(-logprob_gradient[:, None])
-        gradient = logs.scatter_add_(-1, targets[:, None], logprob_gradient[:, None])
-        return gradient, None, None, None
+    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> Any:
+        hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight) if needs[1] else None
+        of_bias = torch.zeros_like(bias) if needs[2] else None
+        by_logprob, by_entropy = by_logprob / ctx.temperature, by_entropy / ctx.temperature
+        for chunk in ctx.chunks:
+            logs = _logs(hidden[chunk], weight, bias, ctx.temperature) if kept is None else kept
+            kept = None
+            if ctx.entropy == "train":
+                for block in _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS):
+                    some = logs[block]
+                    factor = some.add(entropies[chunk][block, None]).mul_(by_entropy[chunk][block, None])
+                    some.exp_().mul_(factor.add_(by_logprob[chunk][block, None])).neg_()
+            else:
+                logs.exp_().mul_(-by_logprob[chunk, None])
+            gradient = logs.scatter_add_(-1, targets[chunk, None], by_logprob[chunk, None]).to(hidden.dtype)
+            if of_hidden is not None:
+                of_hidden[chunk] = gradient @ weight
+            if of_weight is not None:
+                of_weight.addmm_(gradient.T, hidden[chunk])
+            if of_bias is not None:
+                of_bias.add_(gradient.sum(0))
+            del logs, gradient
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
-def _block_rows(logs: Tensor) -> int:
-    return max(1, BLOCK_NUMBERS // logs.shape[-1])
+def _logs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Log-probabilities of all tokens, [positions, vocabulary], in the memory of the logits."""
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits.add_(bias)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    if temperature != 1.0:
+        logits.div_(temperature)
+    # Every row is read before it is written, so it can be its own output.
+    return torch.log_softmax(logits, dim=-1, out=logits)
 
 
-def _blocks(logs: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(logs, _block_rows(logs))
+def _chunks(rows: int, width: int, numbers: int) -> list[slice]:
+    """Slices of rows with at most so many numbers each, or of one row; at least one slice."""
+    size = max(1, numbers // width)
+    return [slice(start, start + size) for start in range(0, max(1, rows), size)]

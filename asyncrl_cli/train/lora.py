@@ -63,14 +63,14 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
     """Freeze a transformers model, and put adapters beside its layers in place.
 
     The process's own random state is left as it was. Raises ``LoraError`` where peft is missing, or no layer is called
-    as ``target_modules`` says, and for the input embeddings.
+    as ``target_modules`` says, and for the embeddings and the output head.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise LoraError(f"model.lora needs peft: {error}", mend="pip install 'asyncrl[lora]'") from error
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
-    embeddings = model.get_input_embeddings()
+    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -80,11 +80,9 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
                 f"model.lora.target_modules: {' '.join(str(error).split())}",
                 mend="name linear layers of the model, or use all-linear",
             ) from error
-    shared = model.config.tie_word_embeddings and hasattr(model.get_output_embeddings(), BASE)
-    if shared or model.get_input_embeddings() is not embeddings:
+    if embeddings != (model.get_input_embeddings(), model.get_output_embeddings()):
         raise LoraError(
-            "model.lora.target_modules: the input embeddings, and an output head that shares their weights, can have "
-            "no adapter",
+            "model.lora.target_modules: the embeddings and the output head can have no adapter",
             mend="leave them out, or use all-linear",
         )
 

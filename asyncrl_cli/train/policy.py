@@ -28,8 +28,15 @@ class Policy(nn.Module):
     """A causal language model that answers with log-probabilities instead of logits."""
 
     def __init__(self, model: Any, temperature: float, packing: bool = False) -> None:
-        """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone."""
+        """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone.
+
+        Raises ``PolicyError`` when the model's output layer is no linear layer.
+        """
         super().__init__()
+        if not isinstance(model.get_output_embeddings(), nn.Linear):
+            raise PolicyError(
+                f"the output layer of this {model.config.model_type} is no linear layer", mend="Use another model"
+            )
         self.model = model
         self.temperature = temperature
         self.packing = packing
@@ -58,7 +65,6 @@ class Policy(nn.Module):
             self.model.get_output_embeddings(),
             hidden,
             input_ids[:, 1:][predicts],
-            self.model.config.get_text_config().vocab_size,
             self.temperature,
             entropy,
         )

@@ -17,6 +17,7 @@ from train_one import SPEC
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
+from asyncrl_cli.train import head
 from asyncrl_cli.train.finite import backward, step
 
 SETTINGS = [
@@ -36,6 +37,7 @@ def main() -> None:
     from asyncrl_cli.train.initial_model import build_initial_model
 
     torch.set_num_threads(1)
+    head.HEAD_NUMBERS = 500  # several chunks in every pass
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)

@@ -42,7 +42,7 @@ def test_matches_the_formulas(
     layer = nn.Linear(4, vocabulary, bias=False)
     layer.weight.data = scale * torch.randn(vocabulary, 4, generator=generator)
     targets = torch.randint(vocabulary, (positions,), generator=generator)
-    found, entropies = score(layer, hidden, targets, vocabulary, temperature, "measure", numbers=numbers)
+    found, entropies = score(layer, hidden, targets, temperature, "measure", numbers=numbers)
 
     exact = layer(hidden).detach().numpy().astype(np.float64) / temperature
     exact -= exact.max(axis=1, keepdims=True) if positions else 0.0
@@ -60,13 +60,16 @@ def test_the_gradient_is_the_formulas(entropy: head.Entropy, blocks: int, monkey
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 6, 2, 2, 5])
 
-    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = score(lambda chunk: chunk @ weight.T, hidden, targets, 7, 0.7, entropy, numbers=14)
+    def scored(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        layer = nn.Module()
+        layer.weight, layer.bias = weight, bias
+        found = score(layer, hidden, targets, 0.7, entropy, numbers=14)
         return found if entropy == "train" else found[:1]
 
-    assert torch.autograd.gradcheck(scored, (hidden, weight))
+    assert torch.autograd.gradcheck(scored, (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("entropy", ["none", "train"])
@@ -76,13 +79,24 @@ def test_chunks_change_nothing(entropy: head.Entropy) -> None:
         torch.manual_seed(0)
         layer = nn.Linear(6, 20)
         hidden = torch.randn(11, 6, requires_grad=True)
-        found = score(layer, hidden, torch.arange(11), 20, 1.3, entropy, numbers=numbers)
+        found = score(layer, hidden, torch.arange(11), 1.3, entropy, numbers=numbers)
         weights = torch.randn(2, 11)
         (weights[0] @ found[0] + weights[1] @ found[1]).backward()
         results.append((*found, hidden.grad, layer.weight.grad, layer.bias.grad))
     for other in results[1:]:
         for one, reference in zip(other, results[0], strict=True):
             torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_the_layer_is_called_once_and_a_frozen_one_gets_no_gradient() -> None:
+    layer, calls = nn.Linear(6, 20).requires_grad_(False), []
+    layer.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    layer.register_full_backward_pre_hook(lambda *_: calls.append("backward"))
+    hidden = torch.randn(11, 6, requires_grad=True)
+    score(layer, hidden, torch.arange(11), 1.0, numbers=40)[0].sum().backward()
+    assert calls == ["forward", "backward"]
+    assert hidden.grad is not None and layer.weight.grad is None
+    assert layer(hidden).shape == (11, 20), "the layer is what it was"
 
 
 class LargestTensor(TorchDispatchMode):
@@ -104,7 +118,7 @@ def test_no_tensor_is_larger_than_the_bound(entropy: head.Entropy, dtype: torch.
     layer = nn.Linear(8, vocabulary, bias=False, dtype=dtype)
     hidden = torch.randn(positions, 8, dtype=dtype, requires_grad=True)
     with LargestTensor() as seen:
-        found = score(layer, hidden, torch.arange(positions), vocabulary, 0.5, entropy, numbers=bound)
+        found = score(layer, hidden, torch.arange(positions), 0.5, entropy, numbers=bound)
         sum(each.sum() for each in found if each.requires_grad).backward()
     assert positions * vocabulary > 5 * bound
     assert bound // 2 < seen.numbers <= bound

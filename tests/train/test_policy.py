@@ -114,6 +114,13 @@ def test_models_that_would_be_trained_wrongly_are_refused(architecture: str, pac
         check_policy(policy, policy)
 
 
+def test_an_output_layer_that_is_not_linear_is_refused() -> None:
+    model = make("llama").model
+    model.set_output_embeddings(torch.nn.Sequential(model.lm_head))
+    with pytest.raises(PolicyError, match="output layer of this llama is no linear layer"):
+        Policy(model, 1.0)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_row_is_scored_as_if_it_were_alone(packing: bool) -> None:
     policy = make("qwen3", packing=packing)
