@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.buffer.ledger import Counts
@@ -119,7 +120,7 @@ class Pager:
 
     def turn(self, older: bool) -> None:
         """Go to the next older rollout, or newer one; stay where there is none. First the newest that has ended."""
-        with snapshot(self._run.path / FILE) as connection:
+        with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel says what is wrong
             self._place = neighbour(connection, self._place, older) or self._place
 
     def recolour(self) -> None:

@@ -50,6 +50,9 @@ def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 def test_a_run_that_has_not_begun(run: RunDirectory) -> None:
     shown = look(run)
     assert (shown.now, shown.metrics, shown.counts) == (f"{run.run_id}, died", {}, None)
+    pager = Pager(run)
+    pager.turn(older=True)
+    assert pager.page().plain == "no rollout has ended yet"
 
 
 def test_a_look_is_the_journals(run: RunDirectory, recorded: RecordedRun) -> None:
