@@ -105,7 +105,8 @@ def test_there_is_no_colour_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatc
     def colours() -> list[str]:
         console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
         console.print(panel(shown))
-        return re.findall(r"\x1b\[[\d;]*[34]\d[\d;]*m", console.file.getvalue())  # type: ignore[attr-defined]
+        codes = r"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[\d;]*)?m"
+        return re.findall(codes, console.file.getvalue())  # type: ignore[attr-defined]
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert colours()
