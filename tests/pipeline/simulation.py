@@ -262,7 +262,7 @@ class Rank(Actor):
         return 0, 0, 0.0
 
     @remote
-    async def start(self, model_dir: str, address: str, port: int, checkpoint: str | None) -> None:
+    async def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:
         self._weights = () if checkpoint is None else tuple(json.loads(Path(checkpoint, "state/weights").read_text()))
 
     @remote
