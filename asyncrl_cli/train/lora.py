@@ -119,10 +119,11 @@ def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, 
 
     ``model`` is a transformers model without adapters, on the meta device; it gets them. Raises as ``add_adapters``.
     """
+    untouched = {name: state[name] for name in model.state_dict() if name in state}
     add_adapters(model, lora, seed=0)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    return {weight.name: weight.merged() for weight in plain_weights(model)}
+    return untouched | {weight.name: weight.merged() for weight in plain_weights(model)}
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

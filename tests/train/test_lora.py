@@ -100,10 +100,11 @@ def test_without_adapters_it_is_the_model_again() -> None:
     assert (adapted - logprobs(make(None))).abs().max() > 0.01
 
 
-def test_a_saved_state_merges_as_the_model_does() -> None:
-    model = trained(LORA, tied=False)
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    found = merge(make(None, tied=False, device="meta"), LORA, state)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_state_merges_as_the_model_does(tied: bool) -> None:
+    model = trained(LORA, tied)
+    found = merge(make(None, tied, device="meta"), LORA, model.state_dict())
+    assert found.keys() == make(None, tied).state_dict().keys()
     assert all(torch.equal(found[weight.name], weight.merged()) for weight in plain_weights(model))
 
 
