@@ -186,13 +186,15 @@ def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: l
         assert await ranks.trainer.prepare_model(print) == "/models/one"
         assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ("/search",))]
         await ranks.trainer.start(None)
-        assert ranks.calls[-2:] == [(rank, "start", ("/models/one", "10.0.0.0", 2000, None)) for rank in range(2)]
+        assert ranks.calls[-2:] == [
+            (rank, "start", ("/models/one", "10.0.0.0", 2000, None, "/search")) for rank in range(2)
+        ]
 
         old = list(ranks.made)
         old[1].die()
         await ranks.trainer.restart(Path("/runs/1/checkpoints/step-000004"))
         assert killed == old
-        started = ("/models/one", "10.0.0.0", 4000, "/runs/1/checkpoints/step-000004")
+        started = ("/models/one", "10.0.0.0", 4000, "/runs/1/checkpoints/step-000004", "/search")
         assert ranks.calls[-2:] == [(rank, "start", started) for rank in range(2)]
         assert len([call for call in ranks.calls if call[1] == "prepare_model"]) == 1, "the model is made once"
         assert await ranks.trainer.call("save_model") == [None, None]
