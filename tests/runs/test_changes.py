@@ -72,7 +72,24 @@ def words(schema: Any) -> Iterator[str]:
 
 
 CANDIDATES = [
-    *(True, False, 1, 2, 0, 7, 0.5, 0.125, "other", "own:function", ["a"], [0.5, 0.5], {"a": 1}, {}),
+    *(
+        True,
+        False,
+        1,
+        2,
+        0,
+        7,
+        0.5,
+        0.125,
+        "other",
+        "own:function",
+        "http://there",
+        ["a"],
+        ["stall"],
+        [0.5, 0.5],
+        {"a": 1},
+        {},
+    ),
     *([{"name": "a", "use": "b"}], {"field": "a", "stages": [{}]}, {"a": {"data": {}}}),
     *words(ExperimentSpec.model_json_schema()),
 ]
