@@ -6,7 +6,8 @@ Speed: forward, backward and optimizer step over the same micro-batches of the q
 rank and one thread. The bare loop has logits for response tokens only, as the trainer has, but all of them at once.
 
 Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a process of its own. It is compared with what must
-be there: weights, gradients and Adam's two moments in float32, and one chunk of the head's logits.
+be there: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of the weights, and
+one chunk of the head's logits.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def measure_memory(spec: ExperimentSpec, width: int) -> None:
         backward(engine, -engine(*batch).sum())
         step(engine)
     peak = memory("VmHWM") - before
-    needed = 16 * numbers + 4 * HEAD_NUMBERS
+    needed = (20 if spec.trainer.zero_stage else 16) * numbers + 4 * HEAD_NUMBERS
     logits = 4 * int(batch[1].sum()) * MEMORY_VOCABULARY
     print(f"{numbers / 1e6:.0f} M weights, {MEMORY_TOKENS} tokens, vocabulary {MEMORY_VOCABULARY:,}")
     print(

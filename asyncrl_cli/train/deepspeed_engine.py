@@ -54,7 +54,8 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
 
     ``load_universal``: whether the checkpoint that the engine will load is a universal one.
     """
-    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    # DeepSpeed's own linear layer, in Python, lets go of gathered weights between the passes. One rank gathers none.
+    zero: dict[str, Any] = {"stage": trainer.zero_stage, "memory_efficient_linear": trainer.ranks > 1}
     if trainer.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if trainer.offload == "all":
@@ -131,6 +132,8 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
         eps=trainer.optimizer.eps,
         weight_decay=trainer.optimizer.weight_decay,
     )
+    if trainer.zero_stage == 3:
+        _gather_by_layer(module)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=deepspeed_settings(trainer, load_universal)
     )
@@ -159,6 +162,20 @@ def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[
 
     with deepspeed.zero.GatheredParameters(parameters):
         yield
+
+
+def _gather_by_layer(module: torch.nn.Module) -> None:
+    """Have ZeRO-3 gather a transformer's layer at once.
+
+    Its hooks round every small module cost an eighth of a small model's time, and experts that one rank uses and
+    another does not would be gathered by the one alone, which waits for ever.
+    """
+    from deepspeed.utils import set_z3_leaf_modules
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = {type(part) for part in module.modules() if isinstance(part, GradientCheckpointingLayer)}
+    if layers:
+        set_z3_leaf_modules(module, list(layers))
 
 
 def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
