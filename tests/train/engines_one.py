@@ -1,4 +1,4 @@
-"""One rank that trains the same small model by engines of several settings: the program of test_engines.py.
+"""One rank that trains the same small model by engines of several settings: the program of test_zero_engines.py.
 
 python engines_one.py OUT.pt RANK PORT [KEY=VALUE ...]
 
