@@ -155,8 +155,8 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
         engine.load_checkpoint(str(source.folder), tag=UNIVERSAL)
         # DeepSpeed's loader gives all parts of the optimizer one and the same step counter, which each of them
         # would then advance: with two parts Adam would count every update twice.
-        for state in engine.basic_optimizer.state.values():
-            state["step"] = state["step"].clone()
+        for parameter, state in engine.basic_optimizer.state.items():
+            state["step"] = state["step"].to(parameter.device, copy=True)
         torch.distributed.barrier()
         if rank == 0:
             shutil.rmtree(source.folder, ignore_errors=True)

@@ -13,6 +13,9 @@ from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train.lora import add_adapters
 from asyncrl_cli.train.policy import Policy, check_policy
 
+REDUCE_NUMBERS = 2**24
+"""Numbers of gradients that ranks add up together. A larger gradient goes alone, and is not copied for it."""
+
 
 def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
     """Environment variables that the process of a trainer rank must start with."""
@@ -55,7 +58,11 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
     ``load_universal``: whether the checkpoint that the engine will load is a universal one.
     """
     # DeepSpeed's own linear layer, in Python, lets go of gathered weights between the passes. One rank gathers none.
-    zero: dict[str, Any] = {"stage": trainer.zero_stage, "memory_efficient_linear": trainer.ranks > 1}
+    zero: dict[str, Any] = {
+        "stage": trainer.zero_stage,
+        "memory_efficient_linear": trainer.ranks > 1,
+        "reduce_bucket_size": REDUCE_NUMBERS,
+    }
     if trainer.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if trainer.offload == "all":
@@ -131,6 +138,7 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
         betas=trainer.optimizer.betas,
         eps=trainer.optimizer.eps,
         weight_decay=trainer.optimizer.weight_decay,
+        fused=True,  # the others make copies of a rank's whole share of the weights
     )
     if trainer.zero_stage == 3:
         _gather_by_layer(module)

@@ -51,6 +51,22 @@ def test_the_same_weights_come_out(tmp_path: Path, plain: dict[str, Any], overri
         assert other["metrics"][name] == pytest.approx(plain["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
+def test_two_ranks_are_one_for_twenty_steps(tmp_path: Path) -> None:
+    folders = {ranks: tmp_path / str(ranks) for ranks in (1, 2)}
+    for ranks, folder in folders.items():
+        folder.mkdir()
+        run_ranks(
+            "train_one.py",
+            folder,
+            (*BASE, f"trainer.ranks={ranks}", "trainer.zero_stage=3", "stop.steps=20", "pipeline.groups_per_step=4"),
+        )
+    one, two = (torch.load(folder / "rank-0.pt") for folder in folders.values())
+    for name, weight in one["weights"].items():
+        assert (two["weights"][name] - weight).norm() < 1e-5 * weight.norm(), name
+    for name in ("train/loss", "train/gradient_norm"):
+        assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-6), name
+
+
 def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, plain: dict[str, Any]) -> None:
     other = trained(tmp_path, "trainer.minibatches=2", "algorithm.kl_coef=0.5", "algorithm.aggregation=sequence_mean")
     moved = max((other["weights"][name] - weight).abs().max().item() for name, weight in plain["weights"].items())
