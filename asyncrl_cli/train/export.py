@@ -92,4 +92,6 @@ def _from_shards(checkpoint: Checkpoint) -> dict[str, Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.folder), tag=STATE)
+    if checkpoint.trainer().zero_stage == 1:  # its shards lack what was not trained
+        return _unsharded(checkpoint) | state
     return state

@@ -85,6 +85,8 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
             "model.lora.target_modules: the embeddings and the output head can have no adapter",
             mend="leave them out, or use all-linear",
         )
+    # What goes into the first layer wants a gradient, too: its passing by is how ZeRO-3 knows that a layer is done.
+    model.enable_input_require_grads()
 
 
 @contextmanager
