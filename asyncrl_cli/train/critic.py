@@ -14,14 +14,17 @@ from torch import Tensor, nn
 
 from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train.packing import PaddedRows
+from asyncrl_cli.train.policy import predicting_states
 
 
 class ValueModel(nn.Module):
     """A transformer that answers with values."""
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, backbone: Any, packing: bool = False) -> None:
+        """``packing``: as in ``Policy``."""
         super().__init__()
         self.backbone = backbone
+        self.packing = packing
         width = backbone.config.get_text_config().hidden_size
         self.head = nn.Linear(width, 1, bias=False, dtype=backbone.dtype)
         nn.init.zeros_(self.head.weight)
@@ -31,8 +34,7 @@ class ValueModel(nn.Module):
 
         Arguments are as those of ``Policy``.
         """
-        predicts = response_mask[:, 1:]
-        hidden = self.backbone(input_ids=input_ids[:, :-1], use_cache=False).last_hidden_state[predicts]
+        hidden = predicting_states(self.backbone, input_ids, response_mask, self.packing)
         values = self.head(hidden)[:, 0].float()
         return torch.zeros(response_mask.shape, device=values.device).masked_scatter(response_mask, values)
 
@@ -44,7 +46,7 @@ def start_critic(trainer: TrainerSpec, model_dir: str, load_universal: bool = Fa
     """
     from asyncrl_cli.train.deepspeed_engine import initialize, load_model
 
-    model = ValueModel(load_model(trainer, model_dir).base_model)
+    model = ValueModel(load_model(trainer, model_dir).base_model, trainer.packing)
     return Critic(initialize(model, trainer, load_universal))
 
 

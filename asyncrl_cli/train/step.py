@@ -98,6 +98,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 
 def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
     trainer = learner.spec.trainer
-    plan = plan_microbatches([len(row) for row in rows], trainer.tokens_per_microbatch, trainer.ranks)
+    lengths = [len(row) for row in rows]
+    plan = plan_microbatches(lengths, trainer.tokens_per_microbatch, trainer.ranks, trainer.packing)
     padded = [pad_rows([rows[index] for index in indices], pad_id=0) for indices in plan[learner.rank]]
     return Minibatch(rows, [microbatch.to(learner.engine.device) for microbatch in padded])
