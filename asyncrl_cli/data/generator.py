@@ -5,9 +5,7 @@ It yields rows (mappings of columns) or ``Prompt``s, the same ones at every call
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.data.rows import RowForm, collect, kind
+from asyncrl_cli.runs.own_modules import import_beside
 
 MOST_ROWS = 5_000_000
 """So many rows without an end are taken for endless."""
@@ -58,12 +57,8 @@ def _prompts(rows: Iterable[Any], target: str, size: int | None, form: RowForm) 
 
 def _function(target: str, base: Path) -> Any:
     module_name, _, name = target.partition(":")
-    folder = str(base.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        function = getattr(import_beside(module_name, base), name)
     except Exception as error:
         raise DataError(
             f"{target} cannot be imported: {type(error).__name__}: {error}",

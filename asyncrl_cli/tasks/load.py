@@ -13,13 +13,12 @@ Whatever is wrong is a ``TaskError`` that names the field and the mend, raised b
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.runs.own_modules import import_beside
 from asyncrl_cli.spec.rules import GYM
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.errors import TaskError
@@ -85,12 +84,9 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
 
 
 def _module(name: str, search_path: Path) -> Any:
-    folder = str(search_path.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()
+    folder = search_path.resolve()
     try:
-        return importlib.import_module(name)
+        return import_beside(name, folder)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise TaskError(

@@ -24,7 +24,7 @@ among tokens that count is not rejected: it stays visible.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from asyncrl_cli.train.kl import KL, k3, limited
 from asyncrl_cli.train.losses import check_shapes
+from asyncrl_cli.train.sums import Sums
 
 Proximal = Literal["recomputed", "log_linear", "behaviour"]
 Level = Literal["token", "sequence", "geometric"]
@@ -99,7 +100,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class CorrectionSums:
+class CorrectionSums(Sums):
     """Sums over tokens that count; they add over micro-batches and ranks with ``+``.
 
     All are float64 tensors without dimensions, so that adding them waits for no device. Fields that end in ``_max``
@@ -137,14 +138,6 @@ class CorrectionSums:
     gap: Tensor
     gap_max: Tensor
     kl: Tensor
-
-    def __add__(self, other: CorrectionSums) -> CorrectionSums:
-        def joined(name: str) -> Tensor:
-            mine, its = getattr(self, name), getattr(other, name)
-            both: Tensor = torch.maximum(mine, its) if name.endswith("_max") else mine + its
-            return both
-
-        return CorrectionSums(*(joined(field.name) for field in fields(self)))
 
     def summary(self) -> dict[str, float]:
         """Metrics, as Python floats; all 0 when no token counts.

@@ -7,8 +7,10 @@ where there is one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -98,17 +100,8 @@ def estimate(
             _by_token(objective, rows, known, rewards, penalties)
         else:
             _by_rollout(objective, rows, known, rewards, penalties)
-        if algorithm.whiten_advantages:
-            moments = [
-                Moments.of(one.advantages, padded.response_mask) for one, padded in zip(known, rows, strict=True)
-            ]
-            if moments:
-                total = moments[0]
-                for more in moments[1:]:
-                    total = total + more
-                total = over_ranks(total, engine.device)
-                for one, padded in zip(known, rows, strict=True):
-                    one.advantages = whiten(one.advantages, padded.response_mask, total)
+        if algorithm.whiten_advantages and rows:
+            _whiten(rows, known, engine.device)
 
 
 def _by_rollout(
@@ -140,3 +133,11 @@ def _by_token(
             one.advantages = rewards_to_go(token_rewards, mask, algorithm.gamma)
         else:
             one.advantages, one.returns = gae(token_rewards, one.values, mask, algorithm.gamma, algorithm.gae_lambda)
+
+
+def _whiten(rows: list[PaddedRows], known: list[Known], device: torch.device) -> None:
+    """By the moments of all tokens of the step; collective."""
+    moments = (Moments.of(one.advantages, padded.response_mask) for padded, one in zip(rows, known, strict=True))
+    of_step = over_ranks(reduce(operator.add, moments), device)
+    for padded, one in zip(rows, known, strict=True):
+        one.advantages = whiten(one.advantages, padded.response_mask, of_step)

@@ -10,20 +10,21 @@ gradient is exactly 0. A micro-batch in which nothing counts has loss 0 and can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from asyncrl_cli.train.kl import KLEstimator, k3, limited
+from asyncrl_cli.train.sums import Sums
 from asyncrl_cli.train.surrogates import LossSettings, PolicyLoss
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
 
 @dataclass(frozen=True, slots=True)
-class LossSums:
+class LossSums(Sums):
     """Sums over tokens that count; they add over micro-batches and ranks with ``+``.
 
     All are float64 tensors without dimensions, detached, so that adding them waits for no device.
@@ -45,9 +46,6 @@ class LossSums:
     kl_proximal: Tensor
     kl_reference: Tensor
     entropy: Tensor
-
-    def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def summary(self) -> dict[str, float]:
         """Means over tokens, as Python floats; all 0 when no token counts."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.own_modules import import_beside
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.train.advantages import ADVANTAGES, Estimator
 from asyncrl_cli.train.corrections import Correction
@@ -55,12 +54,8 @@ def _function(known: Mapping[str, Function], name: str, place: str, search_path:
     if name in known:
         return known[name]
     module, _, attribute = name.partition(":")
-    folder = str(search_path.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()
     try:
-        function: Any = getattr(importlib.import_module(module), attribute)
+        function: Any = getattr(import_beside(module, search_path), attribute)
     except Exception as error:
         raise UserError(
             f"{name} cannot be imported: {type(error).__name__}: {error}",

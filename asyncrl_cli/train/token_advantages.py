@@ -10,12 +10,13 @@ computed in float64 and returned in the dtype of the first argument.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asyncrl_cli.train.losses import check_shapes
+from asyncrl_cli.train.sums import Sums
 
 VARIANCE_FLOOR = 1e-8
 """Added to the variance that whitening divides by."""
@@ -77,7 +78,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class Moments(Sums):
     """Sums from which mean and variance over tokens follow; they add over micro-batches and ranks with ``+``.
 
     All are float64 tensors without dimensions.
@@ -98,9 +99,6 @@ class Moments:
         check_shapes(mask, values)
         exact = _exact(values, mask)
         return cls(mask.sum().double(), exact.sum(), exact.square().sum())
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @property
     def mean(self) -> Tensor:

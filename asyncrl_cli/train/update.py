@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,23 +18,20 @@ from asyncrl_cli.train.losses import LossSums, policy_loss
 from asyncrl_cli.train.objective import Objective
 from asyncrl_cli.train.packing import PaddedRows
 from asyncrl_cli.train.rows import count_tokens
-from asyncrl_cli.train.sums import over_ranks
+from asyncrl_cli.train.sums import Sums, over_ranks
 from asyncrl_cli.train.value_loss import ValueSums, value_loss
 
 _MEASURED = Correction()
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateSums:
+class UpdateSums(Sums):
     """What updates add up over micro-batches, and then over ranks."""
 
     loss: Tensor
     losses: LossSums
     corrections: CorrectionSums
     engine_gap: CorrectionSums
-
-    def __add__(self, other: UpdateSums) -> UpdateSums:
-        return UpdateSums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def summary(self, losses: float) -> dict[str, float]:
         """Metrics; ``losses`` is the number of losses that ``loss`` is the sum of."""

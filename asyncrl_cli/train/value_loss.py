@@ -6,16 +6,17 @@ not count may hold anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asyncrl_cli.train.losses import aggregate, check_shapes
+from asyncrl_cli.train.sums import Sums
 
 
 @dataclass(frozen=True, slots=True)
-class ValueSums:
+class ValueSums(Sums):
     """Sums over tokens that count; they add over micro-batches and ranks with ``+``.
 
     All are float64 tensors without dimensions, detached.
@@ -35,9 +36,6 @@ class ValueSums:
     error_squared: Tensor
     target: Tensor
     target_squared: Tensor
-
-    def __add__(self, other: ValueSums) -> ValueSums:
-        return ValueSums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def summary(self) -> dict[str, float]:
         """Metrics, as Python floats; all 0 when no token counts.
