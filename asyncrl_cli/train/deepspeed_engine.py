@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
-from asyncrl_cli.train.lora import add_adapters
+from asyncrl_cli.train.lora import PlainWeight, add_adapters, plain_weights
 from asyncrl_cli.train.policy import Policy, check_policy
 
 REDUCE_NUMBERS = 2**24
@@ -170,6 +170,13 @@ def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[
 
     with deepspeed.zero.GatheredParameters(parameters):
         yield
+
+
+def whole_weights(model: torch.nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
+    """The weights of a model, each whole while it is the one at hand. Collective: all ranks take all of them."""
+    for weight in plain_weights(model):
+        with gathered(weight.parts, zero_stage), torch.no_grad():
+            yield weight
 
 
 def _gather_by_layer(module: torch.nn.Module) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from asyncrl_cli.runs.checkpoints import STATE
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.deepspeed_engine import gathered
-from asyncrl_cli.train.lora import plain_weights, without_adapters
+from asyncrl_cli.train.deepspeed_engine import whole_weights
+from asyncrl_cli.train.lora import without_adapters
 from asyncrl_cli.train.policy import Policy
 
 FILE = "reference.pt"
@@ -60,9 +60,8 @@ class Copy:
         if not self._every or step % self._every or not step:
             return
         own = dict(self._policy.model.named_parameters())
-        for weight in plain_weights(model):
-            with gathered(weight.parts, zero_stage), torch.no_grad():
-                own[weight.name].copy_(weight.merged())
+        for weight in whole_weights(model, zero_stage):
+            own[weight.name].copy_(weight.merged())
 
     def save(self, folder: Path) -> None:
         """Write what a checkpoint in ``folder`` needs. For rank 0."""

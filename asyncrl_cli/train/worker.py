@@ -119,17 +119,17 @@ class TrainerWorker:
         from asyncrl_cli.train.lora import plain_weights
         from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
 
-        weights = plain_weights(self._model)
         if self._mapping is None and self._rank == 0:
             dtype = getattr(torch, self._spec.rollout.dtype)
             self._mapping = WeightMapping.create(
-                plan_slots((weight.name, dtype, ds.full_shape(weight.parameter)) for weight in weights)
+                plan_slots(
+                    (weight.name, dtype, ds.full_shape(weight.parameter)) for weight in plain_weights(self._model)
+                )
             )
         targets = dict(self._mapping.tensors()) if self._rank == 0 else {}
-        for weight in weights:
-            with ds.gathered(weight.parts, self._spec.trainer.zero_stage), torch.no_grad():
-                if self._rank == 0:
-                    targets[weight.name].copy_(weight.merged())
+        for weight in ds.whole_weights(self._model, self._spec.trainer.zero_stage):
+            if self._rank == 0:
+                targets[weight.name].copy_(weight.merged())
         probe_ids, logprobs = self._probe()
         if self._rank != 0:
             return None
@@ -138,14 +138,12 @@ class TrainerWorker:
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
         from asyncrl_cli.train import deepspeed_engine as ds
-        from asyncrl_cli.train.lora import plain_weights
         from asyncrl_cli.train.tokenizer import load_tokenizer
 
         state = {}
-        for weight in plain_weights(self._model):
-            with ds.gathered(weight.parts, self._spec.trainer.zero_stage):
-                if self._rank == 0:
-                    state[weight.name] = weight.merged().to(weight.parameter.dtype).cpu().clone()
+        for weight in ds.whole_weights(self._model, self._spec.trainer.zero_stage):
+            if self._rank == 0:
+                state[weight.name] = weight.merged().to(weight.parameter.dtype).cpu().clone()
         if self._rank == 0:
             self._model.save_pretrained(folder, state_dict=state)
             load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
