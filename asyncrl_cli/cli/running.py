@@ -38,7 +38,7 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
         )
         typer.echo(f"where    {_shown(run.path)}")
     try:
-        with open_view(spec.stop.steps, pipeline.max_staleness, quiet) as view:
+        with open_view(run, spec.stop.steps, quiet) as view:
             outcome = run_experiment(experiment, run, view, start)
     except Interrupted:
         typer.echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}", err=True)

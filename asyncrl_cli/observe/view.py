@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from threading import Event, Thread
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.buffer.ledger import Counts
-from asyncrl_cli.observe.dashboard import TREND_STEPS, TRENDS, Shown, panel
+from asyncrl_cli.observe.dashboard import Shown, panel
 from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.reporter import View
+from asyncrl_cli.observe.watching import look
+from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from rich.live import Live
+
+LOOK_S = 1.0
+"""Seconds between two looks of the panel at the run."""
+LOOK_SHARE = 0.01
+"""Share of the time that looking may take: on a slow disk it looks less often."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
@@ -89,54 +96,66 @@ class QuietView:
 
 
 class LiveView:
-    """The panel, drawn over itself."""
+    """The panel, drawn over itself: what `asyncrl watch` sees of the run, under what the loop says that it does."""
 
-    def __init__(self, live: Live, steps: int, max_staleness: int) -> None:
+    def __init__(self, live: Live, run: RunDirectory) -> None:
         self._live = live
-        self._shown = Shown("", steps=steps, max_staleness=max_staleness)
-        self._trends: dict[str, deque[float]] = {name: deque(maxlen=TREND_STEPS) for name in TRENDS}
-        self._accuracy: dict[str, list[float]] = {}
-        self._first: tuple[float, int] | None = None  # when the first step was done, and which it was
+        self._run = run
+        self._doing = ""
+        self._seen = Shown("")
+
+    def look(self) -> None:
+        """See how the run stands. Raises nothing, and may be called on a thread of its own."""
+        with suppress(Exception):  # whatever is wrong with the disk or the terminal, training goes on
+            self._seen = look(self._run)
+            self._draw()
 
     def status(self, text: str) -> None:
-        self._show(now=text)
+        self._doing = text
+        self._draw()
 
     def doing(self, text: str, counts: Counts) -> None:
-        self._show(now=text, counts=counts)
+        self.status(text)
 
     def warn(self, text: str) -> None:
         self._live.console.print(f"! {text}", markup=False, highlight=False)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        for name, values in self._trends.items():
-            if name in metrics:
-                values.append(metrics[name])
-        self._show(
-            step=step,
-            version=version,
-            metrics=metrics,
-            trends={name: list(values) for name, values in self._trends.items()},
-            remaining_s=self._remaining(step),
-        )
+        pass
 
     def evaluated(self, result: EvaluationResult) -> None:
-        self._accuracy.setdefault(result.kind, []).append(result.accuracy)
-        self._show(accuracy=self._accuracy)
+        pass
 
-    def _show(self, **changes: Any) -> None:
-        self._shown = replace(self._shown, **changes)
-        self._live.update(panel(self._shown))
-
-    def _remaining(self, step: int) -> float | None:
-        now = time.monotonic()
-        since, first = self._first = self._first or (now, step)
-        done = step - first
-        return (now - since) / done * (self._shown.steps - step) if done >= 2 else None
+    def _draw(self) -> None:
+        self._live.update(panel(replace(self._seen, now=self._doing)))
 
 
 @contextmanager
-def open_view(steps: int, max_staleness: int, quiet: bool = False) -> Iterator[View]:
-    """The view that fits where the output goes, or a ``quiet`` one."""
+def looking(view: LiveView) -> Iterator[None]:
+    """Have the view look again and again on a thread of its own, so that no disk keeps the loop waiting."""
+    ended = Event()
+
+    def look_on() -> None:
+        took = 0.0
+        while not ended.wait(max(LOOK_S, took / LOOK_SHARE)):
+            started = time.perf_counter()
+            view.look()
+            took = time.perf_counter() - started
+
+    thread = Thread(target=look_on, name="live-view", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(LOOK_S)
+        if not thread.is_alive():
+            view.look()  # what stays on the screen
+
+
+@contextmanager
+def open_view(run: RunDirectory, steps: int, quiet: bool = False) -> Iterator[View]:
+    """The view of a run of so many steps that fits where the output goes, or a ``quiet`` one."""
     if quiet:
         yield QuietView()
         return
@@ -147,4 +166,6 @@ def open_view(steps: int, max_staleness: int, quiet: bool = False) -> Iterator[V
     from rich.live import Live
 
     with Live(console=Console(), refresh_per_second=4, transient=False) as live:
-        yield LiveView(live, steps, max_staleness)
+        view = LiveView(live, run)
+        with looking(view):
+            yield view

@@ -8,15 +8,24 @@ import os
 import pty
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Event, current_thread
 
 import pytest
 from rich.console import Console
 from rich.live import Live
 
 from asyncrl_cli.buffer.ledger import Counts
-from asyncrl_cli.observe.dashboard import BARS, LABEL_WIDTH, TREND_STEPS
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.observe.dashboard import BARS, LABEL_WIDTH, TREND_STEPS, Shown, panel
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
-from asyncrl_cli.observe.view import LiveView, PlainView, open_view, step_line
+from asyncrl_cli.observe.view import LiveView, PlainView, looking, open_view, step_line
+from asyncrl_cli.observe.watching import look
+from asyncrl_cli.runs.directory import RunDirectory
+from tests.buffer import recorded_run
+from tests.buffer.recorded_run import RecordedRun, make_run, settings
 
 METRICS = {
     "reward/mean": 0.5125,
@@ -74,62 +83,116 @@ def test_the_plain_view_prints_a_line_per_event(capsys: pytest.CaptureFixture[st
 # -- the panel
 
 
-def panel(width: int, steps: int) -> list[str]:
-    """The lines of the panel after so many steps, each with two evaluations, on a terminal of this width."""
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path, phase="running")
+
+
+@pytest.fixture
+def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """Forty steps of a thousand, groups of which are running and finished."""
+    monkeypatch.setattr(recorded_run, "METRICS", recorded_run.METRICS | METRICS)
+    of = settings(max_staleness=4, total_steps=1000)
+    recorded = RecordedRun(run.path / FILE, monkeypatch, of, lambda g: 3.0 + 4 * (g % 3), concurrency=4)
+    for _ in range(40):
+        recorded.step()
+    for kind in ("greedy", "sampled"):
+        for step in (0, 40):
+            recorded.book.journal.evaluated(asdict(evaluated(kind, step, (step + 1) / 100)))
+    recorded.book.journal.failed("engine", "engine-0", "the process died")
+    recorded.commit()
+    return recorded
+
+
+def live_view(run: RunDirectory, width: int) -> tuple[LiveView, Callable[[], list[str]]]:
+    """A view, and the lines that it has on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
     live = Live(console=console, auto_refresh=False)
-    view = LiveView(live, 1000, 4)
-    view.status("[/starting] engines")
-    for step in range(1, steps + 1):
-        view.doing(LONG, COUNTS)
-        view.stepped(step, step, METRICS | {"reward/mean": step / steps})
-        for kind in ("greedy", "sampled"):
-            view.evaluated(evaluated(kind, step, step / steps))  # type: ignore[arg-type]
-    console.print(live.get_renderable())
-    return [line.rstrip() for line in console.export_text().splitlines()]
+
+    def lines() -> list[str]:
+        console.print(live.get_renderable())
+        return [line.rstrip() for line in console.export_text().splitlines()]
+
+    return LiveView(live, run), lines
 
 
 LABELS = [
-    "now",
-    "step",
-    "reward",
-    "held-out, greedy",
-    "held-out, sampled",
-    "response",
-    "loss",
-    "staleness",
-    "log-prob gap",
+    *("now", "step", "reward", "held-out, greedy", "held-out, sampled", "response", "loss", "staleness"),
+    *("log-prob gap", "generated", "trainer", "engines", "groups", "to be trained", "last faults"),
 ]
-LABELS += ["generated", "trainer", "engines", "groups"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_panel_is_one_line_per_row_with_its_label(width: int) -> None:
-    lines = panel(width, steps=TREND_STEPS + 20)
-    assert all(len(line) <= width for line in lines)
-    labels = [re.split(r"  +", line)[0] for line in lines]
-    assert [label for label in labels if label] == LABELS
-    assert len(lines) == len(LABELS) + 1, "and the progress bar"
-    text = "\n".join(lines)
-    assert re.search(r"^step +52 of 1000, weight version 52", text, re.MULTILINE)
-    assert re.search(rf"^staleness +mean 0.50, max 1 of 4 versions  {BARS[0]}", text, re.MULTILINE)
-    assert re.search(rf"^reward +1\.000  [{BARS}]{{{TREND_STEPS}}}$", text, re.MULTILINE)
-    if width >= 80:
-        assert re.search(
-            rf"^held-out, sampled +1\.000  [{BARS}]{{{TREND_STEPS}}}  \(first 0\.019\)$", text, re.MULTILINE
-        )
+def test_the_panel_is_that_of_watch_under_what_the_loop_does(
+    run: RunDirectory, recorded: RecordedRun, width: int
+) -> None:
+    view, lines = live_view(run, width)
+    view.look()
+    view.doing(LONG, COUNTS)
+    shown = lines()
+    assert all(len(line) <= width for line in shown)
+    assert [label for line in shown if (label := re.split(r"  +", line)[0])] == LABELS
+    assert shown[0].startswith("now" + " " * (LABEL_WIDTH - 1) + "waiting: waits for groups"), "of this moment"
+    text = "\n".join(shown)
+    assert re.search(r"^step +40 of 1000, weight version 40", text, re.MULTILINE)
+    assert re.search(rf"^reward +0\.51\d  [{BARS}]{{{TREND_STEPS}}}$", text, re.MULTILINE)
+    assert re.search(r"^to be trained +by version 4\d  ", text, re.MULTILINE)
+    assert re.search(r"^last faults +\S+ \S+ engine-0: the p", text, re.MULTILINE)
+    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
+    console.print(panel(replace(look(run), now=LONG)))
+    assert shown == [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def test_before_the_first_step_the_panel_says_what_goes_on() -> None:
-    lines = panel(60, steps=0)
-    assert [line.split("  ")[0] for line in lines] == ["now"]
-    assert lines[0].endswith("  [/starting] engines"), "text, and no markup"
-    assert lines[0].index("[") == LABEL_WIDTH + 2, "where it stays when the longer labels come"
+def test_before_there_is_a_journal_the_panel_says_what_goes_on(run: RunDirectory) -> None:
+    view, lines = live_view(run, 60)
+    view.status("[/starting] engines")
+    for _ in range(2):
+        view.look()
+        shown = lines()
+        assert [line.split("  ")[0] for line in shown] == ["now"]
+        assert shown[0].endswith("  [/starting] engines"), "text, and no markup"
+        assert shown[0].index("[") == LABEL_WIDTH + 2, "where it stays when the longer labels come"
+        (run.path / FILE).write_bytes(b"no journal at all" * 1000)
 
 
-def test_warnings_stay_above_the_panel() -> None:
+def test_nothing_that_a_look_meets_ends_the_run(
+    run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, lines = live_view(run, 80)
+    view.look()
+    before = lines()
+
+    def broken(_: RunDirectory) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("asyncrl_cli.observe.view.look", broken)
+    view.look()
+    assert lines() == before
+
+
+def test_it_looks_again_and_again_and_once_at_the_end(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    third = Event()
+
+    def counting(_: RunDirectory) -> Shown:
+        threads.append(current_thread().name)
+        if len(threads) == 3:
+            third.set()
+        return Shown("")
+
+    monkeypatch.setattr("asyncrl_cli.observe.view.look", counting)
+    monkeypatch.setattr("asyncrl_cli.observe.view.LOOK_S", 0.01)
+    monkeypatch.setattr("asyncrl_cli.observe.view.LOOK_SHARE", 1.0)
+    view, _ = live_view(run, 80)
+    with looking(view):
+        assert third.wait(20)
+    assert set(threads[:3]) == {"live-view"}, "the loop does not wait for it"
+    assert threads[-1] == current_thread().name
+
+
+def test_warnings_stay_above_the_panel(run: RunDirectory) -> None:
     console = Console(file=io.StringIO(), width=60, record=True, force_terminal=True)
-    view = LiveView(Live(console=console, auto_refresh=False), 10, 1)
+    view = LiveView(Live(console=console, auto_refresh=False), run)
     view.warn("engine-0: [the process] died")
     assert console.export_text() == "! engine-0: [the process] died\n", "text, and no markup"
 
@@ -137,19 +200,19 @@ def test_warnings_stay_above_the_panel() -> None:
 # -- which of them
 
 
-def test_a_pipe_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_view(10, 1) as view:
+def test_a_pipe_gets_lines(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_view(run, 10) as view:
         assert isinstance(view, PlainView)
         view.stepped(3, 3, METRICS)
     assert "step 3/10" in capsys.readouterr().out
 
 
-def test_a_terminal_gets_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_the_panel(run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        with open_view(10, 1) as view:
+        with open_view(run, 1000) as view:
             assert isinstance(view, LiveView)
             view.status("starting engines")
     shown = b""
@@ -157,4 +220,4 @@ def test_a_terminal_gets_the_panel(monkeypatch: pytest.MonkeyPatch) -> None:
         while piece := os.read(ours, 4096):
             shown += piece
     os.close(ours)
-    assert b"starting engines" in shown
+    assert b"starting engines" in shown and b"to be trained" in shown
