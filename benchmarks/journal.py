@@ -248,7 +248,8 @@ def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
         ((*group, now, None if group.state == "running" else now) for group in made),
     )
     connection.executemany(
-        "INSERT INTO rollouts VALUES (?, ?, 8, ?, ?, NULL, ?, ?, ?)",
+        "INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, oldest, newest, recorded_at) "
+        "VALUES (?, ?, 8, ?, ?, ?, ?, ?)",
         (
             (group.group_id, place, *ended, group.version, group.version, now)
             for group in made
@@ -257,7 +258,8 @@ def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
         ),
     )
     connection.executemany(
-        "INSERT INTO segments VALUES (?, ?, 0, ?, ?, ?, ?)",
+        "INSERT INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc) "
+        "VALUES (?, ?, 0, 0, ?, ?, ?, ?)",
         ((group.group_id, place, group.version, tokens, logprobs, crc) for group in made for place in places),
     )
     for sql, parameters in noted:

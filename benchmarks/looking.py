@@ -85,17 +85,30 @@ def _add_step(journal, step: int, steps: int, numbers: np.random.Generator) -> N
             ids = numbers.integers(3, 90, count).astype("<i4")
             logprobs = -numbers.random(count).astype("<f4")
             reward = float(numbers.random() < step / steps)
-            rollouts.append((group, place, count, "stop", reward, None, admitted, step, taken - 2, None))
+            rollouts.append((group, place, count, "stop", reward, admitted, step, taken - 2, taken - 2))
             for start, end, version in ((0, count // 2, admitted), (count // 2, count, step)):
                 blobs = ids[start:end].tobytes(), logprobs[start:end].tobytes()
-                segments.append((group, place, 0, start, version, *blobs, zlib.crc32(blobs[1], zlib.crc32(blobs[0]))))
+                crc = zlib.crc32(blobs[1], zlib.crc32(blobs[0]))
+                segments.append((group, place, 0, start, version, *blobs, crc, taken - 2))
     journal.executemany(
         "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, step, serial, epoch, position, "
         f"admitted_at, ended_at) VALUES ({', '.join('?' * 13)})",
         groups,
     )
-    journal.executemany(f"INSERT INTO rollouts VALUES ({', '.join('?' * 10)})", rollouts)
-    journal.executemany(f"INSERT INTO segments VALUES ({', '.join('?' * 8)})", segments)
+    journal.executemany(
+        "INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, oldest, newest, judged_at, recorded_at) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        rollouts,
+    )
+    journal.executemany(
+        "INSERT INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc, at) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        segments,
+    )
+    journal.executemany(
+        "INSERT INTO spells (request, begun_at, ended_at, engine, ending) VALUES (?, ?, ?, ?, ?)",
+        ((f"{row[0]}-{row[1]}", taken - 12, taken - 2, f"engine-{row[1] % 2}", "stop") for row in rollouts),
+    )
     metrics = json.dumps(METRICS | {"reward/mean": step / steps, "buffer/groups_taken": GROUPS * (step + 1)})
     journal.execute("INSERT INTO batches VALUES (?, ?, 0, ?, ?, '', ?)", (step, step, taken, taken + 8, metrics))
     journal.execute("INSERT INTO publishes VALUES (?, ?, ?, 'x', 0.1, 0.05, 0, 0)", (step + 1, step + 1, taken + 7))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +30,7 @@ from asyncrl_cli.buffer.records import (
     Taken,
     Waiting,
 )
-from asyncrl_cli.rollout.records import Rollout, Segment
+from asyncrl_cli.rollout.records import Rollout, Segment, Spell
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.train.records import TrainingBatch
 
@@ -74,11 +74,15 @@ class Buffer:
         await self._commit(0.0 if admitted.admissions else LAZY_S)
         return admitted
 
-    async def record(self, rollouts: list[Rollout], segments: list[Segment], outcomes: list[Outcome]) -> Settled:
-        """Finished rollouts, new tokens of unfinished ones, and rewards and failures of recorded rollouts.
+    async def record(
+        self, rollouts: list[Rollout], segments: list[Segment], outcomes: list[Outcome], spells: Sequence[Spell] = ()
+    ) -> Settled:
+        """Finished rollouts, new tokens of unfinished ones, rewards and failures of recorded rollouts, and where
+        requests have been.
 
         Durable when it returns, with the groups that the outcomes have ended.
         """
+        self._book.journal.stayed(spells)
         self._book.grown(segments)
         settled = self._book.record(rollouts, outcomes)
         self._changed.set()

@@ -31,6 +31,7 @@ from asyncrl_cli.rollout.records import (
     GIVEN,
     Rollout,
     Segment,
+    Spell,
     branch_id,
     place_of,
     segments_of,
@@ -49,12 +50,17 @@ PRUNED_AT_ONCE = 64
 _OUTSTANDING = "state IN ('running', 'finished')"
 _DROPPED = "state IN ('rejected', 'requeued')"
 
-_SEGMENT = "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_SEGMENT = """
+    INSERT OR REPLACE INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc, at)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
 _ROLLOUT = """
-    INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, failure, metrics, oldest, newest, recorded_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    INSERT INTO rollouts
+        (group_id, place, tokens, finish_reason, reward, failure, metrics, judged_at, oldest, newest, recorded_at)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
         reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
+        judged_at = excluded.judged_at,
         oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at
 """
 
@@ -141,36 +147,45 @@ class Journal:
                     *(group_id, place, branch, void),
                 )
             pieces[segment.start] = piece
-            self._note(_SEGMENT, group_id, place, branch, *columns)
+            self._note(_SEGMENT, group_id, place, branch, *columns, now)
             sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != GIVEN]
             oldest = min((known.version for known in sampled), default=None)
             newest = max((known.version for known in sampled), default=None)
             count = sum(known.end - known.start for known in sampled)
-            self._note(_ROLLOUT, group_id, place, count, None, None, None, None, oldest, newest, now)
+            self._note(_ROLLOUT, group_id, place, count, None, None, None, None, None, oldest, newest, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """A finished rollout with all its sequences, whole; with its outcome, where that is known."""
+        now = time.time()
         group_id, place = place_of(rollout.rollout_id)
         if self._in_part.get(group_id, {}).pop(place, None):  # cut elsewhere than the whole is
             self._note("DELETE FROM segments WHERE group_id = ? AND place = ?", group_id, place)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
             for segment in segments_of(sequence):
-                self._note(_SEGMENT, group_id, place, branch, *_columns(segment))
+                self._note(_SEGMENT, group_id, place, branch, *_columns(segment), now)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
-        verdict = _verdict(outcome) if outcome else (None, None, None)
-        self._note(_ROLLOUT, group_id, place, len(versions), rollout.finish_reason, *verdict, *span, time.time())
+        verdict = (*_verdict(outcome), now) if outcome else (None, None, None, None)
+        self._note(_ROLLOUT, group_id, place, len(versions), rollout.finish_reason, *verdict, *span, now)
 
     def judged(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
         group_id, place = place_of(outcome.rollout_id)
         self._note(
-            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, metrics, recorded_at) "
-            "VALUES (?, ?, 0, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET reward = excluded.reward, "
-            "failure = excluded.failure, metrics = excluded.metrics",
+            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, metrics, judged_at, recorded_at) "
+            "VALUES (?, ?, 0, ?, ?, ?, ?6, ?6) ON CONFLICT DO UPDATE SET reward = excluded.reward, "
+            "failure = excluded.failure, metrics = excluded.metrics, judged_at = excluded.judged_at",
             *(group_id, place, *_verdict(outcome), time.time()),
         )
+
+    def stayed(self, spells: Iterable[Spell]) -> None:
+        """Requests have left their engines. A spell that is told twice changes nothing."""
+        for spell in spells:
+            self._note(
+                "INSERT OR IGNORE INTO spells (request, begun_at, ended_at, engine, ending) VALUES (?, ?, ?, ?, ?)",
+                *(spell.request_id, spell.begun_at, spell.ended_at, spell.engine, spell.ending),
+            )
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:
         """A group is ``finished`` or ``rejected``."""

@@ -5,6 +5,8 @@
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), cut where the weight version
                  changes; version -1 is for tokens that were given and not sampled
+    spells       one row per stay of a request with an engine; ``request`` is GROUP-PLACE, of an episode's call
+                 GROUP-PLACE/CALL, and eval:... of an evaluation's
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
     publishes    one row per weight version, with the checksum of the published bytes
     checkpoints, evaluations, failures, starts    the rest of the run's history
@@ -97,6 +99,15 @@ MIGRATIONS = (
     -- Counts tokens by version without reading them: `asyncrl staleness` would go through gigabytes.
     CREATE INDEX segments_sizes ON segments (group_id, version, length(tokens));
     ALTER TABLE rollouts ADD COLUMN metrics TEXT;
+    """,
+    # When tokens were recorded and rewards known, and which engine had a request when.
+    """
+    ALTER TABLE segments ADD COLUMN at REAL;
+    ALTER TABLE rollouts ADD COLUMN judged_at REAL;
+    CREATE TABLE spells (
+        ended_at REAL NOT NULL, request TEXT NOT NULL, begun_at REAL NOT NULL, engine TEXT NOT NULL,
+        ending TEXT NOT NULL, PRIMARY KEY (ended_at, request)
+    ) WITHOUT ROWID;
     """,
 )
 

@@ -17,6 +17,7 @@ from asyncrl_cli import __version__
 from asyncrl_cli.cli import (
     checkpoint,
     doctor,
+    events,
     init,
     inspect,
     replay,
@@ -50,6 +51,7 @@ app.command("watch")(watch.watch)
 app.command("runs")(runs.runs)
 app.command("track")(track.track)
 app.add_typer(inspect.app, name="inspect")
+app.command("events")(events.events)
 app.command("staleness")(staleness.staleness)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)

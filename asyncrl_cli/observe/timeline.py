@@ -3,15 +3,15 @@
     process     tracks
     run         steps, evaluations, checkpoints, faults and starts; counters of the groups, the reward and the staleness
     trainer     one per rank: training and publishing, which all ranks do together; the share of the time it is busy
-    engines     one per engine: the load of each version, at the end of the arrow from the trainer that published it;
-                shares of the time that engines are busy and paused
     rollouts    lanes: a rollout is in the first one that is free, from its group's admission to its last record
+    engine-0 …  the load of each version, at the end of the arrow from the trainer that published it; below, in lanes,
+                the requests that the engine had, from being sent to leaving it
 
-The journal does not say which engine a rollout ran on, and which engine's pause was the longest: an engine's load is
-drawn with the longest pause.
+The journal does not say which engine's pause was the longest: every engine's load is drawn with the longest one. It
+knows of a request's stay with an engine once it has ended.
 
 Invariants: slices of one track never overlap, whatever the clocks did; events are made and written one at a time, and
-nothing is held of a rollout but the end of its lane.
+nothing is held of a rollout or a request but the end of its lane.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.buffer.events import Checkpoint, Evaluation, Fault, Stall, Start, events
 from asyncrl_cli.buffer.queries import standing
 from asyncrl_cli.buffer.spans import PublishSpan, StepSpan, first_publish, step_spans
 from asyncrl_cli.observe.resolved import resolved_spec, setting
 from asyncrl_cli.runs.directory import RunDirectory
 
-Event = Mapping[str, Any]
+TraceEvent = Mapping[str, Any]
 
-RUN, TRAINER, ENGINES, ROLLOUTS = 1, 2, 3, 4
-"""Ids of the processes."""
+RUN, TRAINER, ROLLOUTS, ENGINES = 1, 2, 3, 4
+"""Ids of the processes; the engines' go on from that of the first."""
+LOADS = 1
+"""The first track of an engine; its lanes follow."""
 STEPS, EVALUATIONS, CHECKPOINTS, FAULTS, STARTS = 1, 2, 3, 4, 5
 """Tracks of the process ``RUN``."""
 COUNTERS = {
@@ -45,9 +48,9 @@ COUNTERS = {
         "groups": {"running": "buffer/groups_running", "finished": "buffer/groups_finished"},
         "staleness (versions)": {"mean": "staleness/groups_mean", "max": "staleness/groups_max"},
         "generated tokens/s": {"tokens/s": "tokens/generated_per_s"},
+        "engines": {"busy": "share/engines_busy", "paused": "share/engines_paused"},
     },
     TRAINER: {"trainer": {"busy": "share/trainer_busy"}},
-    ENGINES: {"engines": {"busy": "share/engines_busy", "paused": "share/engines_paused"}},
 }
 """Counters by process: the names of their values, and the metric that each shows."""
 
@@ -95,7 +98,7 @@ def write_timeline(run: RunDirectory, connection: sqlite3.Connection, path: Path
     return count
 
 
-def _write(events: Iterable[Event], raw: Any) -> int:
+def _write(events: Iterable[TraceEvent], raw: Any) -> int:
     text = TextIOWrapper(raw, encoding="utf-8")
     text.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     count = 0
@@ -107,12 +110,12 @@ def _write(events: Iterable[Event], raw: Any) -> int:
     return count
 
 
-def timeline_events(run: RunDirectory, connection: sqlite3.Connection) -> Iterator[Event]:
+def timeline_events(run: RunDirectory, connection: sqlite3.Connection) -> Iterator[TraceEvent]:
     """A run's events, in no particular order. Times are microseconds since the run's first start."""
     spec = resolved_spec(run)
     (begun,) = connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()
     trace = _Trace(connection, begun, setting(spec, "trainer.ranks", 1), setting(spec, "rollout.engines", 1))
-    return chain(trace.steps(), trace.milestones(), trace.rollouts(), trace.names(run.run_id))
+    return chain(trace.steps(), trace.milestones(), trace.rollouts(), trace.stays(), trace.names(run.run_id))
 
 
 class _Trace:
@@ -120,10 +123,11 @@ class _Trace:
         self._connection = connection
         self._begun = begun
         self._ranks = ranks
-        self._engines = engines
+        self._engines = [f"engine-{engine}" for engine in range(engines)]
         self._lanes = Lanes()
+        self._lanes_of = {engine: Lanes() for engine in self._engines}
 
-    def steps(self) -> Iterator[Event]:
+    def steps(self) -> Iterator[TraceEvent]:
         """Training, publishing, the arrows between trainer and engines, and the counters."""
         free = 0  # when the trainer ended what it did before: a clock may have been set back
         if (publish := first_publish(self._connection)) is not None:
@@ -141,19 +145,20 @@ class _Trace:
                 yield from self._publish(span.publish, max(until, self._us(span.publish.begun_at)), free)
             yield from self._counters(span)
 
-    def _publish(self, publish: PublishSpan, begin: int, end: int) -> Iterator[Event]:
+    def _publish(self, publish: PublishSpan, begin: int, end: int) -> Iterator[TraceEvent]:
         begin = min(begin, end)
         load = max(begin, end - round(publish.stall_s * 1e6))
         name = f"version {publish.version}"
         for rank in range(self._ranks):
             yield _slice(TRAINER, rank + 1, f"publish {name}", begin, end, {"version": publish.version})
-        for engine in range(1, self._engines + 1):
-            yield _slice(ENGINES, engine, f"load {name}", load, end, {"longest pause (s)": publish.stall_s})
-            arrow = {"cat": "publish", "name": name, "id": publish.version * self._engines + engine}
+        for number in range(len(self._engines)):
+            engine = ENGINES + number
+            yield _slice(engine, LOADS, f"load {name}", load, end, {"longest pause (s)": publish.stall_s})
+            arrow = {"cat": "publish", "name": name, "id": publish.version * len(self._engines) + number}
             yield arrow | {"ph": "s", "pid": TRAINER, "tid": 1, "ts": begin}
-            yield arrow | {"ph": "f", "bp": "e", "pid": ENGINES, "tid": engine, "ts": load}
+            yield arrow | {"ph": "f", "bp": "e", "pid": engine, "tid": LOADS, "ts": load}
 
-    def _counters(self, span: StepSpan) -> Iterator[Event]:
+    def _counters(self, span: StepSpan) -> Iterator[TraceEvent]:
         # A counter keeps its value until the next one, and a step's metrics are those of the window before its report.
         since = self._us(span.reported_at - span.metrics.get("time/step_s", 0.0))
         for process, counters in COUNTERS.items():
@@ -163,24 +168,29 @@ class _Trace:
                 if known:
                     yield {"ph": "C", "pid": process, "name": name, "ts": since, "args": known}
 
-    def milestones(self) -> Iterator[Event]:
+    def milestones(self) -> Iterator[TraceEvent]:
         """Evaluations, checkpoints, faults and starts."""
-        for step, kind, at, accuracy, reward in self._rows(
-            "SELECT step, kind, at, accuracy, mean_reward FROM evaluations ORDER BY at"
-        ):
-            facts = {"after step": step, "accuracy": accuracy, "mean reward": reward}
-            yield self._instant(EVALUATIONS, f"{kind} {accuracy:.3f}", at, facts)
         free = 0
-        for step, at, seconds, folder in self._rows("SELECT step, at, seconds, folder FROM checkpoints ORDER BY at"):
-            begin = max(free, self._us(at - seconds))
-            free = max(begin, self._us(at))
-            yield _slice(RUN, CHECKPOINTS, f"checkpoint after step {step}", begin, free, {"folder": folder})
-        for at, kind, part, message in self._rows("SELECT at, kind, part, message FROM failures ORDER BY id"):
-            yield self._instant(FAULTS, f"{kind}: {part}", at, {"message": message})
-        for at, kind, host, step in self._rows("SELECT at, kind, host, step FROM starts ORDER BY id"):
-            yield self._instant(STARTS, kind, at, {"host": host, "batches taken": step})
+        facts: dict[str, Any]
+        for event in events(self._connection, [kind.name for kind in (Evaluation, Checkpoint, Fault, Stall, Start)]):
+            match event:
+                case Evaluation(at=at, kind=kind, accuracy=accuracy):
+                    facts = {"after step": event.after_step, "accuracy": accuracy, "mean reward": event.mean_reward}
+                    yield self._instant(EVALUATIONS, f"{kind} {accuracy:.3f}", at, facts)
+                case Checkpoint(at=at, after_step=step, seconds=seconds):
+                    begin = max(free, self._us(at - seconds))
+                    free = max(begin, self._us(at))
+                    facts = {"folder": event.folder}
+                    yield _slice(RUN, CHECKPOINTS, f"checkpoint after step {step}", begin, free, facts)
+                case Fault(at=at, kind=kind, part=part, message=message):
+                    yield self._instant(FAULTS, f"{kind}: {part}", at, {"message": message})
+                case Stall(at=at, part=part, message=message):
+                    yield self._instant(FAULTS, f"stall: {part}", at, {"message": message})
+                case Start(at=at, process=process):
+                    facts = {"host": event.host, "batches taken": event.steps_taken}
+                    yield self._instant(STARTS, process, at, facts)
 
-    def rollouts(self) -> Iterator[Event]:
+    def rollouts(self) -> Iterator[TraceEvent]:
         """Every rollout of which anything is recorded, in the order of admission."""
         for (
             group,
@@ -208,15 +218,30 @@ class _Trace:
                 facts["trained in step"] = step + 1
             yield _slice(ROLLOUTS, self._lanes.put(start, end), f"{group}-{place}", start, end, facts)
 
-    def names(self, run_id: str) -> Iterator[Event]:
+    def stays(self) -> Iterator[TraceEvent]:
+        """Every stay of a request with an engine, in the order in which they began."""
+        for request, engine, begun_at, ended_at, ending in self._rows(
+            "SELECT request, engine, begun_at, ended_at, ending FROM spells ORDER BY begun_at"
+        ):
+            if engine not in self._lanes_of:  # the run had more engines once
+                self._engines.append(engine)
+                self._lanes_of[engine] = Lanes()
+            start = self._us(begun_at)
+            end = max(start, self._us(ended_at))
+            lane = LOADS + self._lanes_of[engine].put(start, end)
+            yield _slice(ENGINES + self._engines.index(engine), lane, request, start, end, {"ended": ending})
+
+    def names(self, run_id: str) -> Iterator[TraceEvent]:
         """What processes and tracks are called; after the rollouts, when their lanes are known."""
-        processes = {RUN: f"run {run_id}", TRAINER: "trainer", ENGINES: "engines", ROLLOUTS: "rollouts"}
+        processes = {RUN: f"run {run_id}", TRAINER: "trainer", ROLLOUTS: "rollouts"}
+        processes |= dict(enumerate(self._engines, ENGINES))
         tracks = {
             RUN: ("steps", "evaluations", "checkpoints", "faults", "starts"),
             TRAINER: tuple(f"rank {rank}" for rank in range(self._ranks)),
-            ENGINES: tuple(f"engine-{engine}" for engine in range(self._engines)),
-            ROLLOUTS: tuple(f"lane {lane}" for lane in range(1, len(self._lanes) + 1)),
+            ROLLOUTS: _lanes(self._lanes),
         }
+        for number, engine in enumerate(self._engines):
+            tracks[ENGINES + number] = ("weights", *_lanes(self._lanes_of[engine]))
         for process, name in processes.items():
             yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
@@ -231,11 +256,15 @@ class _Trace:
     def _us(self, at: float) -> int:
         return max(0, round((at - self._begun) * 1e6))
 
-    def _instant(self, track: int, name: str, at: float, facts: Mapping[str, Any]) -> Event:
+    def _instant(self, track: int, name: str, at: float, facts: Mapping[str, Any]) -> TraceEvent:
         return {"ph": "i", "s": "p", "pid": RUN, "tid": track, "name": name, "ts": self._us(at), "args": _sound(facts)}
 
 
-def _slice(process: int, track: int, name: str, begin: int, end: int, facts: Mapping[str, Any]) -> Event:
+def _lanes(lanes: Lanes) -> tuple[str, ...]:
+    return tuple(f"lane {lane}" for lane in range(1, len(lanes) + 1))
+
+
+def _slice(process: int, track: int, name: str, begin: int, end: int, facts: Mapping[str, Any]) -> TraceEvent:
     where = {"ph": "X", "pid": process, "tid": track}
     return where | {"name": name, "ts": begin, "dur": end - begin, "args": _sound(facts)}
 

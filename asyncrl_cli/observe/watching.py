@@ -21,12 +21,12 @@ from asyncrl_cli.observe.pages import duration, moment, number
 from asyncrl_cli.observe.tokens import TokenShown, prompt_text, tokens_of
 from asyncrl_cli.rollout.records import training_rollout_id
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.standing import UNDER_WAY
 from asyncrl_cli.runs.standing import standing as phase_of
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-UNDER_WAY = ("starting", "running")
 TOKENS_SHOWN = 1500
 """Tokens of a rollout that a screen has room for."""
 UNLIKELY = ((0.9, "bold red"), (0.5, "dark_orange"), (0.1, "yellow"))

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.buffer.events import STALL
 from asyncrl_cli.buffer.records import Opening, PublishRecord, StepRecord, Taken, Waiting
 from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.pipeline.buffer_client import BufferClient
@@ -31,7 +32,7 @@ from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.publisher import Publisher, PublishReport
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
-from asyncrl_cli.pipeline.watchdog import GENERATION, Watchdog
+from asyncrl_cli.pipeline.watchdog import GENERATION, Wait, Watchdog
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import newest_undamaged
 from asyncrl_cli.runs.directory import RunDirectory, RunError
@@ -108,7 +109,9 @@ class Conductor:
                 )
                 parts.buffer.on_reopen = self._groups.reopened
                 parts.client.on_segments = self._groups.note_segments
+                parts.client.on_spell = self._groups.note_spell
                 parts.client.on_room = self._groups.fill
+                parts.watchdog.on_stall = self._note_stall
                 keeper = EngineKeeper(parts.client, self._publisher, parts.faults, parts.skeleton, self._groups.fill)
                 endless = [
                     tasks.create_task(self._groups.keep_full()),
@@ -187,6 +190,7 @@ class Conductor:
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
         await self._finish_evaluation("the evaluation after training")
+        await self._groups.tell_spells()
         await self.checkpoint()
         parts.reporter.status("saving the model")
         await self._follower.call(self._step, "save_model", str(parts.model_folder))
@@ -290,6 +294,9 @@ class Conductor:
             counts = self._opening.counts
             self._spawn(self._note_step(Taken(batch, counts, 0.0), report, None))
 
+    def _note_stall(self, wait: Wait) -> None:
+        self._spawn(self._parts.buffer.call("failed", STALL, wait.who, str(wait)))
+
     async def _lost_trainer(self, lost: TrainerLost) -> None:
         self._publisher.lost()
         await self._parts.faults.restarting("trainer", lost.name, lost.cause)
@@ -359,7 +366,7 @@ class Conductor:
             await self._parts.buffer.call("trained", record)
             self._untold.pop(step, None)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         try:
             self._tasks.create_task(work)
         except RuntimeError:  # the run is ending

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from asyncrl_cli.rollout.records import (
     RolloutRequest,
     Sampling,
     Segment,
+    Spell,
     place_of,
     training_rollout_id,
 )
@@ -33,7 +34,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.scoring import RewardFailure, Scored
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
-Spawn = Callable[[Coroutine[Any, Any, None]], object]
+Spawn = Callable[[Coroutine[Any, Any, object]], object]
 
 ADMIT_S = 0.02
 """Seconds between two admissions: groups that end one soon after another are replaced in one call, with one commit."""
@@ -78,6 +79,7 @@ class GroupSource:
         self._playing: dict[str, asyncio.Task[Any]] = {}
         self._to_play = 0  # episodes of which the coroutine has yet to begin
         self._untold: list[Segment] = []
+        self._spells: list[Spell] = []  # to be recorded with whatever is recorded next
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
             max_tokens=spec.rollout.max_response_tokens,
@@ -142,7 +144,15 @@ class GroupSource:
 
     def note_segments(self, segments: list[Segment]) -> None:
         """New tokens of unfinished rollouts, to be recorded."""
-        self._spawn(self._buffer.call("record", [], segments, []))
+        self._spawn(self._record(segments=segments))
+
+    def note_spell(self, spell: Spell) -> None:
+        """A request has left its engine."""
+        self._spells.append(spell)
+
+    async def tell_spells(self) -> None:
+        """Record what is known of spells: the last ones come with nothing else."""
+        await self._record()
 
     def _free_groups(self) -> int:
         resting = self._to_play + (self._episodes.resting if self._episodes is not None else 0)
@@ -223,15 +233,25 @@ class GroupSource:
             ]
             scoring = asyncio.ensure_future(self._scoring.score(responses))
             if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
-                await self._buffer.call("record", rollouts, [], [])
+                await self._record(rollouts)
             outcomes += [
                 _outcome(rollout.rollout_id, score) for rollout, score in zip(rollouts, await scoring, strict=True)
             ]
         await self._tell(rollouts, outcomes)
 
+    async def _record(
+        self,
+        rollouts: Sequence[Rollout] = (),
+        segments: Sequence[Segment] = (),
+        outcomes: Sequence[Outcome] = (),
+    ) -> Settled:
+        spells, self._spells = self._spells, []
+        settled: Settled = await self._buffer.call("record", list(rollouts), list(segments), list(outcomes), spells)
+        return settled
+
     async def _tell(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
         """Tell the buffer what became of rollouts, and do what follows for their groups."""
-        settled: Settled = await self._buffer.call("record", rollouts, [], outcomes)
+        settled = await self._record(rollouts, outcomes=outcomes)
         reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
         for group_id in settled.finished:
             self._visited(group_id, settled)

@@ -45,9 +45,11 @@ class Watchdog:
     """Watches the waits of one run."""
 
     def __init__(self, limit_s: float, warn: Callable[[str], None]) -> None:
-        """A wait is told to ``warn`` after half of ``limit_s`` seconds, and ends the run after all of them."""
+        """A wait is told to ``warn``, and to ``on_stall``, after half of ``limit_s`` seconds, and ends the run after
+        all of them."""
         self._limit_s = limit_s
         self._warn = warn
+        self.on_stall: Callable[[Wait], None] = lambda _: None
         self._waits: list[Wait] = []
 
     @contextmanager
@@ -94,6 +96,7 @@ class Watchdog:
                 if now - wait.since > self._limit_s / 2 and not wait.told:
                     wait.told = True
                     self._warn(str(wait))
+                    self.on_stall(wait)
 
 
 GENERATION = "the trainer"

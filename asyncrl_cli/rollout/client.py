@@ -13,6 +13,7 @@ exactly once, as a rollout or as a failure after its retries, unless it is cance
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from asyncrl_cli.rollout.records import (
     RolloutFailure,
     RolloutRequest,
     Segment,
+    Spell,
+    SpellEnding,
 )
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.runs.remote import ActorDied, wait_for
@@ -102,6 +105,7 @@ class _Open:
     on_end: OnEnd
     on_segments: OnSegments | None
     engine: EngineState | None = None
+    sent_at: float = 0.0  # unix time, where an engine has it
     attempt: int = 0
     segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
 
@@ -127,7 +131,8 @@ class GenerationClient:
         ``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
         ``decode(ids)`` gives the text of a response. ``on_progress`` hears that tokens were made. For what is
         enqueued, ``on_segments`` gets the new tokens of unfinished training rollouts; ``on_room`` hears that there may
-        be room for more. Whoever starts training groups sets the two.
+        be room for more; ``on_spell`` gets every stay of a request with an engine once it has ended. Whoever starts
+        training groups sets the three.
         """
         self.engines = [EngineState(process) for process in engines]
         self._slots = slots
@@ -138,6 +143,7 @@ class GenerationClient:
         self._on_progress = on_progress
         self.on_room: Callable[[], None] = lambda: None
         self.on_segments: OnSegments = lambda _: None
+        self.on_spell: Callable[[Spell], None] = lambda _: None
         self._open: dict[str, _Open] = {}
         self._waiting: list[_Open] = []  # a heap; what is not open any more is skipped
         self._order = count()
@@ -201,7 +207,7 @@ class GenerationClient:
         self._paused = True
         for engine in self.engines:
             for rollout_id in list(engine.outbox):
-                self._send_elsewhere(engine.pending[rollout_id])
+                self._send_elsewhere(engine.pending[rollout_id], "aborted")
             engine.aborting = engine.serving
         await self.flush()
 
@@ -257,7 +263,7 @@ class GenerationClient:
         """An engine is lost: its requests go on from the tokens reported, elsewhere or when it serves again."""
         engine.serving, engine.condemned, engine.aborting, engine.telling = False, "", False, None
         engine.unwanted.clear()
-        self._go_on(list(engine.pending.values()))
+        self._go_on(list(engine.pending.values()), "lost")
         self._dispatch_soon()
 
     # -- sending
@@ -272,8 +278,7 @@ class GenerationClient:
     def _drop(self, rollout_id: str) -> None:
         entry = self._open.pop(rollout_id, None)
         if entry is not None and (engine := entry.engine) is not None:
-            del engine.pending[rollout_id]
-            if engine.outbox.pop(rollout_id, None) is None:
+            if self._leave(entry, "cancelled"):
                 engine.unwanted.add(rollout_id)
             self._dispatch_soon()
 
@@ -291,7 +296,7 @@ class GenerationClient:
                 engine = self._place_for(entry.request)
                 if engine is None:
                     break
-                entry.engine = engine
+                entry.engine, entry.sent_at = engine, time.time()
                 engine.pending[entry.request.rollout_id] = entry
                 engine.outbox[entry.request.rollout_id] = entry.request
             heappop(self._waiting)
@@ -359,7 +364,8 @@ class GenerationClient:
 
     def _hand_on(self, engine: EngineState, delivery: Delivery) -> None:
         ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
-        interrupted = [engine.pending[name] for name in delivery.aborted if name in engine.pending]
+        aborted = [engine.pending[name] for name in delivery.aborted if name in engine.pending]
+        failed: list[_Open] = []
         results: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
         for result in results:
             entry = engine.pending.get(result.rollout_id)
@@ -367,13 +373,14 @@ class GenerationClient:
                 continue
             if isinstance(result, RolloutFailure) and entry.attempt < self._retries:
                 entry.attempt += 1
-                interrupted.append(entry)
+                failed.append(entry)
             else:
                 ended.append((entry, result))
         self._end(ended)
-        self._go_on(interrupted)
+        self._go_on(aborted, "aborted")
+        self._go_on(failed, "failed")
 
-    def _go_on(self, interrupted: Iterable[_Open]) -> None:
+    def _go_on(self, interrupted: Iterable[_Open], ending: SpellEnding) -> None:
         """Requests that an engine gave up wait for their next one, with all their tokens as prefix."""
         ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
         for entry in interrupted:
@@ -381,25 +388,31 @@ class GenerationClient:
                 entry.request = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
                 entry.segments = []
             if entry.request.left:
-                self._send_elsewhere(entry)
+                self._send_elsewhere(entry, ending)
             else:
                 ended.append((entry, finished(entry.request, [], "length", self._decode)))
         self._end(ended)
 
-    def _send_elsewhere(self, entry: _Open) -> None:
-        self._leave(entry)
+    def _send_elsewhere(self, entry: _Open, ending: SpellEnding) -> None:
+        self._leave(entry, ending)
         heappush(self._waiting, entry)
 
-    def _leave(self, entry: _Open) -> None:
-        if entry.engine is not None:
-            del entry.engine.pending[entry.request.rollout_id]
-            entry.engine.outbox.pop(entry.request.rollout_id, None)
-            entry.engine = None
+    def _leave(self, entry: _Open, ending: SpellEnding) -> bool:
+        """A request is with its engine no more; says whether the engine has heard of it."""
+        engine, name = entry.engine, entry.request.rollout_id
+        if engine is None:
+            return False
+        entry.engine = None
+        del engine.pending[name]
+        if engine.outbox.pop(name, None) is not None:
+            return False
+        self.on_spell(Spell(name, engine.name, entry.sent_at, time.time(), ending))
+        return True
 
     def _end(self, ended: Iterable[tuple[_Open, Rollout | RolloutFailure]]) -> None:
         by_owner: dict[OnEnd, Ended] = {}
         for entry, result in ended:
-            self._leave(entry)
+            self._leave(entry, result.finish_reason if isinstance(result, Rollout) else "failed")
             del self._open[entry.request.rollout_id]
             by_owner.setdefault(entry.on_end, []).append((entry.request, result))
         for on_end, batch in by_owner.items():

@@ -239,6 +239,25 @@ class RolloutFailure:
     reason: str
 
 
+SpellEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelled"]
+"""How a request's stay with an engine ended: the first two are finish reasons, ``lost`` is the engine's own end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """A request's stay with an engine, from being sent to leaving it (unix times, s).
+
+    ``request_id`` is the rollout's id; of an episode's call ``ROLLOUT/CALL``. An engine runs a few requests fewer than
+    it has, so some of a spell may have been spent on waiting for a slot there.
+    """
+
+    request_id: str
+    engine: str
+    begun_at: float
+    ended_at: float
+    ending: SpellEnding
+
+
 @dataclass(frozen=True, slots=True)
 class EngineActivity:
     """What an engine did since the last report. Times in seconds.

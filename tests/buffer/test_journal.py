@@ -361,7 +361,7 @@ def test_a_journal_of_the_first_schema_goes_on(tmp_path: Path, path: Path) -> No
     snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(2)]
     book.journal.close()
     as_schema_1(tmp_path / "new.db", path)
-    with pytest.raises(JournalError, match="schema 1, and this version reads 2"):
+    with pytest.raises(JournalError, match="schema 1, and this version reads 3"):
         open_for_reading(path)
 
     book = DurableLedger(path, SETTINGS)

@@ -40,6 +40,7 @@ COMMANDS = [
     "doctor",
     "report",
     "timeline",
+    "events",
     "watch",
     "checkpoint",
     "validate-spec",

@@ -49,6 +49,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ob
         (("watch",), 1),
         (("report", "no-such-run"), 1),
         (("timeline",), 1),
+        (("events",), 1),
         (("watch", "--no-such-option"), 2),
         (("no-such-command",), 2),
         (("train", "no-such-spec.yaml"), 2),

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.buffer.queries import snapshot
 from asyncrl_cli.buffer.schema import FILE, open_for_writing
-from asyncrl_cli.observe.timeline import ENGINES, ROLLOUTS, RUN, TRAINER, Lanes, write_timeline
+from asyncrl_cli.observe.timeline import ENGINES, LOADS, ROLLOUTS, RUN, TRAINER, Lanes, write_timeline
+from asyncrl_cli.rollout.records import Spell
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer.recorded_run import TRAIN_S, RecordedRun, make_run, settings
+from tests.buffer.recorded_run import STARTED, TRAIN_S, RecordedRun, make_run, settings
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 100), st.integers(0, 30)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=60
@@ -45,6 +46,15 @@ def test_intervals_in_order_take_as_few_lanes_as_overlap(intervals: list[tuple[i
     assert len(lanes) == at_once
 
 
+STAYS = [
+    Spell("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop"),
+    Spell("0-1", "engine-0", STARTED + 2, STARTED + 3, "aborted"),
+    Spell("0-1", "engine-2", STARTED + 3, STARTED + 6, "length"),
+    Spell("1-0", "engine-0", STARTED + 4, STARTED + 5, "lost"),
+    Spell("eval:0:7", "engine-3", STARTED + 4, STARTED + 5, "stop"),  # the run had four engines once
+]
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """Five steps with a crash after the third, two ranks, three engines; a checkpoint, an evaluation and a fault."""
@@ -60,10 +70,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     journal.checkpointed(3, "step-3", 1.5)
     journal.failed("engine", "engine-1", "the process died")
     journal.failed("scorer", "scorer", "no answer")
+    journal.failed("stall", "the trainer", "the trainer waits for the batch of step 4 since 12:00:00 (60 s)")
     journal.evaluated(
         {"step": 3, "kind": "greedy", "accuracy": 0.5, "mean_reward": math.inf, "mean_length": 4}
         | {"prompts": 8, "oldest": 0, "newest": 3}
     )
+    journal.stayed(STAYS)
     recorded.commit()
     return run
 
@@ -133,24 +145,42 @@ def test_a_publish_flows_from_the_trainer_to_every_engine(events: list[dict[str,
             ends[event["ph"]][event["id"]] = event
     assert ends["s"].keys() == ends["f"].keys()
     assert len(ends["s"]) == 6 * 3
-    loads = {(event["tid"], event["ts"]): event["name"] for event in slices(events, ENGINES)}
+    loads = {
+        (engine, event["ts"]): event["name"]
+        for engine in range(ENGINES, ENGINES + 3)
+        for event in slices(events, engine)
+        if event["tid"] == LOADS
+    }
     begins = {event["ts"]: event["name"] for event in slices(events, TRAINER) if "publish" in event["name"]}
     for flow, start in ends["s"].items():
         end = ends["f"][flow]
         assert start["ts"] <= end["ts"]
-        assert loads[end["tid"], end["ts"]] == f"load {start['name']}"
+        assert loads[end["pid"], end["ts"]] == f"load {start['name']}"
         assert begins[start["ts"]] == f"publish {start['name']}"
+
+
+def test_a_request_is_on_the_tracks_of_the_engine_that_had_it(events: list[dict[str, Any]]) -> None:
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    drawn = Counter(
+        (event["name"], names[event["pid"]], event["dur"], event["args"]["ended"])
+        for event in events
+        if event["ph"] == "X" and event["pid"] >= ENGINES and event["tid"] != LOADS
+    )
+    assert drawn == Counter(
+        (stay.request_id, stay.engine, round((stay.ended_at - stay.begun_at) * 1e6), stay.ending) for stay in STAYS
+    )
 
 
 def test_milestones_and_counters(events: list[dict[str, Any]]) -> None:
     instants = [(event["name"], event["args"]) for event in events if event["ph"] == "i"]
     assert [name for name, _ in instants] == [
-        *("greedy 0.500", "engine: engine-1", "scorer: scorer", "train", "resume"),
+        *("train", "resume", "greedy 0.500", "engine: engine-1", "scorer: scorer", "stall: the trainer"),
     ]
-    assert instants[0][1]["mean reward"] == "inf"
-    assert instants[1][1] == {"message": "the process died"}
+    facts = dict(instants)
+    assert facts["greedy 0.500"]["mean reward"] == "inf"
+    assert facts["engine: engine-1"] == {"message": "the process died"}
     assert [event["dur"] for event in slices(events, RUN) if event["tid"] == 3] == [1_500_000]
-    busy = [event["args"] for event in events if event["ph"] == "C" and event["pid"] == ENGINES]
+    busy = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "engines"]
     assert busy == [{"busy": 0.75, "paused": 0.25}] * 5
 
 

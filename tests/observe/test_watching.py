@@ -130,7 +130,10 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
         f"{numbers} INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, step, admitted_at) "
         "SELECT i, 'p', '\"\"', '{}', x'', 0, 'taken', i / 2, 0 FROM n"
     )
-    journal.execute(f"{numbers} INSERT INTO rollouts SELECT i, 0, 4, 'stop', 1, NULL, 0, 0, 0, NULL FROM n")
+    journal.execute(
+        f"{numbers} INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, recorded_at) "
+        "SELECT i, 0, 4, 'stop', 1, 0 FROM n"
+    )
     journal.execute(f"{numbers} INSERT INTO batches SELECT i, i, 0, 0, 0, '', '{{}}' FROM n WHERE i < {50 * groups}")
     journal.close()
     assert cost() <= 1.2 * short

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
-from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment
+from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment, Spell
 from asyncrl_cli.runs.directory import RunError
 from tests.pipeline.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
@@ -448,6 +449,8 @@ def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retr
         generated: Counter[str] = Counter()
         failed: Counter[str] = Counter()
         cancelled: set[str] = set()
+        stays: list[Spell] = []
+        client.on_spell = stays.append
         for group, size in enumerate(sizes):
             requests = [request(f"{group}-{i}", max_tokens=10_000) for i in range(size)]
             client.enqueue(requests, owner.on_end)
@@ -493,5 +496,11 @@ def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retr
         assert len(owner.ended) == len(set(owner.ended))
         assert set(owner.ended) == everything - cancelled
         assert {failure.rollout_id for failure in owner.failures} == {n for n in failed if failed[n] == retries + 1}
+        for name in everything:  # it was with one engine at a time, and left the last one for good
+            *earlier, last = [stay for stay in stays if stay.request_id == name]
+            assert all(before.ended_at <= after.begun_at for before, after in pairwise([*earlier, last]))
+            assert {stay.ending for stay in earlier} <= {"failed", "lost"}
+            ended = "failed" if failed[name] == retries + 1 else "stop"
+            assert last.ending == ("cancelled" if name in cancelled else ended)
 
     run(check())

@@ -130,7 +130,11 @@ def test_an_unfinished_rollout_may_go_on_and_may_not_begin_anew(journal: Path) -
     change(journal, "UPDATE rollouts SET finish_reason = NULL, reward = NULL WHERE group_id = 3")
 
     def go_on(path: Path) -> None:
-        change(path, "INSERT INTO segments VALUES (3, 0, 0, 4, 9, x'07000000', x'00000000', 0)")
+        change(
+            path,
+            "INSERT INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc) "
+            "VALUES (3, 0, 0, 4, 9, x'07000000', x'00000000', 0)",
+        )
 
     def begin_anew(path: Path) -> None:
         change(path, "DELETE FROM segments WHERE group_id = 3 AND place = 0 AND start > 0")

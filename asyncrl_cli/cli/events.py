@@ -1,0 +1,41 @@
+"""`asyncrl events`: everything that happened in a run, one event a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.inspect import RunName, RunsDir
+
+
+def events(
+    run: RunName = "latest",
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kind",
+            metavar="KIND",
+            help="Only these: start, admit, segment, finish, score, group, stay, "
+            "batch, step, publish, checkpoint, eval, fault or stall. May be given several times.",
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Print a run's events in the order of their times: of one that is running, stopped or dead.
+
+    docs/events.md says what each kind tells.
+    """
+    from asyncrl_cli.buffer.events import KINDS
+    from asyncrl_cli.observe import event_lines
+    from asyncrl_cli.runs.catalogue import find_run
+
+    for name in kind or ():
+        if name not in KINDS:
+            raise typer.BadParameter(f"there is no kind {name!r}; one of {', '.join(KINDS)}", param_hint="--kind")
+    shown = event_lines.as_json if as_json else event_lines.as_line
+    for event in event_lines.run_events(find_run(runs_dir, run), kind or (), follow):
+        typer.echo(shown(event))

@@ -1,0 +1,134 @@
+"""The stream of events: everything that the journal knows, in order, each once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.buffer.events import KINDS, Event, Reader, events
+from asyncrl_cli.buffer.queries import snapshot
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.rollout.records import Spell
+from tests.buffer.recorded_run import STARTED, RecordedRun, make_run, settings
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "events.md"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    run = make_run(tmp_path)
+    return RecordedRun(run.path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), 4)
+
+
+def whole(recorded: RecordedRun, path: Path) -> None:
+    """Five steps with a crash between, and one of everything else."""
+    journal = recorded.book.journal
+    for _ in range(3):
+        recorded.step()
+    journal.checkpointed(3, "step-3", 1.5)
+    journal.evaluated(
+        {"step": 3, "kind": "greedy", "accuracy": 0.5, "mean_reward": 0.5, "mean_length": 4}
+        | {"prompts": 8, "oldest": 0, "newest": 3}
+    )
+    journal.failed("engine", "engine-1", "the process died")
+    journal.failed("stall", "the trainer", "the trainer waits")
+    journal.stayed([Spell("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop")] * 2)
+    recorded.commit()
+    recorded.crash(60.0)
+    recorded.step()
+    recorded.step()
+
+
+def path_of(tmp_path: Path) -> Path:
+    (found,) = tmp_path.rglob(FILE)
+    return found
+
+
+def test_everything_is_told_once_and_in_order(recorded: RecordedRun, tmp_path: Path) -> None:
+    whole(recorded, tmp_path)
+    with snapshot(path_of(tmp_path)) as connection:
+        told = list(events(connection))
+
+        def count(sql: str) -> int:
+            return int(connection.execute(f"SELECT count(*) FROM {sql}").fetchone()[0])
+
+        expected = {
+            "start": 2,
+            "admit": count("groups"),
+            "segment": count("segments"),
+            "finish": count("rollouts WHERE finish_reason IS NOT NULL"),
+            "score": count("rollouts WHERE reward IS NOT NULL"),
+            "group": count("groups WHERE ended_at IS NOT NULL"),
+            "batch": 5,
+            "step": 5,
+            "publish": 6,
+            **dict.fromkeys(("stay", "checkpoint", "eval", "fault", "stall"), 1),
+        }
+    assert Counter(event.name for event in told) == expected
+    assert [event.at for event in told] == sorted(event.at for event in told)
+    assert expected["score"] > 20
+
+
+def test_a_rollout_is_admitted_finished_and_scored_in_this_order(recorded: RecordedRun, tmp_path: Path) -> None:
+    recorded.step()
+    with snapshot(path_of(tmp_path)) as connection:
+        told = list(events(connection))
+    of_first = [
+        (event.name, event.facts()) for event in told if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
+    ]
+    assert [name for name, _ in of_first] == ["admit", "segment", "finish", "score", "group"]
+    facts = dict(of_first)
+    assert facts["segment"] == {"rollout": "0-1", "branch": 0, "start": 0, "tokens": 4, "version": 0}
+    assert facts["score"] == {"rollout": "0-1", "reward": 1.0, "failure": "", "metrics": {}}
+    assert facts["group"]["became"] == "finished"
+
+
+def _plain(event: Event) -> dict[str, object]:
+    return {name: value for name, value in event.facts().items() if not isinstance(value, dict)}
+
+
+def test_who_reads_on_hears_the_same_as_who_reads_at_the_end(recorded: RecordedRun, tmp_path: Path) -> None:
+    reader, heard = Reader(), []
+    path = path_of(tmp_path)
+
+    def look() -> None:
+        with snapshot(path) as connection:
+            heard.extend(reader.read(connection))
+
+    look()
+    for step in range(6):
+        recorded.step()
+        look()
+        recorded.pass_time(2.5)
+        recorded.commit()
+        look()
+        journal = recorded.book.journal
+        journal.stayed([Spell(f"{step}-0", "engine-0", recorded.now - 4, recorded.now, "stop")])
+        recorded.commit()
+        look()
+    with snapshot(path) as connection:
+        at_the_end = list(events(connection))
+    assert Counter(map(str, heard)) == Counter(map(str, at_the_end))
+
+
+def test_only_what_is_asked_for(recorded: RecordedRun, tmp_path: Path) -> None:
+    whole(recorded, tmp_path)
+    with snapshot(path_of(tmp_path)) as connection:
+        assert {event.name for event in events(connection, ["step", "fault"])} == {"step", "fault"}
+        late = list(events(connection, since=STARTED + 60))
+        assert late
+        assert min(event.at for event in late) > STARTED + 60
+
+
+def test_every_kind_and_field_is_documented() -> None:
+    rows = {
+        cells[0].strip("` "): cells[1]
+        for line in DOCUMENTED.read_text().splitlines()
+        if line.startswith("| `") and (cells := line.strip("|").split("|"))
+    }
+    assert rows.keys() == KINDS.keys()
+    for name, kind in KINDS.items():
+        assert [f"`{field.name}`" for field in fields(kind) if field.name != "at"] == rows[name].strip().split(", ")

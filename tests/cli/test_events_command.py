@@ -1,0 +1,86 @@
+"""`asyncrl events`: lines for people and for programs, of ended runs and of one that goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.observe import event_lines
+from asyncrl_cli.runs.directory import RunDirectory
+from tests.buffer import recorded_run
+from tests.buffer.recorded_run import RecordedRun, make_run, settings
+
+Ask = Callable[..., tuple[object, str]]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """Two steps of a run, and a fault."""
+    monkeypatch.setattr(recorded_run, "METRICS", {**recorded_run.METRICS, "reward/mean": 0.5})
+    run = make_run(tmp_path)
+    recorded = RecordedRun(run.path / FILE, monkeypatch, settings(max_staleness=2), lambda _: 3.0, 4)
+    recorded.step()
+    recorded.step()
+    recorded.book.journal.failed("engine", "engine-1", "the process\n died")
+    recorded.commit()
+    return recorded
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """The exit code and the output of a command."""
+
+    def run(*arguments: str) -> tuple[object, str]:
+        (folder,) = {path.parent.parent for path in tmp_path.rglob(FILE)}
+        monkeypatch.setattr(sys, "argv", ["asyncrl", "events", *arguments, "--runs-dir", str(folder)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().out
+
+    return run
+
+
+def test_a_line_says_when_and_what(ask: Ask, recorded: RecordedRun) -> None:
+    code, shown = ask("--kind", "step", "--kind", "fault")
+    assert code == 0
+    first, second, fault = shown.splitlines()
+    assert "  step        step 1, " in first
+    assert second.endswith(", reward/mean 0.5")
+    assert fault.endswith("  fault       kind engine, part engine-1, message the process died")
+
+
+def test_json_lines_have_every_field(ask: Ask, recorded: RecordedRun) -> None:
+    code, shown = ask("--json")
+    events = [json.loads(line) for line in shown.splitlines()]
+    assert code == 0
+    assert {event["event"] for event in events} >= {"start", "admit", "finish", "score", "batch", "step", "publish"}
+    (fault,) = [event for event in events if event["event"] == "fault"]
+    assert fault.keys() == {"event", "at", "kind", "part", "message"}
+
+
+def test_following_a_run_tells_what_comes_until_it_ends(
+    ask: Ask, recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases = iter(["running", "running", "finished"])
+
+    def standing(_: RunDirectory) -> str:
+        return next(phases)
+
+    def a_step_later(_: float) -> None:
+        recorded.step()
+
+    monkeypatch.setattr(event_lines, "standing", standing)
+    monkeypatch.setattr(event_lines.time, "sleep", a_step_later)
+    code, shown = ask("--follow", "--json", "--kind", "step")
+    assert code == 0
+    assert [json.loads(line)["step"] for line in shown.splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_kind_that_is_not_there(ask: Ask, recorded: RecordedRun) -> None:
+    assert ask("--kind", "steps")[0] == 2
