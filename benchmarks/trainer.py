@@ -5,10 +5,10 @@
 Speed: forward, backward and optimizer step over the same micro-batches of the quickstart's model, taking turns, on one
 rank and one thread. The bare loop has logits for response tokens only, as the trainer has, but all of them at once.
 
-Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a process of its own: of a model that is embeddings
-and little else, and of one with the depth and proportions of Qwen3-0.6B at half its width. It is compared with what must
-be there: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of the weights, and one
-chunk of the head's logits.
+Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a process of its own: of a model that is
+embeddings and little else, and of one with the depth and proportions of Qwen3-0.6B at half its width. It is compared
+with what must be there: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of
+the weights, and one chunk of the head's logits.
 """
 
 from __future__ import annotations
