@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from asyncrl_cli.buffer.journal import TOKENS, sequences_of
 from asyncrl_cli.buffer.records import BufferSettings
+from asyncrl_cli.buffer.rollout_rows import TOKENS, sequences_of
 from asyncrl_cli.buffer.schema import JournalError, explained, open_for_reading
 from asyncrl_cli.data.prompts import Prompt, prompt_from
 from asyncrl_cli.rollout.records import Segment, training_rollout_id

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.buffer.journal import read_batch
+from asyncrl_cli.buffer.rollout_rows import read_batch
 from asyncrl_cli.buffer.schema import FILE, open_for_reading
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.fleet import ActorFactory

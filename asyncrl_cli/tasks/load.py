@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.runs.own_modules import import_beside
-from asyncrl_cli.spec.rules import GYM
+from asyncrl_cli.spec.rules.task import GYM
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments

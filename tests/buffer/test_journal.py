@@ -27,8 +27,8 @@ from buffer_stand_ins import (
 
 from asyncrl_cli.buffer import journal, schema
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.journal import read_batch
 from asyncrl_cli.buffer.records import Outcome
+from asyncrl_cli.buffer.rollout_rows import read_batch
 from asyncrl_cli.buffer.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
 from asyncrl_cli.rollout.records import GIVEN
 from asyncrl_cli.runs.errors import UserError

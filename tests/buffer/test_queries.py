@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl_cli.buffer import queries
 from asyncrl_cli.buffer.history import history, recording
-from asyncrl_cli.buffer.journal import read_batch
 from asyncrl_cli.buffer.queries import GroupFilter, GroupState, group_record, groups_called, list_groups, overview
 from asyncrl_cli.buffer.records import Outcome
+from asyncrl_cli.buffer.rollout_rows import read_batch
 from asyncrl_cli.buffer.schema import JournalError, open_for_writing
 from asyncrl_cli.buffer.staleness import StepLags, in_ranges, staleness_report
 from asyncrl_cli.rollout.records import GIVEN, segments_of

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from simulation import Fate, Simulation, Weights, checksum, length, loader_of, number, token
 from stand_ins import spec
 
-from asyncrl_cli.buffer.journal import read_batch
+from asyncrl_cli.buffer.rollout_rows import read_batch
 from asyncrl_cli.buffer.schema import FILE, open_for_reading
 from asyncrl_cli.pipeline.groups import rollout_seed
 from asyncrl_cli.pipeline.launch import MODEL

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.spec.rules import READY_TASKS
+from asyncrl_cli.spec.rules.task import READY_TASKS
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, is_episodic
 from asyncrl_cli.tasks.chain_sum import ChainSum

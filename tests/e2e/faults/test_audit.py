@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.journal import read_batch
+from asyncrl_cli.buffer.rollout_rows import read_batch
 from asyncrl_cli.buffer.schema import open_for_reading
 from asyncrl_cli.pipeline.metrics import batch_digest
 from tests.buffer.recorded_run import RecordedRun, settings

@@ -1,0 +1,10 @@
+"""What must agree between fields: a small function each, yielding problems with the field to blame.
+
+A rule sees a spec whose fields are each right by themselves. A mend names the numbers that would work. The docstrings
+are the sentences that docs/spec.md shows, in the order of these imports.
+"""
+
+from asyncrl_cli.spec.rules import model, task, data, sizes, objective, schedule, machine  # noqa: I001
+from asyncrl_cli.spec.rules.base import RULES
+
+__all__ = ["RULES", "data", "machine", "model", "objective", "schedule", "sizes", "task"]

@@ -1,0 +1,77 @@
+"""Rules of devices, engines and their arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.rules.base import rule, warning
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+OWN_ENGINE_ARGS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "max_model_len": "model.max_length",
+    "max_num_seqs": "rollout.max_running_rollouts",
+    "dtype": "rollout.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "rollout.gpus_per_engine",
+    "data_parallel_size": "rollout.engines",
+    "worker_extension_cls": None,
+    "weight_transfer_config": None,
+    "logprobs_mode": None,
+    "enable_chunked_prefill": None,
+    "async_scheduling": None,
+}
+"""vLLM arguments that asyncrl sets itself, each with the key to use instead; every `schedul…` argument is one too."""
+
+
+@rule
+def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Trainer and engines compute in one dtype; two widen the gap between their log-probs."""
+    if spec.trainer.dtype != spec.rollout.dtype:
+        message = f"engines in {spec.rollout.dtype} and trainer in {spec.trainer.dtype} widen the log-prob gap"
+        yield warning("rollout.dtype", message, f"Use {spec.trainer.dtype} in both, if memory allows.")
+
+
+@rule
+def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Trainer and engines both run on GPUs, or both on CPUs."""
+    if bool(spec.trainer.gpus_per_rank) != bool(spec.rollout.gpus_per_engine):
+        trainer, engines = ("GPU", "CPU") if spec.trainer.gpus_per_rank else ("CPU", "GPU")
+        slow = "rollout.gpus_per_engine" if engines == "CPU" else "trainer.gpus_per_rank"
+        yield warning(slow, f"the trainer is on {trainer} and the engines are on {engines}", "Set it to 1.")
+
+
+@rule
+def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`rollout.kv_cache_mb` is for CPU engines."""
+    if spec.rollout.kv_cache_mb is not None and spec.rollout.gpus_per_engine:
+        mend = "Use rollout.engine_args.gpu_memory_utilization."
+        yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", mend)
+
+
+@rule
+def threads(spec: ExperimentSpec) -> Iterator[Problem]:
+    """On this machine's CPUs, ranks and engines have a core for every thread."""
+    trainer, rollout, cores = spec.trainer, spec.rollout, os.cpu_count()
+    if spec.cluster.address is not None or trainer.gpus_per_rank or rollout.gpus_per_engine or cores is None:
+        return
+    parts = (trainer.ranks * trainer.threads_per_rank, rollout.engines * rollout.threads_per_engine)
+    needed = max(parts) if spec.pipeline.mode == "sync" else sum(parts)
+    if needed > cores:
+        message = f"trainer and engines want {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"
+        path = "trainer.threads_per_rank" if parts[0] > parts[1] else "rollout.threads_per_engine"
+        yield warning(path, message, f"Lower threads, ranks or engines until they want {cores} in all.")
+
+
+@rule
+def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`rollout.engine_args` leaves alone what asyncrl sets itself."""
+    for argument in spec.rollout.engine_args:
+        name = argument.strip("-").replace("-", "_").lower()
+        if name in OWN_ENGINE_ARGS or name.startswith("schedul"):
+            key = OWN_ENGINE_ARGS.get(name)
+            mend = f"Use {key} instead." if key else "Remove it; the pipeline depends on its own value."
+            yield Problem(f"rollout.engine_args.{argument}", "asyncrl sets this itself", mend)

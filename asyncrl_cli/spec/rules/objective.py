@@ -1,0 +1,92 @@
+"""Rules of the algorithm and its corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
+from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.rules.base import rule, warning
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+@rule
+def correction(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Stale rollouts are corrected: by weights, masks or rejection, or by the clipped ratio being to the policy that
+    sampled them."""
+    algorithm, staleness = spec.algorithm, spec.pipeline.max_staleness
+    chosen = algorithm.correction
+    key = "algorithm.correction"
+    corrects = chosen.level is not None or chosen.reject_by is not None
+    if chosen.proximal != "behaviour" and not corrects and staleness > 0:
+        message = f"stale rollouts (up to {staleness} versions) are trained on without correction"
+        yield warning(f"{key}.level", message, "Use the preset truncated.")
+    if chosen.proximal == "behaviour" and chosen.level is not None:
+        message = "the clipped ratio is to the behaviour policy already; weights correct for the same twice"
+        yield Problem(f"{key}.level", message, f"Set it to null, or {key}.proximal to recomputed.")
+    bounds = [bound for bound in ("cap", "mask_low", "mask_high") if getattr(chosen, bound) is not None]
+    if bounds and chosen.level is None:
+        yield Problem(f"{key}.{bounds[0]}", "bounds weights, and level says there are none", f"Set {key}.level.")
+    if chosen.level is not None and not bounds:
+        message = "weights have no bound, so one token can outweigh a batch"
+        yield warning(f"{key}.cap", message, "Set it to 2.0.")
+    if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
+        yield Problem(f"{key}.mask_low", f"is not below mask_high ({chosen.mask_high})", "Lower it.")
+    if chosen.reject_by is not None and chosen.reject_high is None:
+        yield Problem(f"{key}.reject_by", "rejects nothing without a bound", f"Set {key}.reject_high.")
+    if chosen.reject_by == "k1" and chosen.reject_over == "sequence_max":
+        yield Problem(f"{key}.reject_over", "k1 has both signs and no maximum", "Set reject_by to k2 or k3.")
+    if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
+        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound: it is 0 or more", "Remove it.")
+    if chosen.reject_by is None and (chosen.reject_low is not None or chosen.reject_high is not None):
+        bound = "reject_high" if chosen.reject_low is None else "reject_low"
+        yield Problem(f"{key}.{bound}", "bounds nothing without reject_by", f"Set {key}.reject_by, or remove it.")
+    if chosen.reject_by == "k1" and chosen.reject_high is not None:
+        low = chosen.reject_low or 1.0 / chosen.reject_high
+        if low >= chosen.reject_high:
+            yield Problem(f"{key}.reject_high", f"is not above the lower bound, {low:g}", "Raise it above 1.")
+
+
+@rule
+def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Groups whose rewards are all equal are left out only where they teach nothing: with a group as the baseline."""
+    algorithm = spec.algorithm
+    if algorithm.advantage in ("none", GAE) and algorithm.uniform_groups == "skip":
+        message = f"with advantage {algorithm.advantage}, groups with equal rewards teach, and skip leaves them out"
+        yield warning("algorithm.uniform_groups", message, "Set it to train.")
+
+
+@rule
+def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
+    """An advantage relative to a group takes groups of two rollouts or more."""
+    if spec.algorithm.advantage in ("group_norm", "group_mean", "leave_one_out") and spec.rollout.group_size < 2:
+        message = f"one rollout has nothing to be compared with, as advantage {spec.algorithm.advantage} does"
+        yield Problem("rollout.group_size", message, "Raise it to 2 or more, or set algorithm.advantage to none.")
+
+
+@rule
+def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A KL penalty in the loss has a gradient, and a reference is refreshed only where there is one."""
+    algorithm = spec.algorithm
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        message = "k1 in the loss has a gradient of zero in expectation"
+        yield warning("algorithm.kl_estimator", message, "Use k2 or k3, or kl_in: reward.")
+    if algorithm.reference_every and not algorithm.kl_coef:
+        message = "has no effect: kl_coef is 0, so there is no reference"
+        yield warning("algorithm.reference_every", message, "Set algorithm.kl_coef, or remove it.")
+
+
+@rule
+def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Keys that belong to one loss, aggregation or advantage are given only with it."""
+    algorithm = spec.algorithm
+    for key, belongs, there in (
+        ("dual_clip", "loss: clip or gspo", algorithm.loss not in ("cispo", "sapo")),
+        ("sapo_temperatures", "loss: sapo", algorithm.loss not in ("clip", "gspo", "cispo")),
+        ("sequence_divisor", "aggregation: sequence_sum", algorithm.aggregation == "sequence_sum"),
+        ("critic", f"advantage: {GAE}", algorithm.advantage == GAE),
+        ("gae_lambda", f"advantage: {GAE}", algorithm.advantage == GAE),
+    ):
+        default = AlgorithmSpec.model_fields[key].get_default(call_default_factory=True)
+        if not there and getattr(algorithm, key) != default:
+            yield warning(f"algorithm.{key}", f"has no effect: it belongs to {belongs}", "Remove it.")

@@ -1,0 +1,141 @@
+"""Rules of lengths and counts, and of what staleness makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.rules.base import divisors, longest_rollout, rule, warning
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+@rule
+def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A longest prompt and a longest response fit into `model.max_length`."""
+    rollout, limit, total = spec.rollout, spec.model.max_length, longest_rollout(spec)
+    if total > limit:
+        sum_ = f"{rollout.max_prompt_tokens} prompt + {rollout.max_response_tokens} response tokens"
+        mend = f"Raise model.max_length to {total}"
+        if limit > rollout.max_prompt_tokens:
+            mend += f", or lower rollout.max_response_tokens to {limit - rollout.max_prompt_tokens}"
+        yield Problem("model.max_length", f"{sum_} are {total}, more than {limit}", f"{mend}.")
+
+
+@rule
+def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.tokens_per_microbatch` has room for a longest rollout."""
+    total, budget = longest_rollout(spec), spec.trainer.tokens_per_microbatch
+    if total > budget:
+        message = f"a rollout may have {total} tokens, more than the {budget} of a micro-batch"
+        yield warning("trainer.tokens_per_microbatch", message, f"Raise it to {total} or more.")
+
+
+@rule
+def group_has_advantage(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A group has two rollouts or more: alone, a rollout equals its group's mean and teaches nothing."""
+    if spec.rollout.group_size < 2:
+        yield Problem("rollout.group_size", "a group of one has no advantage", "Use 2 or more; 8 is usual.")
+
+
+@rule
+def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A run ends, and is checkpointed, at a published version: these steps are multiples of `publish_every`."""
+    every = spec.pipeline.publish_every
+    for path, steps in (("stop.steps", spec.stop.steps), ("checkpoints.every", spec.checkpoints.every)):
+        if steps % every:
+            near = max(every, steps // every * every)
+            yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"Make it {near}.")
+
+
+@rule
+def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A group fits into what an engine runs at once."""
+    group, running = spec.rollout.group_size, spec.rollout.max_running_rollouts
+    if group > running:
+        message = f"an engine runs {running} rollouts at once, fewer than one group of {group}"
+        yield Problem("rollout.max_running_rollouts", message, f"Raise it to {group} or more.")
+
+
+@rule
+def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.minibatches` divides `pipeline.groups_per_step`."""
+    parts, groups = spec.trainer.minibatches, spec.pipeline.groups_per_step
+    if groups % parts:
+        message = f"{groups} groups per step cannot be split into {parts} equal minibatches"
+        yield Problem("trainer.minibatches", message, f"Use one of {divisors(groups)}.")
+
+
+@rule
+def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Every minibatch has a rollout for every rank."""
+    rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size // spec.trainer.minibatches
+    if 0 < rollouts < spec.trainer.ranks:
+        message = f"a minibatch of {rollouts} rollouts leaves some of {spec.trainer.ranks} ranks without any"
+        yield Problem("trainer.ranks", message, f"Use {rollouts} ranks at most, or fewer minibatches.")
+
+
+@rule
+def offload(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.offload` is for GPU ranks; `optimizer` takes ZeRO 1 or more, `all` takes ZeRO 3."""
+    trainer = spec.trainer
+    least = {"none": 0, "optimizer": 1, "all": 3}[trainer.offload]
+    if least and not trainer.gpus_per_rank:
+        message = f"`{trainer.offload}` moves nothing: ranks without a GPU have all in the CPU's memory"
+        yield Problem("trainer.offload", message, "Set it to none.")
+    elif trainer.zero_stage < least:
+        message = f"`{trainer.offload}` takes ZeRO {least}, and trainer.zero_stage is {trainer.zero_stage}"
+        yield Problem("trainer.offload", message, f"Raise trainer.zero_stage to {least}, or offload less.")
+
+
+@rule
+def attention(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.attention` `flash_attention_2` takes GPU ranks and bfloat16."""
+    trainer = spec.trainer
+    if trainer.attention == "flash_attention_2" and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
+        where = "GPU" if trainer.gpus_per_rank else "CPU"
+        message = f"flash_attention_2 takes a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
+        yield Problem("trainer.attention", message, "Use sdpa.")
+
+
+@rule
+def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`sync` means staleness 0 (unless with `partial_rollouts`), `one_step_off` staleness 1, and both
+    `weight_update: drain`."""
+    pipeline = spec.pipeline
+    preset = {"sync": 0, "one_step_off": 1}.get(pipeline.mode)
+    if preset is None:
+        return
+    if pipeline.max_staleness != preset and not pipeline.partial_rollouts:
+        message = f"mode {pipeline.mode} means {preset}, not {pipeline.max_staleness}"
+        mend = f"Set it to {preset} or leave it out, or use mode: async."
+        yield Problem("pipeline.max_staleness", message, mend)
+    if pipeline.weight_update != "drain":
+        message = f"mode {pipeline.mode} means drain, not {pipeline.weight_update}"
+        yield Problem("pipeline.weight_update", message, "Set it to drain or leave it out, or use mode: async.")
+
+
+@rule
+def partial_rollouts(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`partial_rollouts` is for mode `sync`, with a `max_staleness` of 1 or more."""
+    pipeline = spec.pipeline
+    if pipeline.partial_rollouts and pipeline.mode != "sync":
+        message = f"is for mode sync; mode {pipeline.mode} goes on generating while the trainer trains"
+        yield Problem("pipeline.partial_rollouts", message, "Leave it out, or use mode: sync.")
+    elif pipeline.partial_rollouts and pipeline.max_staleness == 0:
+        message = "0 lets no rollout go on after the batch it began with, as partial_rollouts wants"
+        yield Problem("pipeline.max_staleness", message, "Set it to 1 or leave it out.")
+
+
+@rule
+def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Engines run no more rollouts than staleness admits: (S + 1) · publish_every · groups_per_step · group_size."""
+    pipeline, rollout = spec.pipeline, spec.rollout
+    capacity = rollout.engines * rollout.max_running_rollouts
+    admitted = (pipeline.max_staleness + 1) * pipeline.publish_every * pipeline.groups_per_step * rollout.group_size
+    if capacity > admitted:
+        message = f"the engines could run {capacity} rollouts, but staleness admits {admitted} at most"
+        share = -(-admitted // rollout.engines)
+        staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
+        mend = f"Lower it to {max(share, rollout.group_size)}"
+        mend += f", or raise pipeline.max_staleness to {staleness}." if pipeline.mode == "async" else "."
+        yield warning("rollout.max_running_rollouts", message, mend)

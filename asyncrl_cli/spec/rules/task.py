@@ -1,0 +1,62 @@
+"""Rules of the task, or a mix of tasks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.rules.base import rule
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+READY_TASKS = (
+    *("chain_sum", "spell_backward", "calculator"),
+    *("math", "exact", "regex", "unit_tests", "judge", "verifiers", "command"),
+)
+"""``tasks.load.READY`` says what they are."""
+GYM = "gym/"
+"""Begins the name of a reasoning-gym data set."""
+
+
+@rule
+def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
+    """There is one task, `task.use`, or a `task.mix` of several with names of their own, not both.
+
+    The prompts of a mix come from its members.
+    """
+    task = spec.task
+    if task.use is None and not task.mix:
+        yield Problem("task", "says no task", "Give task.use (one task) or task.mix (several).")
+    if task.mix and task.use is not None:
+        yield Problem("task.use", "is given, and task.mix too", "Set one of the two to null.")
+    if task.mix and task.options:
+        yield Problem("task.options", "belongs to task.use, and this is a mix", "Give options to its members.")
+    names = [member.name for member in task.mix]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Problem(f"task.mix.{index}.name", f"`{name}` names another task of the mix too", "Use another name.")
+        if name in ("mean", "correct"):
+            message = f"`{name}` would give it the metric of all tasks together, reward/{name}"
+            yield Problem(f"task.mix.{index}.name", message, "Use another name.")
+    for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
+        if task.mix and split.path is not None:
+            mend = f"Give the file to a member, as task.mix.0.{split_name}.path; here only `size` counts."
+            yield Problem(f"data.{split_name}.path", "is given, and the prompts of a mix come from its members", mend)
+
+
+@rule
+def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`use` is a ready task or a well-formed `module:name`; the module is imported at launch."""
+    named = [("task.use", spec.task.use)] if spec.task.use is not None else []
+    named += [(f"task.mix.{index}.use", member.use) for index, member in enumerate(spec.task.mix)]
+    for path, use in named:
+        if ":" in use:
+            if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", use):
+                module, _, name = use.partition(":")
+                dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+                yield Problem(path, f"`{use}` is no module:name", f"Write it like an import, as `{dotted}:{name}`.")
+        elif use not in READY_TASKS and not use.startswith(GYM):
+            close = get_close_matches(use, READY_TASKS, n=1)
+            known = f"Ready tasks: {', '.join(READY_TASKS)}, {GYM}<data set>. Your own is `module:name`."
+            yield Problem(path, f"there is no ready task `{use}`", f"Did you mean `{close[0]}`?" if close else known)
