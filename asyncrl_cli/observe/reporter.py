@@ -1,4 +1,4 @@
-"""One place that the run reports to: state and metrics on disk, the view on screen, MLflow.
+"""One place that the run reports to: state and metrics on disk, the view on screen, MLflow, Ray's metrics.
 
 Nothing here may hold the run up or end it: the tracker is only told that there is more to send.
 """
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.observe.notify import Notifier
+from asyncrl_cli.observe.ray_metrics import RayMetrics
 from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.runs.directory import RunDirectory
@@ -38,12 +39,18 @@ class Reporter:
     """Passes what happens on to everyone who wants to know."""
 
     def __init__(
-        self, run: RunDirectory, view: View, tracker: TrackerClient | None, notifier: Notifier | None = None
+        self,
+        run: RunDirectory,
+        view: View,
+        tracker: TrackerClient | None,
+        notifier: Notifier | None = None,
+        ray_metrics: RayMetrics | None = None,
     ) -> None:
         self._run = run
         self._view = view
         self._tracker = tracker
         self._notifier = notifier
+        self._ray_metrics = ray_metrics
         self.accuracy_before: dict[str, float] = dict(run.state.accuracy_before)
         self.accuracy: dict[str, float] = dict(run.state.accuracy)
 
@@ -54,10 +61,17 @@ class Reporter:
     def doing(self, text: str, counts: Counts) -> None:
         """What the loop is doing, and what is in the buffer."""
         self._view.doing(text, counts)
+        if self._ray_metrics is not None:
+            self._ray_metrics.doing(counts)
 
     def warn(self, text: str) -> None:
         """Something failed or takes long, and the run goes on."""
         self._view.warn(text)
+
+    def faulted(self, kind: str) -> None:
+        """A fault of this kind is about to be recorded."""
+        if self._ray_metrics is not None:
+            self._ray_metrics.faulted(kind)
 
     def stalled(self, text: str) -> None:
         """Something has been waited for for long, and may end the run."""
@@ -70,6 +84,8 @@ class Reporter:
         self._run.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
         self._run.update(phase="running", step=step, version=version)
         self._view.stepped(step, version, metrics)
+        if self._ray_metrics is not None:
+            self._ray_metrics.stepped(step, version, metrics)
         if self._tracker is not None:
             self._tracker.more()
 
@@ -80,5 +96,7 @@ class Reporter:
         self.accuracy[result.kind] = result.accuracy
         self._run.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
         self._view.evaluated(result)
+        if self._ray_metrics is not None:
+            self._ray_metrics.evaluated(result)
         if self._tracker is not None:
             self._tracker.more()

@@ -19,6 +19,7 @@ from asyncrl_cli.data.loader import PromptLoader, Stage
 from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.notify import Notifier
+from asyncrl_cli.observe.ray_metrics import RayMetrics
 from asyncrl_cli.observe.reporter import Reporter, View
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.pipeline.buffer_client import BufferClient
@@ -166,11 +167,15 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
     factory = ActorFactory(spec, run.path, experiment.search_path)
     engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
     playing = Playing(spec, factory)
+    ray_metrics = RayMetrics(run, spec.stop.steps, spec.pipeline.max_staleness, view.warn)
+    if spec.cluster.address is None:  # who runs a cluster has told Prometheus of it
+        ray_metrics.publish_targets()
+    kept = asyncio.create_task(ray_metrics.keep())
     stop = stop_on_signals()
     try:
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
-        reporter = Reporter(run, view, tracker, notifier)
+        reporter = Reporter(run, view, tracker, notifier, ray_metrics)
         conductor = await until_stopped(_start(experiment, run, factory, engines, playing, start, reporter), stop)
         run.update(phase="running", steps=spec.stop.steps)
         await until_stopped(conductor.run(), stop)
@@ -193,6 +198,8 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
             tracking = close_tracker(tracker, run, spec, status)
         closing = [conductor.close(), playing.stop()] if conductor is not None else [playing.stop()]
         await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
+        kept.cancel()
+        ray_metrics.close()
     return replace(outcome, tracking=tracking)
 
 
@@ -213,6 +220,7 @@ async def _start(
         return skeleton(spec, skeleton_folder)
 
     async def record_fault(kind: str, part: str, message: str) -> None:
+        reporter.faulted(kind)
         await buffer.call("failed", kind, part, message)
 
     buffer = BufferClient(factory.buffer, limit_s)

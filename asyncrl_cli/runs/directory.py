@@ -8,6 +8,7 @@
       metrics.jsonl     one line per step
       journal.db        every group, rollout, batch and version (buffer/schema.py); beside it SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and what it has been sent
+      prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       skeleton/         the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
       logs/             one file per process

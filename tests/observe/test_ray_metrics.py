@@ -1,0 +1,257 @@
+"""The run's numbers in Ray's metrics, and the dashboard that asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.observe import ray_metrics
+from asyncrl_cli.observe.ray_metrics import RayMetrics, ray_name
+from asyncrl_cli.observe.records import EvaluationResult
+from asyncrl_cli.observe.reporter import Reporter
+from asyncrl_cli.observe.view import QuietView
+from asyncrl_cli.runs.directory import RunDirectory
+from tests.buffer.recorded_run import make_run
+
+ROOT = Path(__file__).parents[2]
+COUNTS = Counts(running=31, finished=3, taken=1000, rejected=5, requeued=6, late=0)
+METRICS = {"reward/mean": 0.25, "tokens/trained": 100.0, "tokens/generated": 0.0, "publish/seconds": 0.1}
+STARTED = 1_790_000_000.0
+
+
+class Noted:
+    """What Ray was told: values by metric and tags."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        noted = self
+        self.values: defaultdict[str, float] = defaultdict(float)
+        self.broken = False
+
+        class Metric:
+            def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+                assert re.fullmatch(r"asyncrl_[A-Za-z0-9_]+", name) and description
+                self._name, self._keys = name, tag_keys
+
+            def _series(self, tags: dict[str, str]) -> str:
+                if noted.broken:
+                    raise RuntimeError("no agent")
+                assert tuple(tags) == self._keys and tags["run_id"] == "run-1"
+                return self._name + "".join(f" {value}" for key, value in tags.items() if key != "run_id")
+
+        class Gauge(Metric):
+            def set(self, value: float, tags: dict[str, str]) -> None:
+                noted.values[self._series(tags)] = value
+
+        class Counter(Metric):
+            def inc(self, value: float, tags: dict[str, str]) -> None:
+                assert value > 0, "Ray refuses to add nothing"
+                noted.values[f"{self._series(tags)} total"] += value
+
+        monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+        monkeypatch.setattr("ray.util.metrics.Counter", Counter)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    return Noted(monkeypatch)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path)
+
+
+def test_whatever_the_reporter_is_told_ray_is_told(noted: Noted, run: RunDirectory) -> None:
+    reporter = Reporter(run, QuietView(), None, None, RayMetrics(run, 40, 2, pytest.fail))
+    assert dict(noted.values) == {"asyncrl_stop_steps": 40, "asyncrl_max_staleness": 2}
+    for step in (1, 2):
+        reporter.stepped(step, step, METRICS, STARTED)
+    reporter.doing("training", COUNTS)
+    reporter.evaluated(EvaluationResult("chain:greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
+    for kind in ("engine", "engine", "weights"):
+        reporter.faulted(kind)
+    assert noted.values == {
+        "asyncrl_stop_steps": 40,
+        "asyncrl_max_staleness": 2,
+        "asyncrl_step": 2,
+        "asyncrl_version": 2,
+        **{ray_name(name): value for name, value in METRICS.items()},
+        **{f"asyncrl_buffer_groups_{name}": getattr(COUNTS, name) for name in COUNTS.__slots__},
+        "asyncrl_steps total": 2,
+        "asyncrl_publishes total": 2,
+        "asyncrl_trained_tokens total": 200,
+        "asyncrl_eval_accuracy chain:greedy": 0.75,
+        "asyncrl_eval_reward_mean chain:greedy": 0.5,
+        "asyncrl_eval_tokens_mean chain:greedy": 9.0,
+        "asyncrl_faults engine total": 2,
+        "asyncrl_faults weights total": 1,
+    }
+
+
+def test_a_gauge_is_set_again_and_a_counter_is_not(
+    noted: Noted, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray forgets a gauge that nobody sets."""
+    metrics = RayMetrics(run, 40, 2, pytest.fail)
+    metrics.stepped(1, 1, METRICS)
+    metrics.evaluated(EvaluationResult("greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
+    metrics.evaluated(EvaluationResult("sampled", 2, 0.5, 0.25, 9.0, 4, 1, 2))
+    before = dict(noted.values)
+    noted.values.clear()
+    monkeypatch.setattr(ray_metrics, "AGAIN_S", 0.0)
+
+    async def keep() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(metrics.keep(), 0.05)
+
+    asyncio.run(keep())
+    assert noted.values == {series: value for series, value in before.items() if not series.endswith(" total")}
+
+
+def test_whatever_goes_wrong_is_said_once_and_ends_nothing(noted: Noted, run: RunDirectory) -> None:
+    said: list[str] = []
+    metrics = RayMetrics(run, 40, 2, said.append)
+    noted.broken = True
+    for step in (1, 2):
+        metrics.stepped(step, step, METRICS)
+        metrics.doing(COUNTS)
+        metrics.faulted("engine")
+    assert said == ["metrics for Prometheus are not complete: RuntimeError: no agent"]
+    noted.broken = False
+    metrics.stepped(3, 3, METRICS)
+    assert noted.values["asyncrl_step"] == 3
+
+
+def test_prometheus_is_told_of_the_nodes_that_have_an_agent(
+    noted: Noted, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes: list[dict[str, Any]] = [
+        {"Alive": True, "NodeManagerAddress": "10.0.0.1", "MetricsExportPort": 7001},
+        {"Alive": True, "NodeManagerAddress": "10.0.0.2", "MetricsExportPort": 7002},
+        {"Alive": True, "NodeManagerAddress": "10.0.0.3", "MetricsExportPort": -1},
+        {"Alive": False, "NodeManagerAddress": "10.0.0.4", "MetricsExportPort": 7004},
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    metrics = RayMetrics(run, 40, 2, pytest.fail)
+    metrics.publish_targets()
+    file = run.path / "prometheus.json"
+    assert [group["targets"] for group in json.loads(file.read_text())] == [["10.0.0.1:7001", "10.0.0.2:7002"]]
+    metrics.close()
+    assert not file.exists()
+    del nodes[:2]
+    metrics.publish_targets()
+    assert not file.exists()
+
+
+# -- the dashboard
+
+
+def exported(noted: Noted, run: RunDirectory) -> set[str]:
+    """All names that Prometheus can have, with the metrics of a step as docs/metrics.md has them."""
+    metrics = RayMetrics(run, 40, 2, pytest.fail)
+    documented = re.findall(r"`([a-z]+/[a-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text())
+    metrics.stepped(1, 1, dict.fromkeys(documented, 1.0))
+    metrics.doing(COUNTS)
+    metrics.evaluated(EvaluationResult("greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
+    metrics.faulted("engine")
+    return {f"ray_{series.split()[0]}{'_total' * series.endswith(' total')}" for series in noted.values}
+
+
+def test_the_dashboard_asks_for_what_there_is(noted: Noted, run: RunDirectory) -> None:
+    dashboard = json.loads((ROOT / "templates/grafana/asyncrl.json").read_text())
+    panels, variables = dashboard["panels"], {one["name"]: one for one in dashboard["templating"]["list"]}
+    asked = [query["expr"] for panel in panels for query in panel["targets"]]
+    names = {name for query in (*asked, variables["run"]["definition"]) for name in re.findall(r"\bray_\w+", query)}
+    assert names <= exported(noted, run)
+    for name in (
+        "reward_mean",
+        "max_staleness",
+        "correction_logprob_gap_mean",
+        "buffer_groups_running",
+        "faults_total",
+    ):
+        assert f"ray_asyncrl_{name}" in names
+    assert all('run_id=~"$run"' in query for query in asked)
+    for query in asked:
+        assert all(query.count(pair[0]) == query.count(pair[1]) for pair in ("()", "{}", "[]"))
+
+
+def test_the_dashboard_is_what_grafana_takes() -> None:
+    dashboard = json.loads((ROOT / "templates/grafana/asyncrl.json").read_text())
+    assert dashboard["schemaVersion"] >= 38 and "id" not in dashboard
+    variables = {one["name"]: one for one in dashboard["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource" and variables["datasource"]["query"] == "prometheus"
+    sources = [variables["run"]["datasource"]]
+    for panel in dashboard["panels"]:
+        sources += [panel["datasource"], *(query["datasource"] for query in panel["targets"])]
+        assert panel["title"] and panel["type"] in ("timeseries", "stat")
+        assert len({query["refId"] for query in panel["targets"]}) == len(panel["targets"])
+    assert all(source == {"type": "prometheus", "uid": "${datasource}"} for source in sources)
+    places = [panel["gridPos"] for panel in dashboard["panels"]]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24, "panels lie side by side"
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)
+
+
+# -- on a real Ray
+
+SCRAPED = """
+import json, sys, time, urllib.request
+from pathlib import Path
+from asyncrl_cli.observe.ray_metrics import RayMetrics
+from asyncrl_cli.pipeline.cluster import ray_cluster
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+spec = ExperimentSpec.model_validate({"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}})
+run, said, text = RunDirectory.create(Path(sys.argv[1]), "scraped"), [], ""
+with ray_cluster(spec, run.path / "logs"):
+    metrics = RayMetrics(run, 10, 2, said.append)
+    metrics.publish_targets()
+    metrics.faulted("engine")
+    file = run.path / "prometheus.json"
+    for step in range(1, 31):
+        metrics.stepped(step, step, {"reward/mean": 0.25, "tokens/trained": 100.0})
+        if not file.exists():
+            break
+        for target in json.loads(file.read_text())[0]["targets"]:
+            text = urllib.request.urlopen(f"http://{target}/metrics", timeout=20).read().decode()
+        if "ray_asyncrl_faults_total" in text:
+            break
+        time.sleep(1)
+    metrics.close()
+print(json.dumps({"said": said, "steps": step, "text": text, "left": file.exists()}))
+"""
+
+
+@pytest.mark.stack
+def test_prometheus_gets_real_numbers_where_ray_has_its_agent(tmp_path: Path) -> None:
+    """Ray's agent needs packages (`asyncrl[prometheus]`) without which Ray takes the numbers, and nobody is told."""
+    program = [sys.executable, "-c", SCRAPED, str(tmp_path)]
+    out = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120).stdout
+    seen = json.loads(out.splitlines()[-1])
+    assert seen["said"] == [] and not seen["left"]
+    if find_spec("opencensus") is None:
+        assert seen["text"] == ""
+        return
+    (run,) = (path.name for path in tmp_path.iterdir())
+    values = {
+        match[1]: float(match[3])
+        for match in re.finditer(r"^ray_(asyncrl_\w+)(\{.*\}) (\S+)$", seen["text"], re.MULTILINE)
+        if f'run_id="{run}"' in match[2]
+    }
+    assert values["asyncrl_reward_mean"] == 0.25 and values["asyncrl_max_staleness"] == 2
+    assert values["asyncrl_faults_total"] == 1
+    assert values["asyncrl_trained_tokens_total"] == 100 * values["asyncrl_steps_total"] <= 100 * seen["steps"]
