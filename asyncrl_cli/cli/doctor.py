@@ -17,11 +17,14 @@ INDENT = 23
 
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Import nothing: takes a second instead of a minute.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Start an engine and a trainer on a small model: takes a minute more.")
+    ] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Look at versions, devices, memory, disk, clocks, ports, limits, compiler, and whether vLLM, DeepSpeed and Ray can
-    be used; tell what would not work, and the mend.
+    be used; tell what would not work, and the mend. With --deep vLLM generates and DeepSpeed makes a step of ZeRO-3.
 
     Ends with 0 when a run can work here, warnings or not, and with 1 when it cannot.
     """
@@ -30,8 +33,10 @@ def doctor(
     from asyncrl_cli.observe.pages import paragraph
     from asyncrl_cli.pipeline.doctor import examine
 
+    if quick and deep:
+        raise typer.BadParameter("choose one of --quick and --deep", param_hint="--deep")
     findings = []
-    for finding in examine(runs_dir, quick):
+    for finding in examine(runs_dir, quick, deep):
         findings.append(finding)
         if not as_json:  # at once: the last ones take long
             mend = [f"-> {finding.mend}"] if finding.mend else []

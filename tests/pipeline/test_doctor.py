@@ -6,6 +6,8 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.pipeline import doctor
-from asyncrl_cli.pipeline.doctor import REQUIRED, Finding, examine, try_import
+from asyncrl_cli.pipeline.doctor import REQUIRED, Finding, examine, try_deeply, try_import
 from asyncrl_cli.pipeline.preflight import GIB
+from asyncrl_cli.pipeline.trials import TRIALS, trial_spec
 
 VERSIONS = dict.fromkeys(REQUIRED, "1.0")
 NO_LIMIT = resource.RLIM_INFINITY
@@ -110,6 +113,54 @@ def test_libraries_are_tried_in_processes_of_their_own() -> None:
     assert (slow.status, slow.found) == ("failure", "no answer within 0 s")
 
 
+def test_nothing_is_left_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither processes that it started, however it ended, nor files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pids = tmp_path / "pids"
+    starts = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=-3, stderr=-3)
+open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
+"""
+    assert try_import("ends", f"{starts}print('ANSWER', 1)", False).status == "ok"
+    assert try_import("hangs", f"{starts}time.sleep(600)", False, limit_s=5.0).found == "no answer within 5 s"
+    left = {int(pid) for pid in pids.read_text().split()}
+    assert len(left) == 2
+    pids.unlink()
+    deadline = time.monotonic() + 20
+    while any(_lives(pid) for pid in left):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    cut = try_deeply("DeepSpeed", False, limit_s=0.1)
+    assert cut.found == "no answer within 0 s" and "-m asyncrl_cli.pipeline.trials trainer /tmp/trainer`" in cut.mend
+    assert list(tmp_path.iterdir()) == []
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_what_is_tried_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
+    monkeypatch.setattr(doctor, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
+    usual = [(one.check, one.found) for one in examine(tmp_path)][13:]
+    assert usual == [("vLLM", "imported"), ("DeepSpeed", "imported"), ("Ray", "imported")]
+    deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][13:]
+    assert deep == [("vLLM", "started"), ("DeepSpeed", "started"), ("Ray", "imported")]
+    assert len(list(examine(tmp_path, quick=True))) == 13
+
+
+def test_the_trials_go_where_a_run_would() -> None:
+    for gpu in (False, True):
+        spec = trial_spec(gpu)
+        assert (spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank) == (gpu, gpu)
+        assert spec.trainer.zero_stage == 3
+    assert set(doctor.DEEP) <= set(doctor.TRIALS) and set(doctor.DEEP.values()) == set(TRIALS)
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> tuple[object, str]:
         monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", "--quick", "--runs-dir", str(tmp_path), *arguments])
@@ -129,6 +180,17 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     document = json.loads(text)
     assert code == 1 and document["healthy"] is False
     assert {"check": "memory", "status": "failure"}.items() <= document["findings"][4].items()
+
+    assert run("--deep")[0] == 2, "it is quick or deep"
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize(("name", "word"), [("vLLM", "generated 16 tokens"), ("DeepSpeed", "ZeRO-3 step")])
+def test_an_engine_and_a_trainer_start(name: str, word: str) -> None:
+    """In the usual folder for temporary files: the path of vLLM's socket has no room for pytest's."""
+    found = try_deeply(name, gpu=False)
+    assert found.status == "ok" and word in found.found, found
+    assert list(Path(tempfile.gettempdir()).glob("asyncrl-doctor-*")) == []
 
 
 @pytest.mark.stack
