@@ -13,6 +13,12 @@ def track(
         str, typer.Argument(metavar="RUN", help="A run id, a unique start of one, or `latest`.")
     ] = "latest",
     uri: Annotated[str | None, typer.Option("--uri", help="Another tracking URI than the spec's.")] = None,
+    register: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Make the final model a version of this registered model, not of the spec's."
+        ),
+    ] = None,
     runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
 ) -> None:
     """Send to MLflow what it has not got of a run that has ended.
@@ -25,12 +31,18 @@ def track(
     run = find_run(runs_dir, run_id)
     run.lock()  # a run that is being driven sends itself
     spec = load_spec(run.path / "spec.yaml").spec
-    tracking = spec.tracking.model_copy(update={"uri": uri} if uri else {})
+    changes = {"uri": uri, "register_model": register}
+    tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
     spec = spec.model_copy(update={"runs_dir": run.path.parent, "tracking": tracking})
 
     from asyncrl_cli.pipeline.tracking import send_rest, tracking_target
 
     sender = send_rest(spec, run)
-    typer.echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations")
+    report = ", the report" if sender.reported else ""
+    typer.echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
+    if sender.unreported:
+        typer.echo(f"report   none could be made: {sender.unreported}")
     typer.echo(f"to       {tracking_target(spec).uri}")
     typer.echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
+    if sender.version:
+        typer.echo(f"model    {spec.tracking.register_model}, version {sender.version}")

@@ -1,7 +1,7 @@
 """What MLflow has not got yet of a run, read off the run's folder.
 
-    metrics.jsonl, spec.yaml, evaluations/    all there is to send
-    mlflow.json                               what has been sent, and to which MLflow run
+    metrics.jsonl, system.jsonl, spec.yaml, evaluations/, model/    all there is to send
+    mlflow.json                                                     what has been sent, and to which MLflow run
 
 Nothing is kept for MLflow alone, so a server that does not answer costs no memory and a killed process loses
 nothing. What was sent is noted after it was sent: after a crash some is sent again, and changes nothing, since a
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +26,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 FILE = "mlflow.json"
 SPEC = "spec.yaml"
 EVALUATIONS = "evaluations/*.jsonl"
+STEPS = "metrics.jsonl"
+SAMPLES = "system.jsonl"
 BLOCK = 2**16
 """Bytes read at a time from the end of metrics.jsonl."""
 
@@ -35,8 +37,10 @@ class Sent:
     """What has been sent.
 
     ``step`` and ``time`` (unix time, s) are those of the last step. ``logged`` and ``uploaded`` name files by their
-    path in the run's folder, with the time of the version whose numbers were logged or that was uploaded (mtime, ns).
-    ``status`` is MLflow's word for how the run stands.
+    path in the run's folder, with the time of the version whose numbers were logged or that was uploaded (mtime, ns);
+    of the model's files ``uploaded`` has the artifacts' paths. ``reported`` names in the same way what the report was
+    made of, and ``sampled`` is the time (unix time, s) of the machine's last sample. ``registered`` has the versions of
+    models that were registered, by the model's name and artifact. ``status`` is MLflow's word for how the run stands.
     """
 
     uri: str
@@ -47,6 +51,9 @@ class Sent:
     time: float = 0.0
     logged: Mapping[str, int] = field(default_factory=dict)
     uploaded: Mapping[str, int] = field(default_factory=dict)
+    reported: Mapping[str, int] = field(default_factory=dict)
+    sampled: float = 0.0
+    registered: Mapping[str, str] = field(default_factory=dict)
 
 
 class Outbox:
@@ -67,8 +74,11 @@ class Outbox:
 
     def steps(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl that have not been sent, in order."""
-        rows = takewhile(self._is_new, _rows_from_the_end(self.run.path / "metrics.jsonl"))
-        return list(rows)[::-1]
+        return self._new_rows(STEPS, lambda row: row["step"] > self.sent.step or row["time"] > self.sent.time)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of system.jsonl that have not been sent, in order."""
+        return self._new_rows(SAMPLES, lambda row: row["time"] > self.sent.sampled)
 
     def files(self, pattern: str, known: Mapping[str, int]) -> dict[str, int]:
         """Files, with their versions, that are not in ``known`` or were written again since."""
@@ -76,8 +86,8 @@ class Outbox:
         versions = {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in sorted(folder.glob(pattern))}
         return {name: version for name, version in versions.items() if known.get(name) != version}
 
-    def _is_new(self, row: Mapping[str, Any]) -> bool:
-        return bool(row["step"] > self.sent.step or row["time"] > self.sent.time)
+    def _new_rows(self, name: str, is_new: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+        return list(takewhile(is_new, _rows_from_the_end(self.run.path / name)))[::-1]
 
 
 def _read(run: RunDirectory, uri: str, experiment: str) -> Sent:
@@ -90,7 +100,7 @@ def _read(run: RunDirectory, uri: str, experiment: str) -> Sent:
 
 
 def _rows_from_the_end(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of metrics.jsonl, last first: a long run's file is not read through for every step."""
+    """The whole rows of a JSON Lines file, last first: a long run's file is not read through for every step."""
     try:
         file = path.open("rb")
     except OSError:

@@ -7,29 +7,28 @@ the answer to its creation was lost.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 
-from asyncrl_cli.observe.outbox import EVALUATIONS, SPEC, Outbox
+from asyncrl_cli.observe import tables
+from asyncrl_cli.observe.entries import Number, evaluation_numbers, parameters, row_numbers
+from asyncrl_cli.observe.outbox import EVALUATIONS, SPEC, STEPS, Outbox
+from asyncrl_cli.observe.registering import RUN_TAG, register
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.errors import UserError
 
-Number = tuple[str, float, float, int]
-"""Name, value, unix time (s) and step."""
-
-TAG = "asyncrl_run"
+FINISHED = "FINISHED"
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
-PARAMETER_LENGTH = 6000
-"""MLflow's limits: entries of one request, and characters of a parameter's value."""
-NO_METRICS = ("step", "version", "time")
-"""Keys of metrics.jsonl that say when, not what."""
+"""MLflow's limits: entries of one request."""
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -38,6 +37,7 @@ ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """MLflow waits two minutes for an answer and tries seven times; here the caller tries again. And it writes to the
 terminal. What the user has set stays."""
@@ -45,15 +45,18 @@ terminal. What the user has set stays."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to. ``artifacts`` is where an experiment that is made keeps its files; None leaves that to MLflow."""
+    """Where to. ``artifacts`` is where an experiment that is made keeps its files; None leaves that to MLflow.
+    ``model`` is the registered model of which a finished run becomes a version; None for none."""
 
     uri: str
     experiment: str
     artifacts: str | None = None
+    model: str | None = None
 
 
 class Sender:
-    """Sends one run. ``steps`` and ``evaluations`` count what it has sent."""
+    """Sends one run. ``steps`` and ``evaluations`` count what it has sent; ``reported`` says whether it sent a report,
+    and ``unreported`` why it could make none."""
 
     def __init__(self, run: RunDirectory, target: Target) -> None:
         # Its own view of the folder: the driver's remembers the state that it wrote.
@@ -63,29 +66,43 @@ class Sender:
         self._client: Any = None
         self.steps = 0
         self.evaluations = 0
+        self.reported = False
+        self.unreported = ""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
 
     @property
     def mlflow_run_id(self) -> str:
         """Empty before the first successful ``send``."""
         return self._outbox.sent.run_id
 
-    def send(self, status: str) -> None:
-        """Send what is missing; ``status`` is MLflow's word for how the run stands.
+    @property
+    def version(self) -> str:
+        """The newest version of the target's registered model that the run is; empty for none."""
+        versions = list(self._outbox.sent.registered.values())
+        return versions[-1] if versions and self._target.model is not None else ""
+
+    def send(self, status: str, ended: RunDirectory | None = None) -> None:
+        """Send what is missing; ``status`` is MLflow's word for how the run stands. ``ended`` is the run as a report
+        is to show it; None for no report.
 
         Files come last: an artifact store that is out of order keeps no number back. Raises what MLflow raises.
         """
         self._connect()
         self._send_steps()
+        self._send_samples()
         self._send_parameters()
         self._send_evaluations()
         self._send_status(status)
         self._upload()
+        if ended is not None:
+            self._upload_report(ended)
+        if self._target.model is not None and status == FINISHED:
+            register(self._client, self._outbox, self._run, self._target.model)
 
     def _connect(self) -> None:
         if self._client is not None:
             return
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -110,21 +127,26 @@ class Sender:
             else client.create_experiment(name, artifact_location=self._target.artifacts)
         )
         run_id = self._run.run_id
-        found = client.search_runs([experiment_id], f"tags.{TAG} = '{run_id}'", max_results=1)
+        found = client.search_runs([experiment_id], f"tags.{RUN_TAG} = '{run_id}'", max_results=1)
         if found:
             self._outbox.note(run_id=found[0].info.run_id)
             return
         started = self._run.manifest.get("started")
         start_time = int(datetime.fromisoformat(started).timestamp() * 1000) if started else None
-        created = client.create_run(experiment_id, start_time=start_time, tags={TAG: run_id}, run_name=run_id)
+        created = client.create_run(experiment_id, start_time=start_time, tags={RUN_TAG: run_id}, run_name=run_id)
         self._outbox.note(run_id=created.info.run_id, status="RUNNING")
 
     def _send_steps(self) -> None:
         for rows in _portions(self._outbox.steps()):
-            self._log([entry for row in rows for entry in _step_metrics(row)])
+            self._log([entry for row in rows for entry in row_numbers(row)])
             sent, last = self._outbox.sent, rows[-1]
             self._outbox.note(step=max(sent.step, last["step"]), time=max(sent.time, last["time"]))
             self.steps += len(rows)
+
+    def _send_samples(self) -> None:
+        for rows in _portions(self._outbox.samples()):
+            self._log([entry for row in rows for entry in row_numbers(row)])
+            self._outbox.note(sampled=rows[-1]["time"])
 
     def _send_parameters(self) -> None:
         """MLflow keeps a parameter as it was first logged; what a resumed run changed is in its spec.yaml."""
@@ -133,7 +155,7 @@ class Sender:
 
             spec = yaml.safe_load((self._run.path / name).read_text())
             known = self._client.get_run(self.mlflow_run_id).data.params
-            entries = [Param(key, value) for key, value in _parameters(spec).items() if key not in known]
+            entries = [Param(key, value) for key, value in parameters(spec).items() if key not in known]
             for start in range(0, len(entries), PARAMETERS_AT_ONCE):
                 params = entries[start : start + PARAMETERS_AT_ONCE]
                 self._client.log_batch(self.mlflow_run_id, params=params, synchronous=True)
@@ -142,7 +164,7 @@ class Sender:
     def _send_evaluations(self) -> None:
         for name, version in self._outbox.files(EVALUATIONS, self._outbox.sent.logged).items():
             with (self._run.path / name).open() as file:
-                self._log(list(_evaluation_metrics(file.readline(), version / 1e9)))
+                self._log(list(evaluation_numbers(file.readline(), version / 1e9)))
             self._note_logged(name, version)
             self.evaluations += 1
 
@@ -161,7 +183,31 @@ class Sender:
             for name, version in self._outbox.files(pattern, self._outbox.sent.uploaded).items():
                 folder = name.rpartition("/")[0] or None
                 self._client.log_artifact(self.mlflow_run_id, str(self._run.path / name), artifact_path=folder)
+                if pattern == EVALUATIONS:
+                    self._upload_table(name)
                 self._outbox.note(uploaded={**self._outbox.sent.uploaded, name: version})
+
+    def _upload_table(self, evaluation: str) -> None:
+        name = tables.table_of(evaluation)
+        self._client.log_text(self.mlflow_run_id, tables.table(self._run.path / evaluation), name)
+        sent = {tables.table_of(one) for one in self._outbox.sent.uploaded if fnmatch(one, EVALUATIONS)}
+        self._client.set_tag(self.mlflow_run_id, tables.TAG, tables.tag(sorted({name, *sent})))
+
+    def _upload_report(self, ended: RunDirectory) -> None:
+        of = self._outbox.files(STEPS, self._outbox.sent.reported)
+        if not of:
+            return
+        from asyncrl_cli.observe.report.files import write_report
+
+        with TemporaryDirectory() as folder:
+            try:
+                write_report(ended, Path(folder))
+            except Exception as error:  # trying again would not help, and `asyncrl report` says more
+                self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                return
+            self._client.log_artifacts(self.mlflow_run_id, folder)
+        self._outbox.note(reported=of)
+        self.reported = True
 
     def _log(self, numbers: Sequence[Number]) -> None:
         from mlflow.entities import Metric
@@ -191,34 +237,3 @@ def _portions(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any
     at_once = max(1, METRICS_AT_ONCE // max(map(len, rows), default=1))
     for start in range(0, len(rows), at_once):
         yield rows[start : start + at_once]
-
-
-def _step_metrics(row: Mapping[str, Any]) -> Iterator[Number]:
-    for name, value in row.items():
-        if name not in NO_METRICS and isinstance(value, int | float):
-            yield name, float(value), row["time"], row["step"]
-
-
-def _evaluation_metrics(line: str, at: float) -> Iterator[Number]:
-    result = json.loads(line)
-    numbers = {
-        "accuracy": result["accuracy"],
-        "tokens_mean": result["mean_length"],
-        "reward_mean": result.get("mean_reward"),
-        **{f"pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
-        **result.get("metrics", {}),
-    }
-    prefix = f"eval/{result['kind'].replace(':', '/')}"
-    for name, value in numbers.items():
-        if value is not None:
-            yield f"{prefix}_{name}", value, at, result["step"]
-
-
-def _parameters(value: Any, prefix: str = "") -> dict[str, str]:
-    """A spec flattened to what MLflow takes: dotted names, short texts."""
-    if isinstance(value, dict) and value:
-        flat: dict[str, str] = {}
-        for key, item in value.items():
-            flat |= _parameters(item, f"{prefix}.{key}" if prefix else str(key))
-        return flat
-    return {re.sub(r"[^\w.\-/ ]", "_", prefix): str(value)[:PARAMETER_LENGTH]}

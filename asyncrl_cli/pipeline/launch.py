@@ -41,7 +41,7 @@ from asyncrl_cli.pipeline.watchdog import Watchdog
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Split, is_episodic
@@ -50,8 +50,6 @@ from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.prepare import skeleton
 from asyncrl_cli.train.tokenizer import load_tokenizer
 
-MODEL = "model"
-"""The final model's folder in that of the run."""
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may spend on saving where it is."""
 
@@ -141,7 +139,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start:
         run.update(phase="interrupted", reason="stopped by the user")
         raise Interrupted from None
     except BaseException as error:
-        run.update(phase="failed", reason=f"{type(error).__name__}: {error}")
+        run.update(phase="failed", reason=_cause(error))
         notifier.tell("failure", str(error) or type(error).__name__)
         notifier.wait()
         raise
@@ -149,6 +147,10 @@ def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start:
     notifier.tell("finish", _in_short(run, outcome))
     notifier.wait()
     return outcome
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _in_short(run: RunDirectory, outcome: Outcome) -> str:
@@ -162,7 +164,7 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
     spec = experiment.spec
     tracker: TrackerClient | None = None
     conductor: Conductor | None = None
-    status = "FAILED"
+    status, reason = "FAILED", ""
     tracking: Tracking | None = None
     factory = ActorFactory(spec, run.path, experiment.search_path)
     engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
@@ -192,10 +194,13 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
         status = "KILLED"
         await _save_before_leaving(conductor, view)
         raise
+    except BaseException as error:
+        reason = _cause(error)
+        raise
     finally:
         if tracker is not None:
             view.status("finishing MLflow's log")
-            tracking = close_tracker(tracker, run, spec, status)
+            tracking = close_tracker(tracker, run, spec, status, reason)
         closing = [conductor.close(), playing.stop()] if conductor is not None else [playing.stop()]
         await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
         kept.cancel()

@@ -11,9 +11,9 @@ from itertools import count
 from pathlib import Path
 
 from asyncrl_cli.buffer.schema import FILE, check, open_for_reading, open_for_writing
-from asyncrl_cli.pipeline.launch import MODEL, Start
+from asyncrl_cli.pipeline.launch import Start
 from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound, remove_later
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import check_layout
 

@@ -18,14 +18,13 @@ from asyncrl_cli.pipeline.engines import EngineKeeper
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_engine
 from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
-from asyncrl_cli.pipeline.launch import MODEL
 from asyncrl_cli.pipeline.publisher import Engine
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.records import Sampling
 from asyncrl_cli.rollout.session import Limits, Session, Sessions
 from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec
 

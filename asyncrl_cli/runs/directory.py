@@ -6,6 +6,7 @@
       state.json        where the run is; replaced whole after every step
       lock              held (flock) by the process that drives the run; the kernel frees it however that ends
       metrics.jsonl     one line per step
+      system.jsonl      what the machine did, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (buffer/schema.py); beside it SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and what it has been sent
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
@@ -35,6 +36,8 @@ from asyncrl_cli.runs.errors import UserError
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
+MODEL = "model"
+"""The final model's folder in that of the run."""
 LOCK_PATIENCE_S = 0.5
 """Seconds that ``lock`` tries: ``is_driven`` holds the lock for a moment when it looks."""
 
@@ -172,6 +175,12 @@ class RunDirectory:
         self._state = replace(self.state, updated=time.time(), **changes)
         self.write_json("state.json", asdict(self._state))
         return self._state
+
+    def as_if(self, **changes: Any) -> RunDirectory:
+        """A view of this folder, to read, as if the state were changed; on disk it is not."""
+        view = RunDirectory(self.path)
+        view._state = replace(view.state, **changes)
+        return view
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The sections of an experiment spec, one pydantic model each.
 
 Unknown keys are refused, numbers carry their bounds, and every field carries the sentence that
-docs/spec.md shows for it. What one section cannot check alone stands in ``rules.py``.
+docs/spec.md shows for it. What one section cannot check alone stands in ``rules``.
 """
 
 from __future__ import annotations
@@ -466,6 +466,14 @@ class TrackingSpec(Section):
     mlflow: bool = Field(True, description="Log parameters, metrics and artifacts to MLflow.")
     uri: str | None = Field(None, description="Tracking URI; a SQLite store in the runs folder when left out.")
     experiment: str = Field("asyncrl", description="MLflow experiment.")
+    system_metrics: bool = Field(
+        True, description="Log processors, memory, disk, network and GPUs of the driver's machine, every ten seconds."
+    )
+    register_model: str | None = Field(
+        None,
+        pattern=r"^[^/:]+$",
+        description="The final model becomes a version of the registered model with this name; left out, of none.",
+    )
 
 
 Notice = Literal["finish", "failure", "stall"]

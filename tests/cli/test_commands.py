@@ -19,10 +19,9 @@ from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.launch import MODEL
 from asyncrl_cli.rollout.records import Rollout, training_rollout_id
 from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, seal
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "transformers", "fastapi", "openai")

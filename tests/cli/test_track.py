@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
+from tests.buffer.recorded_run import RecordedRun, settings
 from tests.observe.mlflow_server import Server
 
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
@@ -30,7 +32,7 @@ def track(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that failed after three steps, in the folder ``runs``."""
     run = RunDirectory.create(tmp_path / "runs", "spell")
     run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
@@ -40,6 +42,10 @@ def run(tmp_path: Path) -> RunDirectory:
         run.append("metrics.jsonl", {"step": step, "version": step, "time": 1e6 + step, "loss": 0.5})
     result = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}
     run.write_text("evaluations/step-000000-greedy.jsonl", json.dumps(result) + "\n")
+    recorded = RecordedRun(run.path / FILE, monkeypatch, settings(), lambda _: 2.0, 8)
+    for _ in range(3):
+        recorded.step()
+    recorded.book.journal.close()
     run.update(phase="failed", step=3, steps=10)
     run.unlock()
     return run
@@ -54,7 +60,7 @@ def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: 
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     mlflow_run = json.loads((run.path / "mlflow.json").read_text())["run_id"]
     assert first.stdout.splitlines() == [
-        "sent     3 steps, 1 evaluations",
+        "sent     3 steps, 1 evaluations, the report",
         f"to       {uri}",
         f"MLflow   run {mlflow_run} in experiment asyncrl",
     ]
@@ -67,6 +73,20 @@ def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: 
 
 
 @pytest.mark.stack
+def test_a_finished_run_becomes_a_version_of_a_model_when_asked(run: RunDirectory, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    (run.path / "model").mkdir()
+    run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
+    run.update(phase="finished", reason="")
+    done = track("--register", "speller", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "model    speller, version 1"
+    [version] = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db").search_model_versions("name = 'speller'")
+    assert version.tags == {"asyncrl_run": run.run_id, "asyncrl_step": "3"}
+
+
+@pytest.mark.stack
 def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, tmp_path: Path) -> None:
     server = Server(tmp_path)
     failed = track("--uri", server.uri, cwd=tmp_path)
@@ -75,13 +95,14 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, t
         f"{run.run_id}: MLflow did not take everything: no answer from {server.uri}. "
         f"Everything is kept in the run's folder; try again later: asyncrl track {run.run_id}.\n"
     )
+    (run.path / FILE).unlink()
     server.start()
     try:
         done = track("--uri", server.uri, cwd=tmp_path)
     finally:
         server.stop()
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("sent     3 steps, 1 evaluations\n")
+    assert done.stdout.startswith("sent     3 steps, 1 evaluations\nreport   none could be made: runs/")
 
 
 def test_a_run_that_is_being_driven_sends_itself(run: RunDirectory, tmp_path: Path) -> None:

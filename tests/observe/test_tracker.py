@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl_cli.observe import sender as sender_module
-from asyncrl_cli.observe.outbox import FILE
+from asyncrl_cli.observe import tracker as tracker_module
+from asyncrl_cli.observe.entries import PARAMETER_LENGTH
+from asyncrl_cli.observe.machine import MachineSampler
+from asyncrl_cli.observe.outbox import FILE, SAMPLES
 from asyncrl_cli.observe.sender import Sender, Target
 from asyncrl_cli.observe.tracker import Tracker, TrackerClient
 from asyncrl_cli.runs.directory import RunDirectory
+from tests.observe.made_runs import SITUATIONS, made_run
 
+from .mlflow_runs import Logged, do_steps, evaluate, local, sent, started_run, tracking_at
 from .mlflow_server import Server
 
 LIMIT_S = 120.0
@@ -25,50 +31,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    directory = RunDirectory(tmp_path / "spell-1")
-    for folder in ("evaluations", "logs"):
-        (directory.path / folder).mkdir(parents=True)
-    directory.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
-    directory.write_text(
-        "spec.yaml", "seed: 3\ntask: {use: spell_backward, options: {'a:b?': [1, 2]}}\nlong: " + "x" * 9000
-    )
-    directory.update(phase="running", steps=10)
-    return directory
-
-
-def do_steps(run: RunDirectory, first: int, last: int, at: float = 1_000_000.0) -> None:
-    for step in range(first, last + 1):
-        row = {"step": step, "version": step, "time": at + step, "loss": step / 8, "ratio": float("nan")}
-        run.append("metrics.jsonl", row)
-
-
-def evaluate(run: RunDirectory, step: int, accuracy: float) -> None:
-    result = {"kind": "greedy", "step": step, "accuracy": accuracy, "mean_length": 9.5}
-    run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", json.dumps(result) + "\n{}\n")
-
-
-def local(folder: Path) -> Target:
-    return Target(f"sqlite:///{folder}/mlflow.db", "tests", (folder / "artifacts").as_uri())
-
-
-class Logged:
-    """What MLflow has of the one run in the experiment."""
-
-    def __init__(self, uri: str) -> None:
-        from mlflow.tracking import MlflowClient
-
-        self.client = MlflowClient(tracking_uri=uri)
-        experiment = self.client.get_experiment_by_name("tests")
-        assert experiment is not None
-        [self.run] = self.client.search_runs([experiment.experiment_id])
-
-    def history(self, name: str) -> list[tuple[int, float]]:
-        points = self.client.get_metric_history(self.run.info.run_id, name)
-        return sorted((point.step, point.value) for point in points)
-
-    def files(self) -> set[str]:
-        run_id = self.run.info.run_id
-        return {entry.path for folder in (None, "evaluations") for entry in self.client.list_artifacts(run_id, folder)}
+    return started_run(tmp_path)
 
 
 def losses(last: int) -> list[tuple[int, float]]:
@@ -80,14 +43,6 @@ def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.05)
-
-
-def sent(run: RunDirectory) -> dict[str, Any]:
-    try:
-        noted: dict[str, Any] = json.loads((run.path / FILE).read_text())
-    except OSError:
-        return {"step": 0}
-    return noted
 
 
 # -- one attempt
@@ -116,7 +71,7 @@ def test_everything_is_sent_once_however_often_it_is_tried(run: RunDirectory, tm
     assert logged.run.info.end_time == int(run.state.updated * 1000)
     assert logged.run.data.params["seed"] == "3"
     assert logged.run.data.params["task.options.a_b_"] == "[1, 2]"
-    assert len(logged.run.data.params["long"]) == sender_module.PARAMETER_LENGTH
+    assert len(logged.run.data.params["long"]) == PARAMETER_LENGTH
     assert logged.history("loss") == losses(5)
     assert len(logged.history("ratio")) == 5
     assert logged.history("eval/greedy_accuracy") == [(0, 0.25), (5, 0.75)]
@@ -198,6 +153,83 @@ def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: S
     assert {"spec.yaml", "evaluations/step-000006-greedy.jsonl"} <= logged.files()
 
 
+# -- the end of a run
+
+
+@pytest.fixture
+def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run that leaves something of every kind: it has a journal, an evaluation and a model."""
+    monkeypatch.setattr(tracker_module, "MachineSampler", partial(MachineSampler, every_s=0.01))
+    run = made_run(tmp_path / "runs", monkeypatch, SITUATIONS["slow trainer"])
+    for name in ("evaluations", "model"):
+        (run.path / name).mkdir()
+    run.write_text("spec.yaml", "seed: 3\n")
+    run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
+    (run.path / "model/model.safetensors").write_bytes(b"weights")
+    do_steps(run, 1, 3)
+    evaluate(run, 3, 0.5, [{"uid": "a", "response": "yes"}])
+    run.update(phase="running", step=3)
+    return run
+
+
+ALL_KINDS = {
+    "spec.yaml",
+    "evaluations/step-000003-greedy.jsonl",
+    "evaluations/step-000003-greedy.json",
+    "report.html",
+    "plots/reward.png",
+    "models/step-000003/MLmodel",
+    "models/step-000003/model/model.safetensors",
+}
+
+
+def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirectory, server: Server) -> None:
+    target = Target(server.uri, "tests", model="speller")
+    tracker = Tracker(whole, target, system_metrics=True)
+    until(lambda: whole.read(SAMPLES), "a sample")
+    until(lambda: tracker.finish("RUNNING", 0.0) == f"no answer from {server.uri}", "the first attempt to fail")
+    assert tracker.finish("FINISHED", 0.1) == f"no answer from {server.uri}"
+    for thread in threading.enumerate():
+        if thread.name == "machine":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive(), "a run that has ended is not measured"
+    server.start()
+    assert tracker.finish("FINISHED", LIMIT_S) == ""
+
+    (whole.path / FILE).unlink()  # killed before it could note what it had sent
+    Sender(whole, target).send("FINISHED", whole.as_if(phase="finished"))
+    logged = Logged(server.uri)
+    assert logged.run.info.status == "FINISHED"
+    assert logged.files() >= ALL_KINDS
+    assert logged.history("loss") == losses(3)
+    samples = whole.read(SAMPLES)
+    assert len(logged.history("system/cpu_utilization_percentage")) == len(samples)
+    assert b"</html>" in logged.content("report.html")[-20:]
+    assert logged.content("models/step-000003/model/model.safetensors") == b"weights"
+    [version] = logged.client.search_model_versions("name = 'speller'")
+    assert (version.run_id, version.tags["asyncrl_step"]) == (logged.run.info.run_id, "3")
+    with tracking_at(server.uri):
+        table = logged.client.load_table(logged.run.info.experiment_id, "evaluations/step-000003-greedy.json")
+    assert table["response"].tolist() == ["yes"]
+
+
+def test_a_server_that_never_answers_holds_the_end_up_for_no_longer_than_its_limit(whole: RunDirectory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = Target(f"http://127.0.0.1:{silent.getsockname()[1]}", "tests", model="speller")
+        tracker = Tracker(whole, target, system_metrics=True)
+        connection, _ = silent.accept()  # it has asked
+        with connection:
+            assert tracker.finish("FINISHED", 0.1) == "not done within 0 s"
+
+
+def test_a_killed_run_sends_no_report_for_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
+    tracker = Tracker(whole, local(tmp_path, "speller"))
+    assert tracker.finish("KILLED", LIMIT_S) == ""
+    files = Logged(local(tmp_path).uri).files()
+    assert "evaluations/step-000003-greedy.json" in files
+    assert not files & {"report.html", "models/step-000003/MLmodel"}
+
+
 # -- in its actor
 
 
@@ -210,7 +242,7 @@ def test_the_driver_only_nudges_and_a_killed_process_starts_again(run: RunDirect
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.mkdtemp(prefix="ray-"))
     try:
         target = local(tmp_path)
-        client = TrackerClient(run, target)
+        client = TrackerClient(run, target, system_metrics=True)
         do_steps(run, 1, 2)
         client.more()
         until(lambda: sent(run)["step"] == 2, "the first steps")

@@ -31,7 +31,7 @@ from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints
 from asyncrl_cli.pipeline.conductor import Conductor, Parts
 from asyncrl_cli.pipeline.evaluation import Evaluator, HeldOut
-from asyncrl_cli.pipeline.launch import MODEL, Start, _save_before_leaving
+from asyncrl_cli.pipeline.launch import Start, _save_before_leaving
 from asyncrl_cli.pipeline.metrics import batch_digest
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.resume import prepare
@@ -48,7 +48,7 @@ from asyncrl_cli.rollout.records import (
     segments_of,
 )
 from asyncrl_cli.rollout.worker import EVALUATION
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.scoring import Response, Scored
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch

@@ -23,10 +23,10 @@ from stand_ins import spec
 from asyncrl_cli.buffer.rollout_rows import read_batch
 from asyncrl_cli.buffer.schema import FILE, open_for_reading
 from asyncrl_cli.pipeline.groups import rollout_seed
-from asyncrl_cli.pipeline.launch import MODEL
 from asyncrl_cli.pipeline.metrics import batch_digest
 from asyncrl_cli.rollout.records import place_of
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
+from asyncrl_cli.runs.directory import MODEL
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.records import TrainingBatch
 

@@ -14,10 +14,10 @@ from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.buffer.schema import FILE, JournalError, check
 from asyncrl_cli.pipeline.fleet import buffer_settings
-from asyncrl_cli.pipeline.launch import MODEL, Start
+from asyncrl_cli.pipeline.launch import Start
 from asyncrl_cli.pipeline.resume import prepare
 from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_checkpoints, seal
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
 
 GROUPS = {"groups_per_step": 1, "max_staleness": 0}
 SPEC = spec(rollout={"group_size": 1}, pipeline=GROUPS)

@@ -20,7 +20,7 @@ class StandIn:
     def __init__(self, problem: str) -> None:
         self._problem = problem
 
-    def finish(self, status: str, timeout_s: float) -> str:
+    def finish(self, status: str, timeout_s: float, reason: str) -> str:
         assert timeout_s == TRACKING_S[status]
         return self._problem
 
@@ -50,3 +50,9 @@ def test_without_a_server_there_is_a_store_in_the_runs_folder(tmp_path: Path) ->
     assert target.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert target.artifacts == f"file://{tmp_path}/mlflow-artifacts"
     assert tracking_target(spec(tracking={"uri": "http://there"})).artifacts is None
+
+
+@pytest.mark.parametrize("uri", [None, "http://there"])
+def test_the_model_is_registered_wherever_the_run_is_logged(uri: str | None) -> None:
+    assert tracking_target(spec(tracking={"uri": uri})).model is None
+    assert tracking_target(spec(tracking={"uri": uri, "register_model": "mine"})).model == "mine"

@@ -1,0 +1,49 @@
+"""What MLflow is told of a run, as it wants it: numbers from rows and evaluations, parameters from a spec."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Number = tuple[str, float, float, int]
+"""Name, value, unix time (s) and step."""
+
+NO_METRICS = ("step", "version", "time")
+"""Keys of a row that say when, not what."""
+PARAMETER_LENGTH = 6000
+"""Characters that MLflow keeps of a parameter's value."""
+
+
+def row_numbers(row: Mapping[str, Any]) -> Iterator[Number]:
+    """Of a row of metrics.jsonl or system.jsonl."""
+    for name, value in row.items():
+        if name not in NO_METRICS and isinstance(value, int | float):
+            yield name, float(value), row["time"], row["step"]
+
+
+def evaluation_numbers(line: str, at: float) -> Iterator[Number]:
+    """Of an evaluation: the first line of its file, which was written at that unix time (s)."""
+    result = json.loads(line)
+    numbers = {
+        "accuracy": result["accuracy"],
+        "tokens_mean": result["mean_length"],
+        "reward_mean": result.get("mean_reward"),
+        **{f"pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
+        **result.get("metrics", {}),
+    }
+    prefix = f"eval/{result['kind'].replace(':', '/')}"
+    for name, value in numbers.items():
+        if value is not None:
+            yield f"{prefix}_{name}", value, at, result["step"]
+
+
+def parameters(value: Any, prefix: str = "") -> dict[str, str]:
+    """A spec flattened to what MLflow takes: dotted names, short texts."""
+    if isinstance(value, dict) and value:
+        flat: dict[str, str] = {}
+        for key, item in value.items():
+            flat |= parameters(item, f"{prefix}.{key}" if prefix else str(key))
+        return flat
+    return {re.sub(r"[^\w.\-/ ]", "_", prefix): str(value)[:PARAMETER_LENGTH]}

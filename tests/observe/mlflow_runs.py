@@ -1,0 +1,89 @@
+"""A run that does steps and evaluations on disk, and what MLflow has of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.observe.outbox import FILE
+from asyncrl_cli.observe.sender import Target
+from asyncrl_cli.runs.directory import RunDirectory
+
+
+def started_run(folder: Path) -> RunDirectory:
+    """A run that has done no step yet."""
+    directory = RunDirectory(folder / "spell-1")
+    for name in ("evaluations", "logs"):
+        (directory.path / name).mkdir(parents=True)
+    directory.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
+    directory.write_text(
+        "spec.yaml", "seed: 3\ntask: {use: spell_backward, options: {'a:b?': [1, 2]}}\nlong: " + "x" * 9000
+    )
+    directory.update(phase="running", steps=10)
+    return directory
+
+
+def do_steps(run: RunDirectory, first: int, last: int, at: float = 1_000_000.0) -> None:
+    for step in range(first, last + 1):
+        row = {"step": step, "version": step, "time": at + step, "loss": step / 8, "ratio": float("nan")}
+        run.append("metrics.jsonl", row)
+
+
+def evaluate(run: RunDirectory, step: int, accuracy: float, samples: Sequence[Mapping[str, Any]] = ({},)) -> None:
+    result = {"kind": "greedy", "step": step, "accuracy": accuracy, "mean_length": 9.5}
+    run.write_text(
+        f"evaluations/step-{step:06d}-greedy.jsonl", "".join(f"{json.dumps(line)}\n" for line in (result, *samples))
+    )
+
+
+def local(folder: Path, model: str | None = None) -> Target:
+    return Target(f"sqlite:///{folder}/mlflow.db", "tests", (folder / "artifacts").as_uri(), model)
+
+
+class Logged:
+    """What MLflow has of the one run in the experiment."""
+
+    def __init__(self, uri: str) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self.client = MlflowClient(tracking_uri=uri)
+        experiment = self.client.get_experiment_by_name("tests")
+        assert experiment is not None
+        [self.run] = self.client.search_runs([experiment.experiment_id])
+
+    def history(self, name: str) -> list[tuple[int, float]]:
+        points = self.client.get_metric_history(self.run.info.run_id, name)
+        return sorted((point.step, point.value) for point in points)
+
+    def files(self, folder: str | None = None) -> set[str]:
+        found: set[str] = set()
+        for entry in self.client.list_artifacts(self.run.info.run_id, folder):
+            found |= self.files(entry.path) if entry.is_dir else {entry.path}
+        return found
+
+    def content(self, path: str) -> bytes:
+        return Path(self.client.download_artifacts(self.run.info.run_id, path)).read_bytes()
+
+
+@contextmanager
+def tracking_at(uri: str) -> Iterator[None]:
+    """For what MLflow has only for the one store that a process works with."""
+    import mlflow
+
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(before)
+
+
+def sent(run: RunDirectory) -> dict[str, Any]:
+    try:
+        noted: dict[str, Any] = json.loads((run.path / FILE).read_text())
+    except OSError:
+        return {"step": 0}
+    return noted

@@ -1,0 +1,95 @@
+"""What the machine did while a run ran, measured, kept and sent."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.observe.machine import MachineSampler
+from asyncrl_cli.observe.outbox import FILE, SAMPLES
+from asyncrl_cli.observe.sender import Sender
+from asyncrl_cli.runs.directory import RunDirectory
+
+from .mlflow_runs import Logged, do_steps, local, started_run
+
+LIMIT_S = 120.0
+pytestmark = pytest.mark.stack
+
+CPU, MEMORY = "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return started_run(tmp_path)
+
+
+def sampled(run: RunDirectory, count: int) -> list[dict[str, Any]]:
+    """At least so many samples, of a sampler that is stopped then."""
+    there = threading.Semaphore(0)
+    sampler = MachineSampler(run, there.release, every_s=0.01)
+    for _ in range(count):
+        assert there.acquire(timeout=LIMIT_S)
+    sampler.stop()
+    for thread in threading.enumerate():
+        if thread.name == "machine":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive(), "stopped"
+    return run.read(SAMPLES)
+
+
+def test_samples_have_the_names_of_mlflow_and_the_step_of_the_run(run: RunDirectory) -> None:
+    run.update(phase="running", step=7)
+    rows = sampled(run, 3)
+    assert len(rows) >= 3
+    for row in rows:
+        assert row["step"] == 7
+        assert 0 <= row[CPU] <= 100
+        assert row[MEMORY] > 1
+        assert {"system/disk_usage_percentage", "system/network_receive_megabytes"} <= row.keys()
+    times = [row["time"] for row in rows]
+    assert times == sorted(set(times))
+
+
+def test_gpus_are_measured_where_there_are_any(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.system_metrics.metrics import gpu_monitor
+
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=30e9, total=40e9),
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=85),
+        nvmlDeviceGetPowerUsage=lambda _: 350_000,
+        nvmlDeviceGetEnforcedPowerLimit=lambda _: 700_000,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(gpu_monitor, "pynvml", nvml, raising=False)
+    row = sampled(run, 1)[0]
+    assert row["system/gpu_0_utilization_percentage"] == 85
+    assert row["system/gpu_0_memory_usage_megabytes"] == 30_000
+    assert row["system/gpu_0_power_usage_watts"] == 350
+
+
+def test_samples_are_sent_once_however_often_it_is_tried(run: RunDirectory, tmp_path: Path) -> None:
+    target = local(tmp_path)
+    for second in range(1, 4):
+        run.append(SAMPLES, {"step": 1, "time": 1e6 + second, CPU: 10.0 * second})
+    Sender(run, target).send("RUNNING")
+    run.append(SAMPLES, {"step": 2, "time": 1e6 + 4, CPU: 40.0})
+    do_steps(run, 1, 2)
+    Sender(run, target).send("RUNNING")
+    expected = [(1, 10.0), (1, 20.0), (1, 30.0), (2, 40.0)]
+    assert Logged(target.uri).history(CPU) == expected
+
+    (run.path / FILE).unlink()  # killed before it could note what it had sent
+    Sender(run, target).send("FINISHED")
+    logged = Logged(target.uri)
+    assert logged.history(CPU) == expected
+    points = logged.client.get_metric_history(logged.run.info.run_id, CPU)
+    assert sorted(point.timestamp for point in points) == [1_000_001_000, 1_000_002_000, 1_000_003_000, 1_000_004_000]
