@@ -46,3 +46,5 @@ def track(
     typer.echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
     if sender.version:
         typer.echo(f"model    {spec.tracking.register_model}, version {sender.version}")
+    elif register:
+        typer.echo("model    none: the run has not finished")

@@ -28,7 +28,6 @@ class MachineSampler:
         self._on_sample = on_sample
         self._every_s = every_s
         self._monitors = _monitors()
-        self._measure()  # shares of time are those since the last look
         self._stopped = threading.Event()
         threading.Thread(target=self._sample_until_stopped, name="machine", daemon=True).start()
 
@@ -37,6 +36,7 @@ class MachineSampler:
         self._stopped.set()
 
     def _sample_until_stopped(self) -> None:
+        self._measure()  # shares of time are those since this thread looked last
         while not self._stopped.wait(self._every_s):
             row = {"step": self._run.state.step, "time": time.time(), **self._measure()}
             self._run.append(SAMPLES, row)

@@ -63,6 +63,11 @@ class Outbox:
         self.run = run
         self.sent = _read(run, uri, experiment)
 
+    @property
+    def version(self) -> str:
+        """The newest version of a registered model that the run is; empty for none."""
+        return list(self.sent.registered.values())[-1] if self.sent.registered else ""
+
     def note(self, **changes: Any) -> None:
         """Something has been sent: write that down."""
         self.sent = replace(self.sent, **changes)

@@ -107,9 +107,8 @@ def _describe(model: Path, folder: Path) -> None:
 
 def _find(client: Any, run: RunDirectory, name: str) -> str:
     """The version that an earlier attempt has made, if any."""
-    wanted = _tags(run)
     versions = client.search_model_versions(f"name = '{name}' and tags.{RUN_TAG} = '{run.run_id}'")
-    return next((str(one.version) for one in versions if wanted.items() <= one.tags.items()), "")
+    return next((str(one.version) for one in versions if one.tags.get(STEP_TAG) == str(run.state.step)), "")
 
 
 def _create(client: Any, mlflow_run_id: str, run: RunDirectory, name: str, place: str) -> str:

@@ -79,8 +79,7 @@ class Sender:
     @property
     def version(self) -> str:
         """The newest version of the target's registered model that the run is; empty for none."""
-        versions = list(self._outbox.sent.registered.values())
-        return versions[-1] if versions and self._target.model is not None else ""
+        return self._outbox.version if self._target.model is not None else ""
 
     def send(self, status: str, ended: RunDirectory | None = None) -> None:
         """Send what is missing; ``status`` is MLflow's word for how the run stands. ``ended`` is the run as a report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl_cli.observe.outbox import Outbox
-from asyncrl_cli.observe.sender import Sender, Target, failure
+from asyncrl_cli.observe.sender import FINISHED, Sender, Target, failure
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -48,7 +48,8 @@ def close_tracker(
     problem = tracker.finish(status, TRACKING_S[status], reason)
     outbox = Outbox(run, target.uri, target.experiment)
     if not problem:
-        return Tracking(target.uri, f"run {outbox.sent.run_id} in experiment {target.experiment}")
+        model = f", {target.model} version {outbox.version}" if target.model and status == FINISHED else ""
+        return Tracking(target.uri, f"run {outbox.sent.run_id} in experiment {target.experiment}{model}")
     kept = len(outbox.steps())
     what = f"{kept} step{'s' if kept > 1 else ''}" if kept else "the rest"
     return Tracking(target.uri, f"{what} kept, not sent ({problem}); later: asyncrl track {run.run_id}")

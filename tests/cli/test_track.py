@@ -78,6 +78,8 @@ def test_a_finished_run_becomes_a_version_of_a_model_when_asked(run: RunDirector
 
     (run.path / "model").mkdir()
     run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
+    early = track("--register", "speller", cwd=tmp_path)
+    assert (early.returncode, early.stdout.splitlines()[-1]) == (0, "model    none: the run has not finished")
     run.update(phase="finished", reason="")
     done = track("--register", "speller", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

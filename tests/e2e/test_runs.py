@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.observe.mlflow_runs import tracking_at
+
 from .conftest import ROOT, Runs, rows
 from .journal import steps_of
 
@@ -117,7 +119,11 @@ def test_mlflow_has_parameters_metrics_and_artifacts(two_ranks: Path) -> None:
     assert len(client.get_metric_history(run_id, "reward/mean")) == 60
     assert run.data.metrics["eval/greedy_accuracy"] > 0
     names = {artifact.path for artifact in client.list_artifacts(run_id)}
-    assert {"spec.yaml", "evaluations"} <= names
+    assert {"spec.yaml", "evaluations", "report.html", "plots"} <= names
+    assert client.get_metric_history(run_id, "system/cpu_utilization_percentage")
+    with tracking_at(f"sqlite:///{two_ranks.parent}/mlflow.db"):
+        table = client.load_table(run.info.experiment_id, "evaluations/step-000060-greedy.json", [run_id])
+    assert len(table) == len(rows(two_ranks, "evaluations/step-000060-greedy.jsonl")) - 1
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.observe.machine import MachineSampler
-from asyncrl_cli.observe.outbox import FILE, SAMPLES
+from asyncrl_cli.observe.outbox import FILE, SAMPLES, Outbox
 from asyncrl_cli.observe.sender import Sender
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -55,6 +55,20 @@ def test_samples_have_the_names_of_mlflow_and_the_step_of_the_run(run: RunDirect
     assert times == sorted(set(times))
 
 
+def test_shares_of_time_are_those_since_the_sample_before(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    askers: list[int] = []
+
+    def cpu_percent() -> float:  # psutil knows when each thread asked last, and says 0 to one that never did
+        askers.append(threading.get_ident())
+        return float(askers.count(threading.get_ident()) - 1)
+
+    monkeypatch.setattr(psutil, "cpu_percent", cpu_percent)
+    rows = sampled(run, 3)
+    assert [row[CPU] for row in rows] == list(range(1, len(rows) + 1))
+
+
 def test_gpus_are_measured_where_there_are_any(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.system_metrics.metrics import gpu_monitor
 
@@ -81,6 +95,7 @@ def test_samples_are_sent_once_however_often_it_is_tried(run: RunDirectory, tmp_
     for second in range(1, 4):
         run.append(SAMPLES, {"step": 1, "time": 1e6 + second, CPU: 10.0 * second})
     Sender(run, target).send("RUNNING")
+    assert Outbox(run, target.uri, target.experiment).samples() == []
     run.append(SAMPLES, {"step": 2, "time": 1e6 + 4, CPU: 40.0})
     do_steps(run, 1, 2)
     Sender(run, target).send("RUNNING")

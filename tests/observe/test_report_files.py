@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.observe.outbox import FILE
-from asyncrl_cli.observe.report.charts import SERIES
+from asyncrl_cli.observe.report.charts import SERIES, Chart
 from asyncrl_cli.observe.report.files import write_report
+from asyncrl_cli.observe.report.pictures import draw
 from asyncrl_cli.observe.report.summary import summarize
 from asyncrl_cli.observe.sender import Sender
 from asyncrl_cli.runs.directory import RunDirectory
@@ -44,6 +45,21 @@ def test_every_chart_becomes_a_picture(run: RunDirectory, tmp_path: Path) -> Non
         assert picture.startswith(PNG)
         assert picture.endswith(END_OF_PNG)
     assert len(set(pictures.values())) == len(pictures)
+
+
+def test_bars_stand_on_one_another(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    bars = [
+        {"type": "bar", "name": colour, "x": [1, 2], "y": [0.5, 0.5], "marker": {"color": colour}}
+        for colour in ("#ff0000", "#0000ff")
+    ]
+    draw([Chart("Half and half", bars, {})], tmp_path)
+    pixels = imread(tmp_path / "half-and-half.png")[..., :3]
+    red, blue = ((pixels == colour).all(-1).nonzero()[0] for colour in ((1, 0, 0), (0, 0, 1)))
+    assert len(red) > 1000
+    assert 0.9 < len(red) / len(blue) < 1.1
+    assert red.min() > blue.max(), "below it, and rows of a picture count from its top"
 
 
 @pytest.mark.stack

@@ -222,6 +222,15 @@ def test_a_server_that_never_answers_holds_the_end_up_for_no_longer_than_its_lim
             assert tracker.finish("FINISHED", 0.1) == "not done within 0 s"
 
 
+@pytest.mark.parametrize(
+    ("status", "said"), [("FINISHED", "Nothing. No part had a fault."), ("FAILED", "The run failed: no disk.")]
+)
+def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, status: str, said: str) -> None:
+    tracker = Tracker(whole, local(tmp_path))
+    assert tracker.finish(status, LIMIT_S, "no disk" if status == "FAILED" else "") == ""
+    assert said in Logged(local(tmp_path).uri).content("report.html").decode()
+
+
 def test_a_killed_run_sends_no_report_for_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
     tracker = Tracker(whole, local(tmp_path, "speller"))
     assert tracker.finish("KILLED", LIMIT_S) == ""

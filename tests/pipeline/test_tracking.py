@@ -13,6 +13,8 @@ from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.pipeline.tracking import TRACKING_S, close_tracker, tracking_target
 from asyncrl_cli.runs.directory import RunDirectory
 
+REASON = "all is well"
+
 
 class StandIn:
     """A tracker that ends as it is told."""
@@ -21,13 +23,13 @@ class StandIn:
         self._problem = problem
 
     def finish(self, status: str, timeout_s: float, reason: str) -> str:
-        assert timeout_s == TRACKING_S[status]
+        assert (timeout_s, reason) == (TRACKING_S[status], REASON)
         return self._problem
 
 
 def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
     tracker = cast("TrackerClient", StandIn(problem))
-    return close_tracker(tracker, run, spec(tracking=tracking), "FINISHED").note
+    return close_tracker(tracker, run, spec(tracking=tracking), "FINISHED", REASON).note
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(0, "the rest"), (1, "1 step"), (12, "12 steps")])
@@ -43,6 +45,9 @@ def test_where_everything_went(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     Outbox(run, "http://there", "mine").note(run_id="abc")
     assert closed(run, "", uri="http://there", experiment="mine") == "run abc in experiment mine"
+    Outbox(run, "http://there", "mine").note(registered={"speller, models/step-000001": "4"})
+    note = closed(run, "", uri="http://there", experiment="mine", register_model="speller")
+    assert note == "run abc in experiment mine, speller version 4"
 
 
 def test_without_a_server_there_is_a_store_in_the_runs_folder(tmp_path: Path) -> None:
