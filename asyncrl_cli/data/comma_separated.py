@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.data.rows import RowForm, collect
+from asyncrl_cli.data.rows import RowForm, collect_lines
 
 LONGEST_CELL = 2**31 - 1
 """Characters; Python's own limit is shorter than some documents."""
@@ -23,12 +23,7 @@ def read_csv(path: Path, size: int | None = None, form: RowForm | None = None) -
 
     Raises ``DataError`` if the file cannot be read, has fewer rows than ``size``, or has a row that is no prompt.
     """
-    try:
-        return collect(_prompts(path, form or RowForm()), str(path), "line", size)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}", mend="correct the path in the spec"
-        ) from error
+    return collect_lines(_prompts(path, form or RowForm()), path, size)
 
 
 def _prompts(path: Path, form: RowForm) -> Iterator[tuple[int, Prompt]]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.data.rows import RowForm, collect, kind
+from asyncrl_cli.data.rows import RowForm, collect_lines, kind
 
 
 def read_jsonl(path: Path, size: int | None = None, form: RowForm | None = None) -> list[Prompt]:
@@ -21,12 +21,7 @@ def read_jsonl(path: Path, size: int | None = None, form: RowForm | None = None)
 
     Raises ``DataError`` if the file cannot be read, has fewer rows than ``size``, or has a row that is no prompt.
     """
-    try:
-        return collect(_prompts(path, form or RowForm()), str(path), "line", size)
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}", mend="correct the path in the spec"
-        ) from error
+    return collect_lines(_prompts(path, form or RowForm()), path, size)
 
 
 def _prompts(path: Path, form: RowForm) -> Iterator[tuple[int, Prompt]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from itertools import islice
+from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NoReturn
 
@@ -129,6 +130,16 @@ def collect(rows: Iterator[tuple[int, Prompt]], source: str, unit: Unit, size: i
         prompts.append(prompt)
     check_size(len(prompts), source, size)
     return prompts
+
+
+def collect_lines(rows: Iterator[tuple[int, Prompt]], path: Path, size: int | None) -> list[Prompt]:
+    """``collect`` of a file's lines; raises ``DataError`` also where it cannot be read."""
+    try:
+        return collect(rows, str(path), "line", size)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}", mend="correct the path in the spec"
+        ) from error
 
 
 def same_uid(uid: object, source: str, unit: Unit, first: int, second: int) -> NoReturn:
