@@ -27,6 +27,8 @@ def as_line(event: Event) -> str:
     """Local time, kind, and the fields that have something to say."""
     facts = event.facts()
     metrics = facts.pop("metrics", {})
+    if "begun_at" in facts:
+        facts["seconds"] = event.at - facts.pop("begun_at")
     told = [f"{name} {_shown(value)}" for name, value in facts.items() if value not in (None, "")]
     told += [f"{name} {number(value)}" for name, value in metrics.items() if name in ("reward/mean", "train/loss")]
     at = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
