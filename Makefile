@@ -14,11 +14,13 @@ $(STAMP): requirements/cpu.lock requirements/install.sh pyproject.toml
 	bash requirements/install.sh $(VENV)
 	touch $@
 
+# Whole runs have the machine to themselves; the other tests share it, a process a core.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore tests/e2e -n logical
+	$(BIN)/python -m pytest tests/e2e
 
 test-fast: install
-	$(BIN)/python -m pytest -m "not slow and not stack"
+	$(BIN)/python -m pytest -m "not slow and not stack" -n logical
 
 # The mathematics against TRL's and verl's own, in an environment that has them beside the packages of this one.
 parity: install $(VENV)-parity/.installed

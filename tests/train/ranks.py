@@ -1,11 +1,34 @@
-"""Running a program as several trainer ranks, without Ray."""
+"""Running a program as several trainer ranks, without Ray.
+
+Ranks are forked from one process that has imported what all of them need: that takes longer than most that is tested.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import runpy
 import socket
-import subprocess
 import sys
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest.mock import patch
+
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.train.deepspeed_engine import trainer_environment
+
+SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
+LIMIT_S = 240
+"""Seconds that a rank may take."""
+IMPORTED = (
+    "deepspeed",
+    "transformers.models.qwen3.modeling_qwen3",
+    "asyncrl_cli.train.initial_model",
+    "asyncrl_cli.train.step",
+    "asyncrl_cli.train.worker",
+)
 
 
 def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments: object) -> None:
@@ -17,21 +40,35 @@ def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = []
+    processes = {}
     for rank in range(ranks):
-        command = [sys.executable, Path(__file__).with_name(program), folder / f"rank-{rank}.pt", rank, port]
-        processes.append(
-            subprocess.Popen(
-                [str(part) for part in (*command, *arguments, *overrides)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        log = folder / f"{program}-{rank}.log"
+        command = [Path(__file__).with_name(program), folder / f"rank-{rank}.pt", rank, port, *arguments, *overrides]
+        processes[log] = _ready().Process(target=_run, args=(log, [str(part) for part in command]))
+        processes[log].start()
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output[-3000:]
+        for log, process in processes.items():
+            process.join(LIMIT_S)
+            assert process.exitcode == 0, f"{process.exitcode}: {log.read_text()[-3000:]}"
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
+
+
+@cache
+def _ready() -> ForkServerContext:
+    """The context whose processes are forked when everything is imported, under a trainer's environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    with patch.dict(os.environ, trainer_environment(load_spec(SPEC).spec)):
+        forkserver.ensure_running()
+    return context
+
+
+def _run(log: Path, command: list[str]) -> None:
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    sys.path.insert(0, str(Path(command[0]).parent))
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
