@@ -76,10 +76,8 @@ def start(spec: ExperimentSpec, folder: Path) -> Any:
     from asyncrl_cli.train import deepspeed_engine as ds
 
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ds.join_process_group(0, 1, "127.0.0.1", port, gpu=False)
+    server = socket.create_server(("127.0.0.1", 0))
+    ds.join_process_group(0, 1, "127.0.0.1", server.getsockname()[1], False, server)
     return ds.start_engine(spec, str(folder))
 
 

@@ -77,9 +77,8 @@ def try_trainer(spec: ExperimentSpec, folder: Path) -> str:
     from asyncrl_cli.train.finite import backward, step
 
     _make_model(spec, folder)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ds.join_process_group(0, 1, "127.0.0.1", port, gpu=spec.trainer.gpus_per_rank > 0)
+    server = socket.create_server(("127.0.0.1", 0))
+    ds.join_process_group(0, 1, "127.0.0.1", server.getsockname()[1], spec.trainer.gpus_per_rank > 0, server)
     engine = ds.start_engine(spec, str(folder))
     ids = torch.arange(3, 35, device=engine.device).reshape(2, 16)
     mask = torch.ones_like(ids, dtype=torch.bool)

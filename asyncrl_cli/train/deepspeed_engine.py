@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train.lora import PlainWeight, add_adapters, plain_weights
 from asyncrl_cli.train.policy import Policy, check_policy
 
+MEETING = timedelta(minutes=30)
+"""How long ranks wait for each other, as in torch and DeepSpeed; whoever started them waits less."""
 REDUCE_NUMBERS = 2**24
 """Numbers of gradients that ranks add up together. A larger gradient goes alone, and is not copied for it."""
 
@@ -38,15 +42,31 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
     return environment
 
 
-def join_process_group(rank: int, ranks: int, address: str, port: int, gpu: bool) -> None:
-    """Meet the other ranks; returns when all are there."""
+def join_process_group(
+    rank: int, ranks: int, address: str, port: int, gpu: bool, listener: socket.socket | None = None
+) -> None:
+    """Meet the other ranks; returns when all are there.
+
+    ``listener``: rank 0's, which holds the port until here. A free port that nobody holds may be somebody's by now: the
+    kernel deals it out to the next connection.
+    """
     import deepspeed
 
     # An all-reduce of DeepSpeed's own for CPUs: it is compiled at the first start, which takes a compiler and
     # half a minute, and its named segments stay behind in /dev/shm when a rank is killed. Gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR=address, MASTER_PORT=str(port))
-    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", auto_mpi_discovery=False, verbose=False)
+    backend = "nccl" if gpu else "gloo"
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        ranks,
+        is_master=rank == 0,
+        timeout=MEETING,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=MEETING)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:

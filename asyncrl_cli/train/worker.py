@@ -28,18 +28,17 @@ class TrainerWorker:
         self._spec = spec
         self._progress = (0, 0, 0.0)
         self._updates = 0
+        self._listener: socket.socket | None = None
 
     def preload(self) -> tuple[str, int, str]:
-        """Import what ``start`` needs; returns this node's address, a free port on it, and the node's id."""
+        """Import what ``start`` needs; returns this node's address and id, and between them a port held until then."""
         import deepspeed  # noqa: F401
         import ray
         import transformers  # noqa: F401
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
         address = "127.0.0.1" if self._spec.cluster.address is None else ray.util.get_node_ip_address()
-        return address, port, str(ray.get_runtime_context().get_node_id())
+        self._listener = socket.create_server((address, 0))
+        return address, self._listener.getsockname()[1], str(ray.get_runtime_context().get_node_id())
 
     def prepare_model(self, search_path: str) -> str:
         """Make the initial model, if it has to be made; returns its folder. For rank 0."""
@@ -85,7 +84,8 @@ class TrainerWorker:
         if load_universal and self._rank == 0:
             for source in sources.values():
                 checkpoints.to_universal(source)  # the other ranks wait for this one in the next line
-        ds.join_process_group(self._rank, trainer.ranks, address, port, gpu=trainer.gpus_per_rank > 0)
+        listener = self._listener if self._rank == 0 else None
+        ds.join_process_group(self._rank, trainer.ranks, address, port, trainer.gpus_per_rank > 0, listener)
         objective = Objective.of(self._spec.algorithm, Path(search_path))
         self._engine = ds.start_engine(self._spec, model_dir, load_universal)
         self._model = self._engine.module.model

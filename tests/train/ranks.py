@@ -8,9 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 from functools import cache
+from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -20,6 +20,8 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import trainer_environment
 
 SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
+_PORTS = count(10_000 + os.getpid() % 1_000 * 20)
+"""Below those that the kernel deals out: ranks take seconds until they listen."""
 LIMIT_S = 240
 """Seconds that a rank may take."""
 IMPORTED = (
@@ -37,14 +39,12 @@ def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments
     The program lies in this folder. Fails with the output of the first rank that fails.
     """
     ranks = next(int(item.partition("=")[2]) for item in reversed(overrides) if item.startswith("trainer.ranks="))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = next(_PORTS)
     processes = {}
     for rank in range(ranks):
         log = folder / f"{program}-{rank}.log"
         command = [Path(__file__).with_name(program), folder / f"rank-{rank}.pt", rank, port, *arguments, *overrides]
-        processes[log] = _ready().Process(target=_run, args=(log, [str(part) for part in command]))
+        processes[log] = forked().Process(target=_run, args=(log, [str(part) for part in command]))
         processes[log].start()
     try:
         for log, process in processes.items():
@@ -56,7 +56,7 @@ def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments
 
 
 @cache
-def _ready() -> ForkServerContext:
+def forked() -> ForkServerContext:
     """The context whose processes are forked when everything is imported, under a trainer's environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
