@@ -5,8 +5,9 @@
 Speed: forward, backward and optimizer step over the same micro-batches of the quickstart's model, taking turns, on one
 rank and one thread. The bare loop has logits for response tokens only, as the trainer has, but all of them at once.
 
-Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a process of its own. It is compared with what must
-be there: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of the weights, and
+Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a process of its own, of a model that is one
+table of embeddings and little else, and of one with two tables and eight layers. It is compared with what must be
+there: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of the weights, and
 one chunk of the head's logits.
 """
 
@@ -34,7 +35,9 @@ QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 ROWS, PROMPT, LONGEST = 256, 24, 192
 """Rollouts of an update, and tokens of a prompt and of a longest response."""
 
-MEMORY_TOKENS, MEMORY_VOCABULARY, MEMORY_WIDTH = 8192, 150_000, 256
+MEMORY_TOKENS, MEMORY_VOCABULARY = 8192, 150_000
+MEMORY_MODELS = ((256, 2, True), (512, 8, False))
+"""Width, layers, and whether input and output embeddings are one."""
 
 
 def main() -> None:
@@ -46,13 +49,13 @@ def main() -> None:
     options = parser.parse_args()
     overrides = [f"trainer.zero_stage={options.zero_stage}", "model.warm_start=null", *options.set]
     if options.memory_only:
-        measure_memory(spec_of(overrides), json.loads(options.memory_only))
+        measure_memory(spec_of(overrides), *json.loads(options.memory_only))
         return
     with tempfile.TemporaryDirectory() as folder:
         measure_speed(spec_of(overrides), Path(folder), rounds=5 if options.quick else 20)
     command = [sys.executable, __file__, "--zero-stage", str(options.zero_stage), "--set", *options.set]
-    width = MEMORY_WIDTH // 4 if options.quick else MEMORY_WIDTH
-    subprocess.run([*command, "--memory-only", json.dumps(width)], check=True)
+    for model in MEMORY_MODELS[:1] if options.quick else MEMORY_MODELS:
+        subprocess.run([*command, "--memory-only", json.dumps(model)], check=True)
 
 
 def spec_of(overrides: list[str]) -> ExperimentSpec:
@@ -150,7 +153,7 @@ def timed(update: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def measure_memory(spec: ExperimentSpec, width: int) -> None:
+def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) -> None:
     """Print the peak of an update's memory, and what must be there."""
     import torch
 
@@ -164,11 +167,11 @@ def measure_memory(spec: ExperimentSpec, width: int) -> None:
         config = {
             "hidden_size": width,
             "intermediate_size": 2 * width,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "head_dim": 32,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": tied,
         }
         init = ModelInit(architecture="qwen3", config=config, tokenizer=str(folder / "tokenizer"))
         build_initial_model(init, 1024, 0, folder / "model")
@@ -185,6 +188,7 @@ def measure_memory(spec: ExperimentSpec, width: int) -> None:
         before = memory("VmRSS")
         engine = start(spec, folder / "model")
     numbers = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
+    torch.set_num_threads(os.cpu_count() or 1)
     length = 1000
     (batch,) = microbatches(spec, [length] * (MEMORY_TOKENS // (length + PROMPT)), MEMORY_VOCABULARY)
     for _ in range(2):  # moments are made by the first
@@ -193,7 +197,7 @@ def measure_memory(spec: ExperimentSpec, width: int) -> None:
     peak = memory("VmHWM") - before
     needed = (20 if spec.trainer.zero_stage else 16) * numbers + 4 * HEAD_NUMBERS
     logits = 4 * int(batch[1].sum()) * MEMORY_VOCABULARY
-    print(f"{numbers / 1e6:.0f} M weights, {MEMORY_TOKENS} tokens, vocabulary {MEMORY_VOCABULARY:,}")
+    print(f"{numbers / 1e6:.0f} M weights in {layers} layers, {MEMORY_TOKENS} tokens, vocabulary {MEMORY_VOCABULARY:,}")
     print(
         f"   peak: {peak / 2**20:,.0f} MiB more than before the model; all logits alone are {logits / 2**20:,.0f} MiB"
     )
