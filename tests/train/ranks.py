@@ -16,10 +16,11 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from unittest.mock import patch
 
+from train_one import SPEC
+
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import trainer_environment
 
-SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
 _PORTS = count(10_000 + os.getpid() % 1_000 * 20)
 """Below those that the kernel deals out: ranks take seconds until they listen."""
 LIMIT_S = 240
