@@ -6,6 +6,7 @@ the rest inside the function, so that `asyncrl --help` never waits for torch, Ra
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -32,6 +33,7 @@ from asyncrl_cli.cli import (
     validate_spec,
     watch,
 )
+from asyncrl_cli.cli.output import echo
 from asyncrl_cli.runs.errors import UserError
 
 app = typer.Typer(
@@ -62,7 +64,7 @@ app.command("validate-spec")(validate_spec.validate_spec)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"asyncrl {__version__}")
+        echo(f"asyncrl {__version__}")
         raise typer.Exit
 
 
@@ -79,12 +81,16 @@ def options(
 
 def main() -> None:
     """The entry point: run a command, and show a UserError as one paragraph without its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None when it was closed by whoever started the command
+            # A terminal whose encoding lacks a character shows its escape; the default ends the command.
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="asyncrl")
     except UserError as error:
         if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         sys.exit(error.exit_code)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.inspect import AsJson, RunName, RunsDir, show
+from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
     from asyncrl_cli.runs.checkpoints import Checkpoint
@@ -67,7 +68,7 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
     for checkpoint in _chosen(find_run(runs_dir, run), step):
         problem = damage_text(verify(checkpoint))
         damaged = damaged or bool(problem)
-        typer.echo(f"step {checkpoint.step}: {problem or f'sound ({size_text(checkpoint.size)})'}", err=bool(problem))
+        echo(f"step {checkpoint.step}: {problem or f'sound ({size_text(checkpoint.size)})'}", err=bool(problem))
     if damaged:
         raise typer.Exit(1)
 
@@ -98,7 +99,7 @@ def export(
     assert checkpoint is not None
     model = load_spec(found.path / "spec.yaml").spec.model
     export_model(checkpoint, skeleton_of(model, found.path / "skeleton"), to, model.lora)
-    typer.echo(f"the model of step {checkpoint.step} is in {to}")
+    echo(f"the model of step {checkpoint.step} is in {to}")
 
 
 @app.command("prune")
@@ -146,7 +147,7 @@ def prune(
         found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in going)
     what = f"the checkpoints of steps {steps} ({size_text(freed)})" if going else "nothing"
-    typer.echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(going)} kept")
+    echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(going)} kept")
 
 
 def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asyncrl_cli.cli.inspect import AsJson, RunsDir
+from asyncrl_cli.cli.output import echo, echo_json
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 INDENT = 23
@@ -41,9 +41,9 @@ def doctor(
         if not as_json:  # at once: the last ones take long
             mend = [f"-> {finding.mend}"] if finding.mend else []
             first, *more = paragraph("\n".join([finding.found, *mend]), " " * INDENT)
-            typer.echo("\n".join([f"{MARKS[finding.status]}  {finding.check}".ljust(INDENT) + first.lstrip(), *more]))
+            echo("\n".join([f"{MARKS[finding.status]}  {finding.check}".ljust(INDENT) + first.lstrip(), *more]))
     healthy = all(finding.status != "failure" for finding in findings)
     if as_json:
-        typer.echo(json.dumps({"healthy": healthy, "findings": [asdict(one) for one in findings]}, indent=2))
+        echo_json({"healthy": healthy, "findings": [asdict(one) for one in findings]})
     if not healthy:
         raise typer.Exit(1)

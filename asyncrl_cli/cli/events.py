@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.cli.inspect import RunName, RunsDir
+from asyncrl_cli.cli.output import echo
 
 
 def events(
@@ -38,4 +39,4 @@ def events(
             raise typer.BadParameter(f"there is no kind {name!r}; one of {', '.join(KINDS)}", param_hint="--kind")
     shown = event_lines.as_json if as_json else event_lines.as_line
     for event in event_lines.run_events(find_run(runs_dir, run), kind or (), follow):
-        typer.echo(shown(event))
+        echo(shown(event))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from asyncrl_cli.cli.output import echo, echo_json
 
 
 def init(
@@ -29,11 +30,11 @@ def init(
     if show:
         rows = [{"template": template.name, "what": template.title} for template in templates()]
         if as_json:
-            typer.echo(json.dumps(rows, indent=2))
+            echo_json(rows)
             return
         width = max(len(row["template"]) for row in rows)
         for row in rows:
-            typer.echo(f"{row['template']:{width}}  {row['what']}")
+            echo(f"{row['template']:{width}}  {row['what']}")
         return
     if template is None:
         raise typer.BadParameter("name a template, or use --list", param_hint="TEMPLATE")
@@ -42,4 +43,4 @@ def init(
         raise typer.BadParameter(f"name a folder: asyncrl init {template} my-task", param_hint="FOLDER")
     files = found.copy(folder, force)
     spec = shlex.quote(str(folder / SPEC))
-    typer.echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl validate-spec {spec}\n  asyncrl train {spec}")
+    echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl validate-spec {spec}\n  asyncrl train {spec}")

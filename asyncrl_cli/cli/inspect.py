@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
     from asyncrl_cli.observe.pages import Page
@@ -122,7 +123,10 @@ def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: Runs
 
 def show(page: Page, as_json: bool) -> None:
     """Print a page."""
-    typer.echo(json.dumps(page.document, indent=2, ensure_ascii=False) if as_json else "\n".join(page.lines))
+    if as_json:
+        echo_json(page.document)
+    else:
+        echo("\n".join(page.lines))
 
 
 def _watch(look: Callable[[], Page]) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from asyncrl_cli.cli.output import echo
+
 
 def replay(
     run_id: Annotated[str, typer.Argument(metavar="[RUN]", help="A run id, a unique start of one.")] = "latest",
@@ -58,25 +60,23 @@ def replay(
         compared += step.equal is not None
         if step.equal is False:
             differing.append(step.step + 1)
-        typer.echo(json.dumps(asdict(step) | {"step": step.step + 1}) if as_json else _line(step))
+        echo(json.dumps(asdict(step) | {"step": step.step + 1}) if as_json else _line(step))
 
     def progress(text: str) -> None:
         if not as_json:
-            typer.echo(text, err=True)
+            echo(text, err=True)
 
     if not as_json:
-        typer.echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
+        echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
     search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
     train_again(ReplayPlan(run, spec, search_path, checkpoint, first - 1, end), progress, show)
     if changed:
-        typer.echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
+        echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:
-        typer.echo(
-            f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True
-        )
+        echo(f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True)
         raise typer.Exit(1)
     else:
-        typer.echo(f"all {compared} published versions of steps {first} to {end} came out equal", err=as_json)
+        echo(f"all {compared} published versions of steps {first} to {end} came out equal", err=as_json)
 
 
 def _line(step: Any) -> str:

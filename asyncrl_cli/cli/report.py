@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.cli.inspect import RunsDir
+from asyncrl_cli.cli.output import echo
 
 
 def report(
@@ -45,4 +46,4 @@ def report(
         raise RunError(
             f"the report cannot be written: {error.strerror}", place=str(path), mend="Name another place with -o"
         ) from None
-    typer.echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)")
+    echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.output import echo
 from asyncrl_cli.runs.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,20 +29,20 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
     spec = experiment.spec
     pipeline = spec.pipeline
     if quiet:
-        typer.echo(run.run_id)
+        echo(run.run_id)
     else:
-        typer.echo(f"run      {run.run_id}")
-        typer.echo(
+        echo(f"run      {run.run_id}")
+        echo(
             f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
             f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
             f"{spec.rollout.engines} engine(s), {spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}"
         )
-        typer.echo(f"where    {_shown(run.path)}")
+        echo(f"where    {_shown(run.path)}")
     try:
         with open_view(run, spec.stop.steps, quiet) as view:
             outcome = run_experiment(experiment, run, view, start)
     except Interrupted:
-        typer.echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}", err=True)
+        echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except UserError:
         raise
@@ -54,7 +55,7 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
             mend=f"The logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
         ) from error
     if not quiet:
-        typer.echo(summary(run, outcome))
+        echo(summary(run, outcome))
 
 
 def summary(run: RunDirectory, outcome: Outcome) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
     from asyncrl_cli.runs.directory import RunDirectory
@@ -22,17 +23,17 @@ def runs(
 
     rows = [_row(run) for run in all_runs(runs_dir)]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        echo_json(rows)
         return
     if not rows:
-        typer.echo(f"no runs in {runs_dir} yet")
+        echo(f"no runs in {runs_dir} yet")
         return
     width = max(len(row["run"]) for row in rows)
-    typer.echo(f"{'run':{width}}  {'state':11}  {'step':>9}  {'greedy':>6}  {'sampled':>7}  started")
+    echo(f"{'run':{width}}  {'state':11}  {'step':>9}  {'greedy':>6}  {'sampled':>7}  started")
     for row in rows:
         step = f"{row['step']}/{row['steps']}"
         greedy, sampled = (_percent(row["accuracy"].get(kind)) for kind in ("greedy", "sampled"))
-        typer.echo(f"{row['run']:{width}}  {row['state']:11}  {step:>9}  {greedy:>6}  {sampled:>7}  {row['started']}")
+        echo(f"{row['run']:{width}}  {row['state']:11}  {step:>9}  {greedy:>6}  {sampled:>7}  {row['started']}")
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:

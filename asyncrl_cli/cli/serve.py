@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.output import echo
+
 if TYPE_CHECKING:
     from asyncrl_cli.pipeline.serving import Address, Served
 
@@ -35,10 +37,10 @@ def serve(
     from asyncrl_cli.pipeline.serving import serve as run_server
 
     def say(text: str) -> None:
-        typer.echo(text, err=True)
+        echo(text, err=True)
 
     def ready(address: Address) -> None:
-        typer.echo(_as_json(address) if as_json else _shown(served, address))
+        echo(_as_json(address) if as_json else _shown(served, address))
 
     try:
         run_server(served, ready, say, say)
@@ -80,7 +82,7 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
 
     def progress(done: int, steps: int, loss: float) -> None:
         if done % 100 == 0:
-            typer.echo(f"warm start {done}/{steps}  loss {loss:.3f}", err=True)
+            echo(f"warm start {done}/{steps}  loss {loss:.3f}", err=True)
 
     return served_spec(spec, prepare_model(spec, lambda: load_task(spec.task, path.absolute().parent), progress))
 

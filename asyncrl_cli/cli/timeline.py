@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.cli.inspect import RunName, RunsDir
+from asyncrl_cli.cli.output import echo
 
 
 def timeline(
@@ -39,4 +40,4 @@ def timeline(
             raise RunError(
                 f"the timeline cannot be written: {error.strerror}", place=str(path), mend="Name another place with -o"
             ) from None
-    typer.echo(f"wrote {path} ({count:,} events); open it at https://ui.perfetto.dev")
+    echo(f"wrote {path} ({count:,} events); open it at https://ui.perfetto.dev")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.output import echo
+
 
 def track(
     run_id: Annotated[
@@ -39,12 +41,12 @@ def track(
 
     sender = send_rest(spec, run)
     report = ", the report" if sender.reported else ""
-    typer.echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
+    echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
     if sender.unreported:
-        typer.echo(f"report   none could be made: {sender.unreported}")
-    typer.echo(f"to       {tracking_target(spec).uri}")
-    typer.echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
+        echo(f"report   none could be made: {sender.unreported}")
+    echo(f"to       {tracking_target(spec).uri}")
+    echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
     if sender.version:
-        typer.echo(f"model    {spec.tracking.register_model}, version {sender.version}")
+        echo(f"model    {spec.tracking.register_model}, version {sender.version}")
     elif register:
-        typer.echo("model    none: the run has not finished")
+        echo("model    none: the run has not finished")

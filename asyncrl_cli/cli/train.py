@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 
@@ -26,7 +27,7 @@ def train(
 
     loaded = load_spec(spec, overrides or ())
     for problem in loaded.warnings:
-        typer.echo(problem, err=True)
+        echo(str(problem), err=True)
 
     from asyncrl_cli.cli.running import drive
     from asyncrl_cli.pipeline.launch import Experiment, Start

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.output import echo, echo_json
+
 if TYPE_CHECKING:
     from asyncrl_cli.spec.load import LoadedSpec
 
@@ -31,7 +33,7 @@ def validate_spec(
     if schema:
         from asyncrl_cli.spec.reference import json_schema
 
-        typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        echo_json(json_schema())
         return
     if spec is None:
         raise typer.BadParameter("name a spec, or use --schema", param_hint="SPEC")
@@ -40,14 +42,14 @@ def validate_spec(
     except SpecError as error:
         if not as_json:
             raise
-        typer.echo(_document(spec, error.problems, valid=False))
+        echo(_document(spec, error.problems, valid=False))
         raise typer.Exit(error.exit_code) from error
     if as_json:
-        typer.echo(_document(spec, loaded.warnings, valid=True))
+        echo(_document(spec, loaded.warnings, valid=True))
         return
     for problem in loaded.warnings:
-        typer.echo(problem, err=True)
-    typer.echo(dump_spec(loaded.spec).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}")
+        echo(str(problem), err=True)
+    echo(dump_spec(loaded.spec).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}")
 
 
 def _document(spec: Path, problems: tuple[object, ...], valid: bool) -> str:

@@ -1,7 +1,7 @@
 """The panel that shows a run on a terminal: the live view of `asyncrl train`, and `asyncrl watch` from outside.
 
 What it shows is plain data (``Shown``), which either fills in from where it stands; a row of which nothing is known is
-left out. Texts of a run are text, and never rich's markup.
+left out. Texts of a run are text: neither markup of rich nor control characters of a terminal.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.buffer.queries import Due
 from asyncrl_cli.observe.pages import number
+from asyncrl_cli.runs.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,7 +90,7 @@ def panel(shown: Shown) -> RenderableType:
     from rich.text import Text
 
     def line(text: str) -> Text:  # not a plain string, in which rich would look for markup
-        return Text(text, no_wrap=True, overflow="ellipsis")
+        return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
     table = Table.grid(padding=(0, 2))
     # rich takes room from columns without a fixed width first, so that labels survive a long line.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from asyncrl_cli.runs.terminal import printable
+
 WIDTH = 100
 """Columns that output is made to fit."""
 
@@ -22,7 +24,11 @@ class Page:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """A line for the header and one for each row. Columns are right-aligned, those in ``left`` left-aligned."""
+    """A line for the header and one for each row. Columns are right-aligned, those in ``left`` left-aligned.
+
+    A cell is one line: line breaks in it are shown as escapes.
+    """
+    rows = [[printable(cell).replace("\n", r"\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
@@ -38,8 +44,9 @@ def paragraph(text: str, indent: str = "") -> list[str]:
     as an escape."""
     lines = []
     for line in text.split("\n"):
-        shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
-        lines += textwrap.wrap(shown, WIDTH - len(indent), drop_whitespace=False, break_on_hyphens=False) or [""]
+        lines += textwrap.wrap(printable(line), WIDTH - len(indent), drop_whitespace=False, break_on_hyphens=False) or [
+            ""
+        ]
     return [(indent + line).rstrip() for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""A recorded rollout as tokens that can be coloured: text, log-prob and weight version of each."""
+"""A recorded rollout as tokens that can be coloured: text (printable), log-prob and weight version of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from asyncrl_cli.buffer.queries import RolloutRecord
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.decoding import Decoder
 from asyncrl_cli.rollout.records import GIVEN, sequence_of
+from asyncrl_cli.runs.terminal import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
     ages = {version: age for age, version in enumerate(sorted(set(versions) - {GIVEN}))}
     shown = tuple(
         TokenShown(piece, None, None, 0) if version == GIVEN else TokenShown(piece, logprob, version, ages[version])
-        for piece, logprob, version in zip(pieces, logprobs, versions, strict=False)
+        for piece, logprob, version in zip(map(printable, pieces), logprobs, versions, strict=False)
     )
     return shown, max(0, len(ids) - limit)
 
@@ -47,5 +48,6 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
 def prompt_text(prompt: Prompt) -> str:
     """A prompt as text; a chat's messages with their roles."""
     if isinstance(prompt.content, str):
-        return prompt.content
-    return "\n".join(f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt.content)
+        return printable(prompt.content)
+    lines = (f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt.content)
+    return printable("\n".join(lines))

@@ -1,0 +1,92 @@
+"""Text that a run recorded reaches a terminal as text: no control character, whatever data and programs wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.buffer.records import Outcome
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.runs.terminal import printable
+from tests.buffer.recorded_run import RecordedRun, make_run, settings
+
+HOSTILE = "\x1b]0;title\x07\x9b2J\x1b[1A\r\x00"
+COMMANDS = (
+    ("runs",),
+    ("watch",),
+    ("events",),
+    ("staleness",),
+    ("inspect", "run"),
+    ("inspect", "buffer"),
+    ("inspect", "buffer", "--limit", "50"),
+    ("inspect", "buffer", "--group", "0"),
+    ("inspect", "buffer", "--rollout", "0-1"),
+    ("inspect", "buffer", "--group", HOSTILE.replace("\x00", "")),
+    ("inspect", "run", HOSTILE.replace("\x00", "")),
+)
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one run in which everything that can be text is hostile."""
+    directory = make_run(tmp_path / "runs", phase="failed", step=1, version=1, reason=f"reason {HOSTILE}")
+    run = RecordedRun(directory.path / "journal.db", monkeypatch, settings(), lambda _: 3.0)
+    run.metrics = {f"metric {HOSTILE}": 0.5}
+    run.step()
+    failing = run.book.ledger.running[-1]
+    run.book.judge([Outcome(f"{failing}-0", None, f"KeyError: {HOSTILE}")])
+    run.book.journal.failed("engine", f"engine {HOSTILE}", f"died {HOSTILE}")
+    run.commit()
+    columns = {"uid": HOSTILE, "prompt": json.dumps(HOSTILE)}
+    for column, text in columns.items():
+        run.book.journal.commit([(f"UPDATE groups SET {column} = ?", (text,))])
+    run.book.journal.commit([("UPDATE batches SET metrics = NULL", ())])
+    manifest = directory.manifest | {"host": HOSTILE, "command": ["asyncrl", HOSTILE], "git": {"commit": HOSTILE}}
+    directory.write_json("manifest.json", manifest)
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("arguments", [*COMMANDS, *((*one, "--json") for one in COMMANDS if one != ("watch",))])
+def test_no_control_character_is_printed(
+    runs_dir: Path,
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments, "--runs-dir", str(runs_dir)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, 1)
+    out, err = capsys.readouterr()
+    text = out + err
+    assert text
+    assert [char for char in text if not char.isprintable() and char != "\n"] == []
+
+
+@given(st.text())
+def test_printable_text_keeps_what_can_be_shown(text: str) -> None:
+    shown = printable(text)
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    assert shown == text or any(not char.isprintable() and char != "\n" for char in text)
+    shown.encode()
+
+
+@pytest.mark.parametrize("command", [["watch"], ["--help"]])
+def test_a_terminal_that_lacks_characters_gets_their_escapes(runs_dir: Path, command: list[str]) -> None:
+    where = [] if command == ["--help"] else ["--runs-dir", str(runs_dir)]
+    done: Any = subprocess.run(
+        [sys.executable, "-m", "asyncrl_cli.cli.app", *command, *where],
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout
