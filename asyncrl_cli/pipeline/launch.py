@@ -48,7 +48,7 @@ from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.prepare import skeleton
-from asyncrl_cli.train.tokenizer import load_tokenizer
+from asyncrl_cli.train.tokenizer import end_tokens, load_tokenizer
 
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may spend on saving where it is."""
@@ -263,7 +263,8 @@ async def _start(
     pools = None if chosen is None else Pools(chosen.retire_after, chosen.revisit, spec.seed)
     service: Service | None = None
     if experiment.episodic:
-        service = await playing.open(client, ChatFormat(tokenizer, spec.rollout.tool_parser))
+        ends = await asyncio.to_thread(end_tokens, model_dir, tokenizer)
+        service = await playing.open(client, ChatFormat(tokenizer, spec.rollout.tool_parser, end_tokens=ends))
     episodes: Episodes | None = None
     if service is not None and runners is not None:
         episodes = playing.episodes(spec.task, client, service, runners, scoring, watchdog.progress)

@@ -174,9 +174,10 @@ def new_session(spec: ExperimentSpec, chat: ChatFormat, client: GenerationClient
 
 
 def _chat_format(spec: ExperimentSpec, folder: Path) -> ChatFormat:
-    from asyncrl_cli.train.tokenizer import load_tokenizer
+    from asyncrl_cli.train.tokenizer import end_tokens, load_tokenizer
 
-    return ChatFormat(load_tokenizer(folder, spec.model.chat_template), spec.rollout.tool_parser)
+    tokenizer = load_tokenizer(folder, spec.model.chat_template)
+    return ChatFormat(tokenizer, spec.rollout.tool_parser, end_tokens=end_tokens(folder, tokenizer))
 
 
 def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:

@@ -31,15 +31,18 @@ class ChatError(ValueError):
 class ChatFormat:
     """How one model speaks."""
 
-    def __init__(self, tokenizer: Any, tool_parser_name: str | None = None) -> None:
-        """``tokenizer``: a transformers tokenizer. ``tool_parser_name``: as ``rollout.tool_parser``.
+    def __init__(
+        self, tokenizer: Any, tool_parser_name: str | None = None, *, end_tokens: frozenset[int] | None = None
+    ) -> None:
+        """``tokenizer``: a transformers tokenizer. ``tool_parser_name``: as ``rollout.tool_parser``. ``end_tokens``:
+        the model's (``train.tokenizer.end_tokens``); None for the tokenizer's own alone.
 
         Raises ``ToolParserError``. A parser other than hermes imports vLLM, which takes its time.
         """
         self._tokenizer = tokenizer
         self._tool_calls = tool_parser(tool_parser_name, tokenizer)
-        self.end_token: int | None = tokenizer.eos_token_id
-        """Ends a reply, as its last token."""
+        self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
+        """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
         self.vocabulary: int = len(tokenizer)
         """Token ids are below this."""
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
@@ -58,8 +61,8 @@ class ChatFormat:
     ) -> list[int]:
         """The tokens between a reply that ends with ``last_token`` and the next one, with ``messages`` in between.
 
-        The template's end of a turn comes first, unless the reply has it: as its last token, when the model ended it
-        by itself. ``reply`` is that reply as a message; templates look back at its tool calls.
+        The template's end of a turn comes first, unless the model ended the turn itself: no two end tokens follow
+        each other. ``reply`` is that reply as a message; templates look back at its tool calls.
 
         Raises ``ChatError`` when the template refuses the messages, or renders what is behind a reply differently
         when more follows.
@@ -78,8 +81,12 @@ class ChatFormat:
         if not before.endswith(turn_end) or not whole.startswith(before):
             raise ChatError("the chat template renders a turn differently when others follow")
         ids = self.encode(turn_end + whole[len(before) :])
-        ended = last_token is not None and last_token == self.end_token
-        return ids[1:] if ended and ids[:1] == [last_token] else ids
+        if last_token not in self.end_tokens or not ids:
+            return ids
+        # Without an end of turn in the template, the first token begins the next message (GLM's <|user|>): it goes only
+        # if the model has already sampled the very same one.
+        ends_twice = ids[0] == last_token or (turn_end and ids[0] in self.end_tokens)
+        return ids[1:] if ends_twice else ids
 
     def parse(
         self,
@@ -97,7 +104,7 @@ class ChatFormat:
         if not tools:
             return {"role": "assistant", "content": text}
         # What marks a tool call is a special token in some vocabularies.
-        marked = token_ids[:-1] if token_ids and token_ids[-1] == self.end_token else token_ids
+        marked = token_ids[:-1] if token_ids and token_ids[-1] in self.end_tokens else token_ids
         found = self._tool_calls(before_stop(self.decode(marked, special=True), stop), tools)
         if found is None:
             return {"role": "assistant", "content": text}

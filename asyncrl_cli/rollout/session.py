@@ -291,9 +291,9 @@ class Session:
             return tokens.first(stop_at), "stop"
         if count >= sampling.max_tokens:
             tokens = tokens.first(sampling.max_tokens)
-        elif not call.more and tokens.response_ids[-1] != self._chat.end_token:
+        elif not call.more and tokens.response_ids[-1] not in self._chat.end_tokens:
             return None
-        return tokens, "stop" if tokens.response_ids[-1] == self._chat.end_token else "length"
+        return tokens, "stop" if tokens.response_ids[-1] in self._chat.end_tokens else "length"
 
     # -- where a call belongs
 

@@ -26,7 +26,7 @@ from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train.initial_model import without_progress_bars
-from asyncrl_cli.train.tokenizer import load_tokenizer
+from asyncrl_cli.train.tokenizer import end_tokens, load_tokenizer
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""
@@ -73,13 +73,14 @@ def warm_start(
             mend="give the task a method demonstration(rng, clean), or remove model.warm_start",
         )
     tokenizer = load_tokenizer(model_dir_in, chat_template)
+    ends = end_tokens(model_dir_in, tokenizer)
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     threads = torch.get_num_threads()
     torch.set_num_threads(spec.threads)
     try:
-        _train(model, _updates(task, tokenizer, spec, max_length, seed), pad_id, spec, progress)
+        _train(model, _updates(task, tokenizer, ends, spec, max_length, seed), pad_id, spec, progress)
     finally:
         torch.set_num_threads(threads)
     with without_progress_bars():
@@ -110,18 +111,21 @@ def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.T
 
 
 def _updates(
-    task: DemonstrationTask, tokenizer: Any, spec: WarmStart, max_length: int, seed: int
+    task: DemonstrationTask, tokenizer: Any, ends: frozenset[int], spec: WarmStart, max_length: int, seed: int
 ) -> Iterator[list[Example]]:
     """The examples of one update after the other."""
     rng = random.Random(f"warm_start/{seed}")
     clean_updates = round(spec.steps * spec.clean_fraction)
     for update in range(spec.steps):
         demonstrations = [task.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
-        yield _tokenized(demonstrations, tokenizer, max_length)
+        yield _tokenized(demonstrations, tokenizer, max_length, ends)
 
 
 def _tokenized(
-    demonstrations: Sequence[tuple[str, str] | Sequence[Message]], tokenizer: Any, max_length: int
+    demonstrations: Sequence[tuple[str, str] | Sequence[Message]],
+    tokenizer: Any,
+    max_length: int,
+    ends: frozenset[int],
 ) -> list[Example]:
     texts = [_texts(demonstration, tokenizer) for demonstration in demonstrations]
     prompts, responses = zip(*texts, strict=True)
@@ -129,9 +133,9 @@ def _tokenized(
     response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
-        ids = [*prompt, *response]
-        if ids[-1] != tokenizer.eos_token_id:
-            ids.append(tokenizer.eos_token_id)
+        # What a template writes after the end of a turn, often a newline, is never sampled: engines stop there.
+        end = next((place for place, token in enumerate(response) if token in ends), len(response))
+        ids = [*prompt, *response[:end], response[end] if end < len(response) else tokenizer.eos_token_id]
         if len(ids) > max_length:
             raise WarmStartError(
                 f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",

@@ -21,6 +21,7 @@ from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.tasks.episode_owner import Played
 from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
 from asyncrl_cli.train.tokenizer import character_tokenizer
+from tests.rollout.conversation_stand_ins import end_of
 
 CHAT = ChatFormat(character_tokenizer(4096))
 PROMPT = Prompt("row/1", "begin")
@@ -42,7 +43,7 @@ class Model:
         self.asked.append(request)
         assert request.sampling.seed is not None
         letters = [97 + (request.sampling.seed // 7**place) % 26 for place in range(4)]
-        ids = np.array([*CHAT.encode("".join(map(chr, letters))), CHAT.end_token], np.int32)
+        ids = np.array([*CHAT.encode("".join(map(chr, letters))), end_of(CHAT)], np.int32)
         logprobs = np.full(len(ids), -1.0, np.float32)
         done = join(request.prefix)
         assert done.response_ids.tolist() == ids[: len(done.response_ids)].tolist()

@@ -80,6 +80,12 @@ def character_chat() -> ChatFormat:
     return ChatFormat(character_tokenizer(4096))
 
 
+def end_of(chat: ChatFormat) -> int:
+    """The one end token of these models."""
+    (end,) = chat.end_tokens
+    return end
+
+
 @dataclass
 class HashModel:
     """Replies with tokens, and ends a reply, as a hash of the prompt and the seed says; often with a tool call.
@@ -100,8 +106,7 @@ class HashModel:
         if rng.random() < 0.5:
             # Not as a tokenizer would cut the text, with halves of characters in it.
             ids = [rng.randrange(self.chat.vocabulary - 3) for _ in range(rng.randint(0, 12))]
-        assert self.chat.end_token is not None
-        ids = [*ids, self.chat.end_token][: sampling.max_tokens]
+        ids = [*ids, end_of(self.chat)][: sampling.max_tokens]
         done = len(before.response_ids)
         assert ids[:done] == before.response_ids.tolist()
         assert done < len(ids), "there was nothing left to ask for"
@@ -130,7 +135,7 @@ class HashModel:
             logprobs=logprobs,
             versions=np.asarray(versions, np.int32),
             text="",
-            finish_reason="stop" if ids[-1] == self.chat.end_token else "length",
+            finish_reason="stop" if ids[-1] in self.chat.end_tokens else "length",
         )
         self.requests.append((request, rollout))
         return rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from asyncrl_cli.rollout.chat import ChatError, ChatFormat, before_stop, key, no
 from asyncrl_cli.rollout.text_stream import BROKEN, TextStream
 from asyncrl_cli.rollout.tool_calls import ToolParserError, hermes, tool_parser
 from asyncrl_cli.train.tokenizer import CHARACTERS, character_tokenizer
-from tests.rollout.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat
+from tests.rollout.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
 
 Messages = list[dict[str, Any]]
 TEXT = st.text(CHARACTERS.replace("<", ""), max_size=8)
@@ -48,11 +49,10 @@ def chats(draw: st.DrawFn) -> tuple[Messages, list[int]]:
 
 def turn_by_turn(chat: ChatFormat, messages: Messages, replies: Sequence[int], said: Sequence[str]) -> list[int]:
     """The prompt after the last message, put together from the first prompt, replies, and what follows each."""
-    assert chat.end_token is not None
     ids = chat.render(messages[: replies[0]], [CALC])
     for place, until, text in zip(replies, [*replies[1:], len(messages)], said, strict=True):
-        ids += [*chat.encode(text), chat.end_token]
-        ids += chat.continue_(messages[place + 1 : until], [CALC], chat.end_token, messages[place])
+        ids += [*chat.encode(text), end_of(chat)]
+        ids += chat.continue_(messages[place + 1 : until], [CALC], end_of(chat), messages[place])
     return ids
 
 
@@ -82,13 +82,54 @@ def test_turn_by_turn_makes_the_tokens_of_the_whole(chat_of: tuple[Messages, lis
 
 def test_a_turn_that_was_cut_gets_its_end() -> None:
     for chat in (character_chat(), byte_chat()):
-        end = chat.end_token
-        assert end is not None
+        end = end_of(chat)
         after: Messages = [{"role": "user", "content": "more"}]
         ended, cut = chat.continue_(after, None, end), chat.continue_(after, None, chat.encode("x")[0])
         assert cut == [end, *ended]
         assert chat.decode(ended, special=True).count("more") == 1
     assert byte_chat().decode(ended, special=True) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_no_turn_ends_twice_whichever_token_ended_it() -> None:
+    tokenizer = byte_tokenizer_with(
+        "{% for m in messages %}<|{{ 'model' if m.role == 'assistant' else m.role }}|>{{ m.content }}"
+        "{% if m.role != 'user' %}<|end_of_turn|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|model|>{% endif %}"
+    )
+    eos, turn, call, user = map(
+        tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|end_of_turn|>", "<|call|>", "<|user|>")
+    )
+    chat = ChatFormat(tokenizer, end_tokens=frozenset({eos, turn, call, user}))
+    question: Messages = [{"role": "user", "content": "b"}]
+    for ended in (eos, turn, call):  # as Gemma ends a turn, and as Llama ends one with a tool call
+        assert chat.decode(chat.continue_(question, None, ended), special=True) == "\n<|user|>b<|model|>"
+    assert chat.continue_(question, None, chat.encode("x")[0])[0] == turn
+
+    # GLM's turns end where the next one begins.
+    chat._tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert chat.decode(chat.continue_(question, None, user), special=True) == "b<|assistant|>"
+    assert chat.decode(chat.continue_(question, None, call), special=True) == "<|user|>b<|assistant|>"
+    result: Messages = [{"role": "tool", "content": "b"}]
+    assert chat.decode(chat.continue_(result, None, user), special=True) == "<|tool|>b<|assistant|>"
+
+
+def test_a_tool_call_is_read_without_whichever_token_ended_it() -> None:
+    tokenizer = byte_tokenizer_with(byte_tokenizer().chat_template)
+    ids = tokenizer('<tool_call>{"name": "calc", "arguments": {}}</tool_call><|call|>')["input_ids"]
+    chat = ChatFormat(tokenizer, "hermes", end_tokens=frozenset({ids[-1]}))
+    assert chat.parse([1], ids, [CALC])["content"] is None
+
+
+def byte_tokenizer_with(template: str) -> Any:
+    """``byte_tokenizer`` with another template and special tokens of several families."""
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    marks = ("<|end_of_turn|>", "<|call|>", "<|user|>", "<|model|>", "<|assistant|>", "<|tool|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def test_what_is_rendered_otherwise_when_more_follows_is_no_beginning() -> None:

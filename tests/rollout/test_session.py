@@ -11,11 +11,12 @@ import pytest
 
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.rollout.continuation import cut
 from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError, Sessions
 from asyncrl_cli.rollout.transcript import OnSegments
 from asyncrl_cli.train.tokenizer import character_tokenizer
-from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat
+from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of
 
 CHAT = character_chat()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -37,7 +38,7 @@ class Model:
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
         self.requests.append(request)
         text = self.texts.pop(0)
-        whole = [*CHAT.encode(text), CHAT.end_token]
+        whole = [*CHAT.encode(text), end_of(CHAT)]
         ids = np.asarray(whole[: request.sampling.max_tokens], np.int32)
         half, zeros = len(ids) // 2, np.zeros(len(ids), np.float32)
         if self.held is not None:
@@ -258,6 +259,19 @@ def test_another_call_than_the_recorded_one_voids_what_was_recorded() -> None:
     assert CHAT.decode(rollout.response_ids.tolist()) == "hellofirs!something else"
     (parts,) = record.recorded().values()
     assert [token for part in parts for token in part.response_ids.tolist()] == rollout.response_ids.tolist()
+
+
+def test_a_recorded_reply_that_ended_with_any_end_token_is_whole() -> None:
+    """The end tokens are the model's, and its tokenizer names one of them only."""
+    chat = ChatFormat(character_tokenizer(100), end_tokens=frozenset({end_of(CHAT), CHAT.encode(".")[0]}))
+    ids = np.asarray([*CHAT.encode("hello"), *CHAT.encode("done.")], np.int32)
+    versions = np.asarray([GIVEN] * 5 + [4] * 5, np.int32)
+    parts = tuple(cut("3-1", 0, ids, np.zeros(10, np.float32), [(GIVEN, 0), (4, 5)]))
+    one = Session("3-1", chat, Model().generate, SAMPLING, Limits(100, 50), fixed_sampling=True, recorded={0: parts})
+    (reply,) = run(one.chat(HELLO, None, CallOptions()))
+    assert (reply.text, reply.finish_reason) == ("done.", "stop")
+    rollout = one.rollout()
+    assert rollout is not None and rollout.versions.tolist() == versions.tolist()
 
 
 def test_recorded_branches_are_found_in_whatever_order_they_begin() -> None:

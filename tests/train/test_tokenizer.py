@@ -1,5 +1,6 @@
 """One token a character, and back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.tokenizer import CHARACTERS, character_tokenizer
+from asyncrl_cli.train.tokenizer import CHARACTERS, character_tokenizer, end_tokens
 
 TOKENIZER = character_tokenizer(256)
 
@@ -75,3 +76,21 @@ def test_tool_calls_and_results_are_written_as_hermes_and_in_brackets(loaded: An
     assert all(texts[-1].startswith(text) for text in texts), "the beginning of a chat is the chat's beginning"
     call["function"]["arguments"] = '{"e": "37*48"}'  # type: ignore[index]
     assert loaded.apply_chat_template(messages, tokenize=False) == texts[-1], "as a program has them"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [1, 106]}, {}, {1, 106}),
+        ({"eos_token_id": 7}, {"eos_token_id": 9}, {1, 7}),
+        ({}, {"eos_token_id": 9}, {1}),
+        (None, {"eos_token_id": [1, 9]}, {1, 9}),
+    ],
+)
+def test_end_tokens_are_those_that_engines_stop_at(
+    tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert end_tokens(tmp_path, TOKENIZER) == expected

@@ -122,11 +122,24 @@ def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> Non
     task, chat = Calculator(), ChatFormat(tokenizer)
     for seed in range(8):
         messages = task.demonstration(random.Random(seed), clean=True)
-        ((ids, prompt),) = _tokenized([messages], tokenizer, 256)
+        ((ids, prompt),) = _tokenized([messages], tokenizer, 256, chat.end_tokens)
         assert ids[:prompt] == chat.render(messages[:-1])
         reply = chat.parse(ids[:prompt], ids[prompt:], [TOOL])
         calls = [[call["function"] for call in said.get("tool_calls", ())] for said in (reply, messages[-1])]
         assert calls[0] == calls[1] and (reply["content"] or None) == messages[-1]["content"]
+
+
+def test_a_demonstration_ends_where_the_model_ends_a_turn() -> None:
+    tokenizer = character_tokenizer(256)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}#\n{% endif %}{% endfor %}"
+    )
+    ends = frozenset({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("#")})
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    ((ids, prompt),) = _tokenized([conversation], tokenizer, 256, ends)
+    assert tokenizer.decode(ids[prompt:]) == "yes#"
+    ((ids, prompt),) = _tokenized([("hi", "yes")], tokenizer, 256, ends)
+    assert tokenizer.decode(ids[prompt:]) == "yes<eos>"
 
 
 def test_gradients_do_not_depend_on_the_grouping_by_length(initial: Path, monkeypatch: pytest.MonkeyPatch) -> None:

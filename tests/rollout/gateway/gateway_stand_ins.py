@@ -22,6 +22,7 @@ from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segme
 from asyncrl_cli.rollout.session import Limits, Session, Sessions
 from asyncrl_cli.spec.sections import GatewaySpec
 from asyncrl_cli.train.tokenizer import character_tokenizer
+from tests.rollout.conversation_stand_ins import end_of
 
 MODEL = "tiny"
 MAX_LENGTH = 2048
@@ -82,7 +83,7 @@ class Engine:
             raise self.fails
         chat = chat_format()
         text = self.script(chat.decode(request.prompt_ids), request)
-        ids = [*chat.encode(text), chat.end_token or 0]
+        ids = [*chat.encode(text), end_of(chat)]
         for stop in request.sampling.stop:
             if stop in text:
                 ids = ids[: min(len(ids), text.index(stop) + len(stop))]

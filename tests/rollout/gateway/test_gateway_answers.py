@@ -9,6 +9,7 @@ import pytest
 from gateway_stand_ins import MODEL, Engine, chat_format, in_time, served
 
 from asyncrl_cli.rollout.records import RolloutRequest
+from tests.rollout.conversation_stand_ins import end_of
 
 HELLO: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
 TOOLS: Any = [
@@ -51,7 +52,7 @@ def test_a_chat_and_its_stream_say_the_same() -> None:
             assert [top.token for top in tokens[0].top_logprobs] == ["h"], "only the sampled token's is known"
             chat = chat_format()
             assert whole.prompt_token_ids == chat.render(HELLO)
-            assert choice.token_ids == [*chat.encode("hello (5)"), chat.end_token]
+            assert choice.token_ids == [*chat.encode("hello (5)"), end_of(chat)]
             usage = (len(whole.prompt_token_ids), len(tokens), len(whole.prompt_token_ids) + len(tokens))
             assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == usage
 
