@@ -184,5 +184,5 @@ def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, f
     from asyncrl_cli.train.export import export_model
     from asyncrl_cli.train.prepare import skeleton_of
 
-    export_model(checkpoint, skeleton_of(spec.model, run.path / "skeleton"), folder)
+    export_model(checkpoint, skeleton_of(spec.model, run.path / "skeleton"), folder, spec.model.lora)
     return folder

@@ -17,6 +17,7 @@ from asyncrl_cli.pipeline.serving import Address, Served, served_run
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import LoraSpec
 
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\npipeline: {publish_every: 2}\nstop: {steps: 10}\n"
 
@@ -51,6 +52,17 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
         run.update(phase="finished")
         assert served(run, 12).what.startswith("step 12"), "a step that is asked for goes before the final model"
         newest.assert_called_with(run, 12)
+
+
+def test_a_checkpoint_of_adapters_is_served_merged(run: RunDirectory, tmp_path: Path) -> None:
+    run.write_text("spec.yaml", SPEC.replace("{path: org/model}", "{path: org/model, lora: {rank: 4, alpha: 8.0}}"))
+    checkpoint = Checkpoint.at(tmp_path / "step-000012")
+    with (
+        patch("asyncrl_cli.pipeline.serving.newest_sound", return_value=checkpoint),
+        patch("asyncrl_cli.train.export.export_model") as export,
+    ):
+        assert served(run, 12).model(tmp_path / "model") == tmp_path / "model"
+    export.assert_called_once_with(checkpoint, "org/model", tmp_path / "model", LoraSpec(rank=4, alpha=8.0))
 
 
 def test_it_prints_the_address_and_ends_with_130(run: RunDirectory) -> None:
