@@ -65,8 +65,11 @@ _ELSEWHERE = {
 """What other trainers call some of our keys."""
 
 
-def explain(error: ValidationError) -> Iterator[tuple[Problem, bool]]:
-    """Each of pydantic's errors as a problem, and whether it is the key (rather than the value) that is wrong."""
+def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[Problem, bool]]:
+    """Each of pydantic's errors as a problem, and whether it is the key (rather than the value) that is wrong.
+
+    Of a ``partial`` spec, of which a file could not be read, nothing is called missing.
+    """
     details = error.errors(include_url=False)
     meant: set[str] = set()
     for detail in details:
@@ -78,7 +81,7 @@ def explain(error: ValidationError) -> Iterator[tuple[Problem, bool]]:
     for detail in details:
         path = _dotted(detail["loc"])
         if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
-            if general(path) not in meant:
+            if not partial and general(path) not in meant:
                 yield Problem(path, "is missing", _missing_mend(path)), True
         elif detail["type"] == "missing":
             yield Problem(_dotted(detail["loc"][:-1]), f"has too few values: {_shown(detail['input'])}"), False

@@ -15,7 +15,12 @@ from pathlib import Path
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.spec.problems import Place, Problem
 from asyncrl_cli.spec.section import NUL, Section
-from asyncrl_cli.spec.source import Node, read_yaml
+from asyncrl_cli.spec.source import MAX_DEPTH, Node, read_yaml
+
+MAX_FILES = 32
+"""Files of one spec, and how many of them one may name."""
+MAX_BYTES = 128 * 1024
+"""Longest file: PyYAML reads this in about a second."""
 
 
 def _following(section: type[Section]) -> tuple[str, ...]:
@@ -32,86 +37,120 @@ PRESETS = {
 
 def merge(base: Node, over: Node) -> Node:
     """``over`` on top of ``base``."""
+    if over is base:
+        return base
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     below = base.value
     return replace(over, value=below | {k: merge(below[k], v) if k in below else v for k, v in over.value.items()})
 
 
-def read_layers(
-    path: str, problems: list[Problem], files: list[Path], blame: Place | None = None, chain: tuple[Path, ...] = ()
-) -> Node | None:
-    """The file merged onto everything it extends; None when a layer cannot be read.
+class Layers:
+    """Reads a file with everything that it extends; each file is read once, however often it is named.
 
-    ``files`` receives every file read. ``blame`` is the `extends` value that named this file, and ``chain`` the
-    files that led to it.
+    ``files`` has every file read, and ``problems`` receives what is wrong with them. ``partial`` says that a layer
+    could not be read, so that keys may be missing that the whole spec has.
     """
-    place = blame or Place(path)
-    key = "extends" if blame else ""
-    file = Path(os.path.realpath(path))
 
-    def refuse(message: str, mend: str = "", at: Place = place, key: str = key) -> Node | None:
-        problems.append(Problem(key, message, mend).at(at))
-        return None
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        self.files: list[Path] = []
+        self.partial = False
+        self._done: dict[str, Node | None] = {}
 
-    if file in chain:
-        loop = [*chain[chain.index(file) :], file]
-        return refuse(f"{path} extends itself: {' → '.join(step.name for step in loop)}", "Break the loop.")
-    if not os.path.exists(path):
-        return refuse(f"there is no file {path}" if blame else "there is no such file", "Check the path.")
-    if not os.path.isfile(path):
-        return refuse(f"{path} is not a file" if blame else "this is not a file", "Name a YAML file.")
-    files.append(file)
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        return refuse(f"{path} cannot be read: {error.strerror}")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line_start = data.rfind(b"\n", 0, error.start) + 1
-        at = Place(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
-        return refuse("this is not UTF-8 text", "Save the file as UTF-8.", at, "")
-    root = read_yaml(text, Place(path, 1, 1), problems)
-    if root is None:
-        return None
-    if not isinstance(root.value, dict):
-        found = "empty" if root.value is None else "no mapping"
-        return refuse(f"the file is {found}", "A spec starts with keys such as `model:` and `task:`.", root.place, "")
-    parents = root.value.pop("extends", None)
-    bases = [read_layers(target, problems, files, at, (*chain, file)) for target, at in _targets(parents, problems)]
-    merged: Node | None = None
-    for layer in [*bases, root]:
-        if layer is None:
+    def read(self, path: str, data: bytes | None = None) -> Node | None:
+        """The file merged onto everything it extends; None when it cannot be read itself.
+
+        ``data`` is the file's content when it comes from elsewhere, such as standard input.
+        """
+        return self._read(path, None, (), data)
+
+    def _read(self, path: str, blame: Place | None, chain: tuple[Path, ...], data: bytes | None = None) -> Node | None:
+        """As above: ``blame`` is the `extends` value that named this file, ``chain`` the files that led to it."""
+        file = Path(os.path.realpath(path))
+        key = "extends" if blame else ""
+        place = blame or Place(path)
+
+        def refuse(message: str, mend: str, at: Place = place, key: str = key) -> Node | None:
+            self.problems.append(Problem(key, message, mend).at(at))
             return None
-        for preset in PRESETS:
-            if merged and _child(layer, *preset.split(".")):
-                merged = _without_preset(merged, preset)
-        merged = merge(merged, layer) if merged else layer
-    return merged
 
+        if file in chain:
+            loop = [*chain[chain.index(file) :], file]
+            return refuse(f"{path} extends itself: {' → '.join(step.name for step in loop)}", "Break the loop.")
+        if path in self._done:
+            return self._done[path]
+        if data is None:
+            if not os.path.exists(path):
+                return refuse(f"there is no file {path}" if blame else "there is no such file", "Check the path.")
+            if not os.path.isfile(path):
+                return refuse(f"{path} is not a file" if blame else "this is not a file", "Name a YAML file.")
+            if len(self.files) >= MAX_FILES:
+                return refuse(f"the spec has more than {MAX_FILES} files", "Join some of them.")
+            self.files.append(file)
+            try:
+                with file.open("rb") as opened:
+                    data = opened.read(MAX_BYTES + 1)
+            except OSError as error:
+                return refuse(f"{path} cannot be read: {error.strerror}", "Check its permissions.")
+        if len(data) > MAX_BYTES:
+            return refuse(f"{path} has more than {MAX_BYTES:,} bytes", "Put data into files that the spec names.")
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line_start = data.rfind(b"\n", 0, error.start) + 1
+            at = Place(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
+            return refuse("this is not UTF-8 text", "Save the file as UTF-8.", at, "")
+        root = read_yaml(text, Place(path, 1, 1), self.problems)
+        if root is None:
+            return None
+        if not isinstance(root.value, dict):
+            found = "empty" if root.value is None else "no mapping"
+            return refuse(
+                f"the file is {found}", "A spec starts with keys such as `model:` and `task:`.", root.place, ""
+            )
+        self._done[path] = merged = self._onto_bases(root, (*chain, file))
+        return merged
 
-def _targets(parents: Node | None, problems: list[Problem]) -> list[tuple[str, Place]]:
-    """The files that an `extends` value names, each with its place."""
-    if parents is None:
-        return []
-    targets = []
-    for node in parents.value if isinstance(parents.value, list) else [parents]:
-        if isinstance(node.value, str) and NUL in node.value:
-            problems.append(Problem("extends", "holds a NUL character, which no path may").at(node.place))
-        elif isinstance(node.value, str):
-            targets.append((os.path.normpath(node.place.folder / node.value), node.place))
-        else:
-            message = "must be the path of a spec, or a list of them"
-            problems.append(Problem("extends", message).at(node.place))
-    return targets
+    def _onto_bases(self, root: Node, chain: tuple[Path, ...]) -> Node:
+        assert isinstance(root.value, dict)
+        merged: Node | None = None
+        bases = [self._read(target, at, chain) for target, at in self._targets(root.value.pop("extends", None))]
+        self.partial |= None in bases
+        for layer in (*filter(None, bases), root):
+            for preset in PRESETS:
+                if merged and _child(layer, *preset.split(".")):
+                    merged = _without_preset(merged, preset)
+            merged = merge(merged, layer) if merged else layer
+        return merged or root
+
+    def _targets(self, parents: Node | None) -> list[tuple[str, Place]]:
+        """The files that an `extends` value names, each with its place."""
+        if parents is None:
+            return []
+        targets = []
+        nodes = parents.value if isinstance(parents.value, list) else [parents]
+        if len(nodes) > MAX_FILES:
+            problem = Problem("extends", f"names more than {MAX_FILES} files", "Join some of them.")
+            self.problems.append(problem.at(parents.place))
+        for node in nodes[:MAX_FILES]:
+            if isinstance(node.value, str) and NUL not in node.value:
+                targets.append((os.path.normpath(node.place.folder / node.value), node.place))
+                continue
+            text = isinstance(node.value, str)
+            message = (
+                "holds a NUL character, which no path may" if text else "must be the path of a spec, or a list of them"
+            )
+            self.problems.append(Problem("extends", message, "Write `extends: base.yaml`.").at(node.place))
+            self.partial = True
+        return targets
 
 
 def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     """The tree with one ``a.b=value`` of `--set` applied; missing mappings on the way are made."""
     path, equals, text = assignment.partition("=")
     place = Place(f"--set {path}")
-    if not equals or not all(path.split(".")):
+    if not equals or not all(path.split(".")) or path.count(".") > MAX_DEPTH:
         mend = "Write --set rollout.group_size=16."
         problems.append(
             Problem("", "an override is a dotted key, `=` and a value", mend).at(Place(f"--set {assignment}"))

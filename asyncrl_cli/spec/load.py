@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from asyncrl_cli.data.sources import names_a_file
 from asyncrl_cli.spec.catalogue import keys
 from asyncrl_cli.spec.explain import explain
-from asyncrl_cli.spec.layers import override, read_layers
-from asyncrl_cli.spec.problems import Place, Problem, SpecError
+from asyncrl_cli.spec.layers import Layers, override
+from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.section import NUL
 from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec, SplitSpec
@@ -38,35 +38,32 @@ class LoadedSpec:
     warnings: tuple[Problem, ...]
 
 
-def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> LoadedSpec:
+def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None) -> LoadedSpec:
     """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
 
-    Raises SpecError with every problem found.
+    ``data`` is the file's content when it comes from elsewhere; ``path`` then only says what to call it, and in which
+    folder it stands. Raises SpecError with every problem found.
     """
     problems: list[Problem] = []
-    files: list[Path] = []
-    try:
-        spec = _load(str(path), overrides, problems, files)
-    except RecursionError:
-        problems.append(Problem("", "the spec is nested too deeply").at(Place(str(path))))
-        spec = None
-    order = {str(file): rank for rank, file in enumerate(files)}
+    layers = Layers(problems)
+    spec = _load(layers.read(str(path), data), overrides, layers)
+    order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
         # The place of an override is its text, which may hold what no path may.
         file = problem.file if NUL in problem.file else os.path.realpath(problem.file)
-        return order.get(file, len(files)), problem.line or 0, problem.column or 0
+        return order.get(file, len(order)), problem.line or 0, problem.column or 0
 
-    problems.sort(key=where)
+    problems = sorted(dict.fromkeys(problems), key=where)
     if spec is None or any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
-    return LoadedSpec(spec, tuple(dict.fromkeys(files)), tuple(problems))
+    return LoadedSpec(spec, tuple(layers.files), tuple(problems))
 
 
-def _load(path: str, overrides: Sequence[str], problems: list[Problem], files: list[Path]) -> ExperimentSpec | None:
-    root = read_layers(path, problems, files)
+def _load(root: Node | None, overrides: Sequence[str], layers: Layers) -> ExperimentSpec | None:
     if root is None:
         return None
+    problems = layers.problems
     for assignment in overrides:
         root = override(root, assignment, problems)
     for name in MODEL_KEYS:
@@ -84,7 +81,7 @@ def _load(path: str, overrides: Sequence[str], problems: list[Problem], files: l
     try:
         spec = ExperimentSpec.model_validate(root.plain())
     except ValidationError as error:
-        for problem, is_key in explain(error):
+        for problem, is_key in explain(error, partial=layers.partial):
             add(problem, is_key)
         return None
     for rule in RULES:

@@ -17,6 +17,12 @@ from typing import Any, ClassVar
 import yaml
 
 from asyncrl_cli.spec.problems import Place, Problem
+from asyncrl_cli.spec.syntax import explain_syntax
+
+MAX_VALUES = 10_000
+"""Values of one document, aliases written out: without a limit, a kilobyte of nested aliases makes billions."""
+MAX_DEPTH = 64
+"""Deepest nesting, far below Python's recursion limit."""
 
 _TAG = "tag:yaml.org,2002:"
 SCALARS = {
@@ -29,13 +35,34 @@ SCALARS = {
     ),
     _TAG + "merge": re.compile(r"<<\Z"),
 }
-_REFERENCE = re.compile(r"(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})?")
+# The lookbehind and the excluded brace keep this linear in texts of many dollars or unfinished variables.
+_REFERENCE = re.compile(r"(?<!\$)(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\})?")
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's scanner and parser, with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # type: ignore[misc]  # PyYAML says instance variable.
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _TooLarge(_TOO_DEEP, self.get_mark())
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_TOO_DEEP = f"nested too deeply, in more than {MAX_DEPTH} levels"
+
+
+class _TooLarge(Exception):
+    """A document beyond the limits; reading it stops here."""
+
+    def __init__(self, message: str, mark: yaml.Mark) -> None:
+        super().__init__(message)
+        self.mark = mark
 
 
 for _tag, _pattern in SCALARS.items():
@@ -69,12 +96,16 @@ class Node:
 
         A path that is not written belongs to the nearest key above it.
         """
-        node = self
-        for name in path.split(".") if path else ():
-            below = node.child(name)
-            if below is None:
+        node, names = self, path.split(".") if path else []
+        while names:
+            # The longest first: a key may have dots of its own.
+            for count in range(len(names), 0, -1):
+                below = node.child(".".join(names[:count]))
+                if below is not None:
+                    break
+            else:
                 return node.key_place or node.place
-            node = below
+            node, names = below, names[count:]
         return node.key_place or node.place if key else node.place
 
 
@@ -86,23 +117,21 @@ def read_yaml(text: str, origin: Place, problems: list[Problem], path: str = "")
     """
     reader = _Reader(origin, problems)
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
+        root = _Loader(text).get_single_node()
+        return reader.node(root, path) if root else Node(None, reader.place(0, 0))
     except yaml.reader.ReaderError as error:
         line, column = text.count("\n", 0, error.position), error.position - text.rfind("\n", 0, error.position) - 1
         character = f"U+{error.character:04X}" if isinstance(error.character, int) else repr(error.character)
-        reader.report(path, f"not valid YAML: the character {character} is not allowed", reader.place(line, column))
-        return None
+        message = f"not valid YAML: the character {character} is not allowed"
+        reader.report(path, message, reader.place(line, column), "Remove it, or save the file as UTF-8 text.")
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = reader.place(mark.line, mark.column) if mark else origin
-        parts = [part for part in (error.context, error.problem) if part]
-        mend = "Indent with spaces, not with tabs." if r"'\t'" in str(error.problem) else ""
-        if mark and text[mark.index - 1 :].startswith("${env:"):
-            mend = "Between braces or brackets, ${env:NAME} needs quotes."
-        reader.report(path, f"not valid YAML: {', '.join(parts)}", place, mend)
-        return None
-    return reader.node(root, path) if root else Node(None, reader.place(0, 0))
+        mistake = explain_syntax(error, text)
+        place = origin if mistake.line is None else reader.place(mistake.line, mistake.column or 0)
+        reader.report(path, f"not valid YAML: {mistake.message}", place, mistake.mend)
+    except _TooLarge as error:
+        place = reader.place(error.mark.line, error.mark.column)
+        reader.report(path, str(error), place, "Write fewer levels and aliases; data belongs in files.")
+    return None
 
 
 class _Reader:
@@ -110,17 +139,21 @@ class _Reader:
         self.origin = origin
         self.problems = problems
         self.open: list[yaml.Node] = []
+        self.values = 0
 
     def place(self, line: int, column: int) -> Place:
         return self.origin if self.origin.line is None else Place(self.origin.file, line + 1, column + 1)
 
     def report(self, path: str, message: str, place: Place, mend: str = "") -> None:
-        problem = Problem(path, message, mend).at(place)
-        if problem not in self.problems:
-            self.problems.append(problem)
+        self.problems.append(Problem(path, message, mend).at(place))
 
     def node(self, source: yaml.Node, path: str) -> Node:
         place = self.place(source.start_mark.line, source.start_mark.column)
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise _TooLarge(f"more than {MAX_VALUES:,} values, with aliases written out", source.start_mark)
+        if len(self.open) >= MAX_DEPTH:
+            raise _TooLarge(_TOO_DEEP, source.start_mark)
         if any(source is parent for parent in self.open):
             self.report(path, "this alias contains itself", place)
             return Node(None, place)
@@ -142,14 +175,18 @@ class _Reader:
             if key.tag == _TAG + "merge":
                 merged = {**dict(self.merged(value, path)), **merged}
             elif key.tag != _TAG + "str":
-                shown = f"`{key.value}`" if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-                self.report(path, f"{shown} as a key: keys must be text", place, "Put it in quotes, or remove it.")
+                if isinstance(key, yaml.ScalarNode):
+                    shown, mend = f"`{key.value}`", "Put it in quotes, or remove it."
+                else:
+                    shown, mend = "a list or mapping", "Remove one pair of brackets, or put the whole value in quotes."
+                self.report(path, f"{shown} as a key: keys must be text", place, mend)
             else:
-                below = f"{path}.{key.value}" if path else key.value
-                if key.value in own:
-                    first = own[key.value].key_place
+                name = self.characters(key.value, path, place)
+                below = f"{path}.{name}" if path else name
+                if name in own:
+                    first = own[name].key_place
                     self.report(below, f"written twice, first at {first}", place, "Keep one of the two.")
-                own[key.value] = replace(self.node(value, below), key_place=place)
+                own[name] = replace(self.node(value, below), key_place=place)
         return {**merged, **own}
 
     def merged(self, source: yaml.Node, path: str) -> Iterator[tuple[str, Node]]:
@@ -165,13 +202,27 @@ class _Reader:
         expanded, substituted = self.expand(text, path, place)
         if substituted:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
+        expanded = self.characters(expanded, path, place)
         if tag not in SCALARS and tag != _TAG + "str":
             self.report(path, f"the tag `{tag}` means nothing here", place, "Remove it.")
         try:
-            return _convert(tag, expanded)
+            value = _convert(tag, expanded)
         except ValueError:
             self.report(path, f"`{expanded[:40]}` cannot be read as {tag.removeprefix(_TAG)}", place)
             return expanded
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            self.report(path, f"`{expanded[:40]}` does not fit into 64 bits", place, "Use a smaller number.")
+        return value
+
+    def characters(self, text: str, path: str, place: Place) -> str:
+        """The text with escaped surrogates (as JSON writes rare characters) joined; half of a pair is a mistake."""
+        if text.isascii():
+            return text
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            self.report(path, "holds half of a surrogate pair, which is not a character", place, "Remove it.")
+            return text.encode("utf-8", "replace").decode()
 
     def expand(self, text: str, path: str, place: Place) -> tuple[str, bool]:
         """The text with its environment variables, and whether it had any."""

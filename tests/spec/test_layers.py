@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.spec.layers import merge, override, read_layers
+from asyncrl_cli.spec.layers import Layers, merge, override
 from asyncrl_cli.spec.problems import Place, Problem
 from asyncrl_cli.spec.source import Node
 
@@ -24,7 +24,7 @@ def tree(value: Any) -> Node:
 
 def layers(path: Path) -> tuple[Node | None, list[Problem]]:
     problems: list[Problem] = []
-    return read_layers(str(path), problems, []), problems
+    return Layers(problems).read(str(path)), problems
 
 
 def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
@@ -65,6 +65,36 @@ def test_long_cycles_are_drawn(tmp_path: Path) -> None:
     assert problems[0].file.endswith("c.yaml")
 
 
+def test_a_file_that_is_named_often_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "f0.yaml").write_text("a: {b: 1}\n")
+    for number in range(1, 20):
+        (tmp_path / f"f{number}.yaml").write_text(f"extends: [f{number - 1}.yaml, f{number - 1}.yaml]\n")
+    problems: list[Problem] = []
+    reader = Layers(problems)
+    root = reader.read(str(tmp_path / "f19.yaml"))
+    assert root is not None and not problems and root.plain() == {"a": {"b": 1}}
+    assert len(reader.files) == 20
+
+
+def test_more_files_than_a_spec_may_have(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"f{number}.yaml").write_text(f"extends: f{number + 1}.yaml\n")
+    (tmp_path / "many.yaml").write_text(f"extends: [{'f40.yaml, ' * 40}]\n")
+    (tmp_path / "f40.yaml").write_text("a: 1\n")
+    assert "more than 32 files" in layers(tmp_path / "f0.yaml")[1][0].message
+    assert "more than 32 files" in layers(tmp_path / "many.yaml")[1][0].message
+    (tmp_path / "long.yaml").write_text(f"a: {'x' * 2**17}\n")
+    assert "131,072 bytes" in layers(tmp_path / "long.yaml")[1][0].message
+
+
+def test_the_rest_of_the_file_is_read_when_one_that_it_extends_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text("a: 1\n")
+    (tmp_path / "top.yaml").write_text("extends: [gone.yaml, good.yaml]\nb: 2\n")
+    root, problems = layers(tmp_path / "top.yaml")
+    assert root is not None and root.plain() == {"a": 1, "b": 2}
+    assert len(problems) == 1
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -96,7 +126,7 @@ def test_overrides() -> None:
     assert str(root.place_of("m.init.config.w")) == "--set m.init.config"
 
 
-@pytest.mark.parametrize("assignment", ["a.b", "=3", "a..b=3", "a.list.2=3", "a.list.x=3", "a.b={"])
+@pytest.mark.parametrize("assignment", ["a.b", "=3", "a..b=3", "a." * 70 + "b=3", "a.list.2=3", "a.list.x=3", "a.b={"])
 def test_overrides_that_cannot_be_applied(assignment: str) -> None:
     problems: list[Problem] = []
     root = tree({"a": {"b": 1, "list": [1, 2]}})

@@ -151,9 +151,10 @@ def test_no_such_spec(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(mistakes(Path(path) if path else tmp_path / "x" / "y")) == 1
 
 
-def test_deep_nesting_is_a_problem_like_any_other(write: Write) -> None:
-    (problem,) = mistakes(write("a: " + "[" * 3000))
-    assert "nested too deeply" in problem.message
+def test_deep_nesting_has_a_line(write: Write) -> None:
+    (problem,) = mistakes(write("name: x\na: " + "[" * 3000))
+    assert "nested too deeply" in problem.message and problem.line == 2
+    assert len(mistakes(write(), f"{'a.' * 3000}b=1")) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_spec_errors_travel_between_processes(write: Write) -> None:
 
 
 texts = st.text(max_size=8) | st.sampled_from(["${env:HOME}", "$${env:X}", "1e-4", "no", "0o7", "<<", "null", ""])
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts
 names = st.sampled_from(sorted({name for path in keys() for name in path.split(".")})) | st.text(max_size=4)
 documents = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=12

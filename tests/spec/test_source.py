@@ -69,8 +69,11 @@ def test_places_of_keys_and_values() -> None:
         ("a: 1\nb: 2\na: 3\n", "a", 3, 1, "written twice, first at s.yaml:1:1"),
         ("a: {1: x}\n", "a", 1, 5, "keys must be text"),
         ("a: {[1]: x}\n", "a", 1, 5, "keys must be text"),
-        ("a: b: c\n", "", 1, 5, "not valid YAML"),
-        ("a:\n\tb: 1\n", "", 2, 1, "not valid YAML"),
+        ('a: "\\ud800"\n', "a", 1, 4, "half of a surrogate pair"),
+        ('"\\udc00": 1\n', "", 1, 1, "half of a surrogate pair"),
+        (f"a: {2**63}\n", "a", 1, 4, "does not fit into 64 bits"),
+        (f"a: 0x1{'0' * 16}\n", "a", 1, 4, "does not fit into 64 bits"),
+        ("a: {{x}}\n", "a", 1, 5, "keys must be text"),
         ("a: 1\nb: \x07\n", "", 2, 4, "U+0007"),
         ("a: &x [*x]\n", "a.0", 1, 4, "contains itself"),
         ("a: !mine 3\n", "a", 1, 4, "tag `!mine`"),
@@ -78,7 +81,6 @@ def test_places_of_keys_and_values() -> None:
         ("<<: 3\n", "", 1, 5, "`<<` takes a mapping"),
         ("a: ${env:NO_SUCH_THING}\n", "a", 1, 4, "NO_SUCH_THING is not set"),
         ("a: ${env:}\n", "a", 1, 4, "not finished"),
-        ("a: 1\n---\nb: 2\n", "", 2, 1, "not valid YAML"),
     ],
 )
 def test_mistakes_have_a_place(text: str, path: str, line: int, column: int, words: str) -> None:
@@ -87,9 +89,75 @@ def test_mistakes_have_a_place(text: str, path: str, line: int, column: int, wor
     assert words in problems[0].message
 
 
-def test_flow_mappings_explain_unquoted_variables() -> None:
-    _, problems = read("a: {b: ${env:HOME}}")
-    assert "needs quotes" in problems[0].mend
+@pytest.mark.parametrize(
+    ("text", "line", "column", "mend"),
+    [
+        ('name: "x\nseed: 1\nmodel:\n  a: 2\n', 1, 7, "Add the closing quote."),
+        ('name: "x\nseed: 1\nother: "y"\n', 1, 7, "Add the closing quote in its own line."),
+        ("a: 'x\n# c\n---\n", 1, 4, "Add the closing quote."),
+        ("a: 1\nb: [1, 2\nc: 3\n", 2, 4, "Add `]` after its last entry."),
+        ("a: {b: 1\nc: 2\n", 1, 4, "Add `}` after its last entry."),
+        ("a: {\n  b: 1\n  c: 2\n}\n", 3, 4, "Separate entries with commas"),
+        ("a: {b: 1 c: 2}\n", 1, 11, "Separate entries with commas"),
+        ("a: [1, 2}\n", 1, 9, "close `[` with `]`"),
+        ("a: [1, 2]]\n", 1, 10, "put the value in quotes"),
+        ("a: {b: ${env:HOME}}\n", 1, 9, '"${env:NAME}"'),
+        ("a: b: c\n", 1, 5, 'Write `a: {b: c}` for a section, or `a: "b: c"` for a text.'),
+        ("stop: steps: 140\n", 1, 12, "Write `stop: {steps: 140}`"),
+        ("model:\n  path: x\n   max_length: 3\n", 3, 4, "Indent it like the other keys"),
+        ("model:\n    path: x\n  max_length: 3\n", 3, 3, "Indent it like the other keys"),
+        ("rollout:\n  engines=1\n  group_size: 8\n", 2, 3, "Write `engines: 1`."),
+        ("rollout:\n  group_size: 8\n  engines=1\n", 3, 3, "Write `engines: 1`."),
+        ("seed 0\nname: x\n", 1, 1, "Write `seed: 0`."),
+        ("name: x\nseed:0\nstop: 1\n", 2, 1, "Write `seed: 0`."),
+        ("a: 1\n" + "k" * 2000 + ": 1\n", 2, 1, "Shorten it."),
+        ("a:\n\tb: 1\n", 2, 1, "Indent with spaces."),
+        ("a:\n  b: 1\n\tc: 2\n", 3, 1, "Indent with spaces."),
+        ("a: @x\n", 1, 4, "Put the value in quotes."),
+        ("a: `x`\n", 1, 4, "Put the value in quotes."),
+        ("a: *x\n", 1, 4, "If it is text, put it in quotes."),
+        ("a: **\n", 1, 4, "Put the value in quotes."),
+        ("a: & b\n", 1, 4, "Put the value in quotes."),
+        ("a: !x!y 1\n", 1, 4, "Put the value in quotes."),
+        ("a: &x 1\nb: &x 2\n", 2, 4, "Use another name."),
+        ("a: |x\n", 1, 4, "Begin the text on the next line"),
+        ("a: - 1\n", 1, 4, "Write the list as `[a, b]`"),
+        ("a: 1\n---\nb: 2\n", 2, 1, "remove the `---`"),
+        ("a: 1\n...\nb\n", 3, 1, "Remove lines that begin with"),
+        ('a: "x" y\n', 1, 8, "Put the whole value in one pair of quotes"),
+        ("a: 'it's'\n", 1, 8, "write '' for an apostrophe"),
+        ('a: "\\d"\n', 1, 6, "Write two backslashes"),
+        ("a:\n  b: 2\n  - 1\n", 3, 3, "Put it under a key of its own"),
+        ("a: , b\n", 1, 4, "Put the value in quotes."),
+        (": 1\n", 1, 1, "Write the key before it."),
+    ],
+)
+def test_yaml_mistakes_are_explained(text: str, line: int, column: int, mend: str) -> None:
+    _, problems = read(text)
+    assert [(p.path, p.line, p.column) for p in problems] == [("", line, column)]
+    assert problems[0].message.startswith("not valid YAML: ") and "while " not in problems[0].message
+    assert mend in problems[0].mend
+
+
+def test_aliases_are_not_written_out_without_limit() -> None:
+    bomb = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+    for above, name in zip("abcdefgh", "bcdefghi", strict=True):
+        bomb += f"{name}: &{name} [{', '.join([f'*{above}'] * 10)}]\n"
+    _, problems = read(bomb)
+    assert len(problems) == 1 and "more than 10,000 values" in problems[0].message and problems[0].line == 1
+    nested = f"a: &a {'[' * 40}1{']' * 40}\nb: {'[' * 40}*a{']' * 40}\n"
+    _, problems = read(nested)
+    assert len(problems) == 1 and "nested too deeply" in problems[0].message
+
+
+def test_escaped_surrogate_pairs_are_one_character() -> None:
+    assert plain('a: "\\ud83d\\ude00"\n') == {"a": "\U0001f600"}
+
+
+def test_long_runs_of_dollars_and_variables_are_read_at_once() -> None:
+    assert plain(f"a: {'$' * 100_000}") == {"a": "$" * 100_000}
+    _, problems = read(f"a: '{'${env:A:-' * 10_000}'")
+    assert "not finished" in problems[0].message
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,168 @@
+"""What the YAML parser could not read, explained with the place to look at and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import yaml
+
+_CLOSING = {"[": "]", "{": "}"}
+_QUOTE_IT = "Put the value in quotes."
+_KEY_AND_VALUE = re.compile(r"(- )?([\w./-]+?)\s*(?:=|:|\s)\s*(\S.*)")
+_BREAK = re.compile(r"\r\n|[\n\r\x85\u2028\u2029]")
+
+
+class Mistake(NamedTuple):
+    """A message, a hint, and the line and column that it is about (from 0; None when the parser named no place)."""
+
+    message: str
+    mend: str
+    line: int | None = None
+    column: int | None = None
+
+
+def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
+    """The parser's error in ``text``, in the words of somebody who writes a spec."""
+    at = error.problem_mark or error.context_mark
+    problem, context = error.problem or "", error.context or ""
+    if at is None:
+        return Mistake(f"{context} {problem}".strip(), _QUOTE_IT)
+    here = _Spot(text, at.line, at.column, at.index)
+    opened = (
+        _Spot(text, error.context_mark.line, error.context_mark.column, error.context_mark.index)
+        if error.context_mark
+        else here
+    )
+    if "\t" in here.indentation or "'\\t'" in problem:
+        return here.mistake("a tab in the indentation", "Indent with spaces.")
+    if text[max(at.index - 1, 0) :].startswith("${env:"):
+        return here.mistake("`${env:` stands between brackets", 'There it needs quotes: "${env:NAME}".')
+    if "quoted scalar" in context:
+        if "escape" in problem:
+            mend = r"Write two backslashes (\\), or put the text in single quotes."
+            return here.mistake("this backslash begins no escape that YAML knows", mend)
+        return opened.mistake("this quote is not closed", "Add the closing quote.")
+    if "flow" in context:
+        return _bracket(opened, here)
+    if "mapping values are not allowed" in problem or "expected <block end>" in problem:
+        quote = _open_quote(text, at.index)
+        if quote is not None:
+            return quote
+    if "mapping values are not allowed" in problem:
+        return _colon(text, here)
+    if "could not find expected ':'" in problem:
+        return _no_colon(opened)
+    if "expected <block end>" in problem:
+        return _after_block(here, problem.rpartition("'")[0].rpartition("'")[2])
+    return _first_character(here, opened, problem, context)
+
+
+class _Spot:
+    """A place in the text, with its line."""
+
+    def __init__(self, text: str, line: int, column: int, index: int) -> None:
+        self.line, self.column, self.index = line, column, index
+        self.text = _BREAK.split(text[index - column :], maxsplit=1)[0]
+        self.indentation = self.text[: len(self.text) - len(self.text.lstrip())]
+        self.character = text[index : index + 1]
+
+    def mistake(self, message: str, mend: str) -> Mistake:
+        return Mistake(message, mend, self.line, self.column)
+
+
+def _bracket(opened: _Spot, here: _Spot) -> Mistake:
+    """An entry in brackets is followed by something that is neither a comma nor the closing bracket."""
+    bracket = opened.character
+    closing = _CLOSING.get(bracket, "]")
+    if here.line == opened.line or len(here.indentation) > len(opened.indentation):
+        message = f"a comma or `{closing}` is missing before this"
+        return here.mistake(message, f"Separate entries with commas, and close `{bracket}` with `{closing}`.")
+    return opened.mistake(f"this `{bracket}` is not closed", f"Add `{closing}` after its last entry.")
+
+
+def _open_quote(text: str, index: int) -> Mistake | None:
+    """The quote before ``index`` that was closed only in a later line, by the opening quote of another text."""
+    last: yaml.ScalarToken | None = None
+    try:
+        for token in yaml.scan(text[:index], Loader=yaml.SafeLoader):
+            if isinstance(token, yaml.ScalarToken):
+                last = token
+    except yaml.YAMLError:
+        pass  # The text is known to be wrong: what counts is the last token before that.
+    if last is None or text[last.start_mark.index] not in ("'", '"') or last.start_mark.line == last.end_mark.line:
+        return None
+    message = f"this quote is closed only in line {last.end_mark.line + 1}"
+    return Mistake(message, "Add the closing quote in its own line.", last.start_mark.line, last.start_mark.column)
+
+
+def _colon(text: str, here: _Spot) -> Mistake:
+    """A colon where none can stand: a second one in a line, or a line that continues the value above it."""
+    first = re.match(r"\s*(?:- )*([^\s:#][^:]*):\s+", here.text)
+    if first is not None and first.end() <= here.column:
+        key, value = first[1].strip("\"'"), here.text[first.end() :].strip()
+        quote = "'" if '"' in value else '"'
+        mend = f"Write `{key}: {{{value}}}` for a section, or `{key}: {quote}{value}{quote}` for a text."
+        return here.mistake("a second colon in one line", mend if len(mend) < 200 else _QUOTE_IT)
+    above = _BREAK.split(text[: here.index - here.column])[:-1]
+    for number in range(len(above) - 1, -1, -1):
+        line = above[number].strip()
+        if line and not line.startswith("#"):
+            if not re.search(r":(\s|$)", line):
+                start = len(above[number]) - len(above[number].lstrip())
+                return Mistake(*_no_value(line), number, start)
+            break
+    message = "this line is indented more than the keys above"
+    return Mistake(message, "Indent it like the other keys of its section.", here.line, len(here.indentation))
+
+
+def _no_colon(key: _Spot) -> Mistake:
+    line = key.text[key.column :].strip()
+    if len(line) > 1000:
+        return key.mistake("a key of more than 1,000 characters", "Shorten it.")
+    return key.mistake(*_no_value(line))
+
+
+def _no_value(line: str) -> tuple[str, str]:
+    """Message and hint for a line such as `seed 0`, `engines=1` or `seed:0`."""
+    parts = _KEY_AND_VALUE.fullmatch(line)
+    mend = f"Write `{parts[1] or ''}{parts[2]}: {parts[3]}`." if parts and len(line) < 60 else "Write `key: value`."
+    shown = line if len(line) < 60 else f"{line[:59]}…"
+    return f"`{shown}` is not a key, a colon, a space and a value", mend
+
+
+def _after_block(here: _Spot, found: str) -> Mistake:
+    """What follows a finished value or section and belongs to neither."""
+    if found in ("<block mapping start>", "<block sequence start>", "?"):
+        message = "the indentation of this line fits none of the sections above"
+        return here.mistake(message, "Indent it like the other keys of its section.")
+    if found == "-":
+        return here.mistake("a list entry stands among keys", "Put it under a key of its own, and indent it.")
+    if found in ("]", "}", ","):
+        return here.mistake(f"`{found}` belongs to no open bracket", "Remove it, or put the value in quotes.")
+    if found == ":":
+        return here.mistake("no key stands before this colon", "Write the key before it.")
+    mend = "Put the whole value in one pair of quotes; in single quotes, write '' for an apostrophe."
+    return here.mistake("the value has ended before this", mend)
+
+
+def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> Mistake:
+    """What a value may not begin with, and what may stand only once."""
+    if "found undefined alias" in problem:
+        name = problem.rpartition("'")[0].rpartition("'")[2]
+        return here.mistake(f"`*{name}` refers to no anchor `&{name}` above", "If it is text, put it in quotes.")
+    if "duplicate anchor" in context:
+        return here.mistake(f"this anchor is set in line {opened.line + 1} already", "Use another name.")
+    if "sequence entries are not allowed" in problem:
+        mend = "Write the list as `[a, b]`, or begin each `- entry` on a line of its own."
+        return here.mistake("a list cannot begin in the line of its key", mend)
+    if "block scalar" in context:
+        mend = f"Begin the text on the next line, or put the value in quotes if `{opened.character}` belongs to it."
+        return opened.mistake(f"text stands behind `{opened.character}`", mend)
+    if "single document" in context:
+        return here.mistake("a second YAML document begins here", "A spec is one document: remove the `---`.")
+    if "document start" in problem or "directive" in context + problem or "YAML document" in problem:
+        mend = "Remove lines that begin with `%`, `---` or `...`."
+        return here.mistake("this stands outside the document", mend)
+    spot = opened if "scanning" in context and "token" not in context else here
+    return spot.mistake(f"a value cannot begin with `{spot.character}`", _QUOTE_IT)
