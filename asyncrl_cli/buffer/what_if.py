@@ -3,10 +3,14 @@
 The real ``Ledger`` decides what is admitted and what a batch takes; the recorded times say how long a group and a step
 last. So the simulation has no rules of its own to go wrong, and what it assumes is in the times alone:
 
-* a group takes as long as the one that was admitted at its place in the record, whatever runs beside it and under
-  whichever version, and is rejected if that one was; past the record's end, it begins again;
+* a group needs what the one that was admitted at its place in the record needed, under whichever version, and is
+  rejected if that one was; past the record's end, it begins again;
 * as many groups run at once as ever did;
 * training, publishing and checkpoints take as long as they did, step by step.
+
+How fast engines are when another number of groups runs at once, the record does not say. Two assumptions enclose it
+(``Engines``): with ``spare`` capacity a group takes as long as it did, whatever runs beside it; ``saturated`` engines
+do no more work in a second than they did, and the groups that run share it evenly. Neither is a proven limit.
 
 Running the recorded bound as well says how far that is from what really happened. Pure: no clock, no I/O. Times are in
 seconds.
@@ -15,10 +19,12 @@ seconds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from statistics import median
+from typing import Literal, get_args
 
 from asyncrl_cli.buffer.ledger import Batch, Ledger
 from asyncrl_cli.buffer.records import BufferSettings
@@ -66,12 +72,19 @@ class Recording:
 # -- what the simulation goes by
 
 
+Engines = Literal["spare", "saturated"]
+"""What is assumed of the engines; the module docstring says more."""
+ENGINES: tuple[Engines, ...] = get_args(Engines)
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """How long a group runs, and whether it is rejected then."""
+    """How long a group runs, and whether it is rejected then. ``work_s`` is its part of the engines' time: what they
+    would have taken for this group alone, if groups that run at once share the engines evenly."""
 
     seconds: float
     rejected: bool = False
+    work_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +120,20 @@ class Outcome:
     max_lag: int
 
 
+def newest(recording: Recording, groups: int) -> Recording:
+    """The newest steps of a long run, as many as so many ``groups`` fill, as if the run had begun with them."""
+    steps = max(1, groups // recording.settings.groups_per_step)
+    if steps >= len(recording.batches):
+        return recording
+    begun = recording.batches[-steps - 1].taken_at
+    return replace(
+        recording,
+        settings=replace(recording.settings, total_steps=steps),
+        groups=[group for group in recording.groups if group.admitted_at >= begun],
+        batches=recording.batches[-steps:],
+    )
+
+
 def workload(recording: Recording) -> Workload:
     """The durations of a record. The time during which the run was down is taken out of all of them.
 
@@ -122,9 +149,15 @@ def workload(recording: Recording) -> Workload:
     typical = median(
         end - begin for (begin, end), group in zip(spans, recording.groups, strict=True) if group.ended_at is not None
     )
+    works = _works(spans)
+    typical_work = median(
+        work for work, group in zip(works, recording.groups, strict=True) if group.ended_at is not None
+    )
     attempts = [
-        Attempt(end - begin if group.ended_at is not None else max(typical, end - begin), group.rejected)
-        for (begin, end), group in zip(spans, recording.groups, strict=True)
+        Attempt(end - begin, group.rejected, work)
+        if group.ended_at is not None
+        else Attempt(max(typical, end - begin), group.rejected, max(typical_work, work))
+        for (begin, end), work, group in zip(spans, works, recording.groups, strict=True)
     ]
     begun = spans[0][0]
     steps: list[Step] = []
@@ -147,17 +180,33 @@ def workload(recording: Recording) -> Workload:
     return Workload(recording.settings, attempts, steps, _most_at_once(spans), waited, ready - begun)
 
 
-def simulate(work: Workload, max_staleness: int) -> Outcome:
+def simulate(work: Workload, max_staleness: int, engines: Engines = "spare") -> Outcome:
     """The same work under a bound of ``max_staleness`` versions."""
-    return _Simulation(work, max_staleness).run()
+    return _Simulation(work, max_staleness, engines).run()
+
+
+def times_relative(work: Workload, bounds: Iterable[int]) -> dict[int, tuple[float, float]]:
+    """For each of these bounds the run's time, divided by its time under the recorded one: the lowest and the highest
+    of what the assumptions on engines give."""
+    base = {engines: simulate(work, work.settings.max_staleness, engines).seconds or 1.0 for engines in ENGINES}
+    ratios = {
+        bound: [simulate(work, bound, engines).seconds / base[engines] for engines in ENGINES] for bound in bounds
+    }
+    return {bound: (min(both), max(both)) for bound, both in ratios.items()}
 
 
 class _Simulation:
-    """A clock, the groups that run (earliest end first), and the ledger."""
+    """A clock, the groups that run (earliest end first), and the ledger.
 
-    def __init__(self, work: Workload, max_staleness: int) -> None:
+    Groups end by the progress that each of them makes. It goes with the clock where engines have capacity to spare, and
+    is divided among the groups that run where they have none.
+    """
+
+    def __init__(self, work: Workload, max_staleness: int, engines: Engines) -> None:
         settings = work.settings
         self._work = work
+        self._shared = engines == "saturated"
+        self._progress = 0.0
         self._ledger = Ledger(
             settings.groups_per_step, settings.publish_every, max_staleness, settings.on_stale, settings.total_steps
         )
@@ -197,14 +246,22 @@ class _Simulation:
     def _pass(self, seconds: float) -> None:
         """Let time go by, with all that ends meanwhile."""
         until = self._now + seconds
-        while self._ends and self._ends[0][0] <= until:
+        while self._ends and self._time_of(self._ends[0][0]) <= until:
             self._end_first()
+        self._progress += (until - self._now) / self._slowdown()
         self._now = until
 
+    def _slowdown(self) -> int:
+        return max(1, len(self._running)) if self._shared else 1
+
+    def _time_of(self, progress: float) -> float:
+        return self._now + (progress - self._progress) * self._slowdown()
+
     def _end_first(self) -> None:
-        self._now, group_id, rejected = heappop(self._ends)
+        end, group_id, rejected = heappop(self._ends)
         if group_id not in self._running:
             return
+        self._now, self._progress = self._time_of(end), end
         self._running.remove(group_id)
         if rejected:
             self._ledger.reject(group_id, "rejected")
@@ -220,7 +277,8 @@ class _Simulation:
         attempt = self._work.attempts[self._started % len(self._work.attempts)]
         self._started += 1
         self._running.add(group_id)
-        heappush(self._ends, (self._now + attempt.seconds, group_id, attempt.rejected))
+        needed = attempt.work_s if self._shared else attempt.seconds
+        heappush(self._ends, (self._progress + needed, group_id, attempt.rejected))
 
 
 # -- from times to durations
@@ -253,6 +311,18 @@ def _uptime(recording: Recording) -> Callable[[float], float]:
 
 def _any_between(moments: Sequence[float], begin: float, end: float) -> bool:
     return any(begin < moment < end for moment in moments)
+
+
+def _works(spans: Sequence[tuple[float, float]]) -> list[float]:
+    """The integral of 1 / (spans that hold) over each span."""
+    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    shared = {changes[0][0]: 0.0}  # the integral up to each change
+    running, total = 0, 0.0
+    for (at, change), (following, _) in pairwise(changes):
+        running += change
+        total += (following - at) / running if running else 0.0
+        shared[following] = total
+    return [shared[end] - shared[begin] for begin, end in spans]
 
 
 def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:

@@ -18,7 +18,10 @@ def staleness(
     what_if: Annotated[
         int | None,
         typer.Option(
-            "--what-if", metavar="S", min=0, help="Estimate how long the trainer would have waited with this bound."
+            "--what-if",
+            metavar="S",
+            min=0,
+            help="Estimate how long the run would have taken with this bound: a range, and what it assumes.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -33,7 +36,7 @@ def staleness(
     from asyncrl_cli.buffer.queries import snapshot
     from asyncrl_cli.buffer.schema import FILE
     from asyncrl_cli.buffer.staleness import staleness_report
-    from asyncrl_cli.buffer.what_if import simulate, workload
+    from asyncrl_cli.buffer.what_if import workload
     from asyncrl_cli.observe.staleness_page import staleness_page, with_what_if
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.directory import RunError
@@ -50,9 +53,7 @@ def staleness(
             raise RunError(
                 "no step is trained yet", place=found.run_id, mend="--what-if goes by the times of trained steps"
             )
-        work = workload(recorded)
-        bound = recorded.settings.max_staleness
-        page = with_what_if(page, report, work, simulate(work, bound), simulate(work, what_if))
+        page = with_what_if(page, report, workload(recorded), what_if)
     show(page, as_json)
     if report.breaches:
         raise typer.Exit(1)

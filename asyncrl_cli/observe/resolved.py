@@ -20,11 +20,17 @@ def resolved_spec(run: RunDirectory) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def setting(spec: Mapping[str, Any], path: str, default: int) -> int:
-    """The whole number under a dotted key, or ``default`` where there is none."""
+def value_at(spec: Mapping[str, Any], path: str) -> Any:
+    """The value under a dotted key; None where there is none."""
     value: Any = spec
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def setting(spec: Mapping[str, Any], path: str, default: int) -> int:
+    """The whole number under a dotted key, or ``default`` where there is none."""
+    value = value_at(spec, path)
     return value if isinstance(value, int) else default
 
 

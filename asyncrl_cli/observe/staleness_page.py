@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncrl_cli.buffer.staleness import BREACHES_TOLD, Report, StepLags, in_ranges, together
-from asyncrl_cli.buffer.what_if import Outcome, Workload
+from asyncrl_cli.buffer.what_if import ENGINES, Workload, simulate
 from asyncrl_cli.observe.pages import Page, table
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.standing import standing
@@ -22,12 +22,16 @@ COLUMNS = 4
 """Ranges of lags, likewise."""
 BREACHES_SHOWN = 20
 ASSUMPTIONS = (
-    "An estimate: the run once more, by the ledger's own rules and the journal's times. It assumes that",
-    "- a group takes as long as the one recorded at its place, under whichever load and weights;",
+    "This is an estimate: the ledger's own rules are run again on the journal's times. The record does",
+    "not say how fast engines are when another number of groups runs at once, so a bound has two rows:",
+    "- spare: each group takes as long as the one recorded at its place, whatever runs beside it;",
+    "- saturated: engines do no more work per second than recorded, and running groups share it evenly.",
+    "Both assume that",
     "- at most {concurrency} groups run at once, the most that ever did;",
     "- training, publishing and checkpoints take as long as they did, step by step;",
-    "- time in which the run was down does not count, nor does catching up after it.",
-    "The first two rows are the same run, recorded and simulated. Trust the third as far as they agree.",
+    "- downtime and the catching up after it do not count, and neither do evaluations.",
+    "Compare rows of the same assumption. The rows of bound {bound} should agree with the recorded one:",
+    "trust the estimate only as far as they do.",
 )
 
 
@@ -123,41 +127,50 @@ def _verdict(report: Report) -> Iterator[str]:
         yield f"  (the first {BREACHES_SHOWN}; --json has more)"
 
 
-def with_what_if(page: Page, report: Report, work: Workload, as_it_was: Outcome, as_it_would: Outcome) -> Page:
+def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int) -> Page:
     """The page with the estimate for another bound below it."""
     lags = together(report.steps).groups
+    bound = report.standing.settings.max_staleness
+    bounds = dict.fromkeys((bound, max_staleness))
+    outcomes = {(engines, at): simulate(work, at, engines) for engines in ENGINES for at in bounds}
     rows = [
         (
             "recorded",
-            str(as_it_was.max_staleness),
+            str(bound),
             *_waiting(work.waited_s, work.seconds),
             f"{_mean(lags):.2f}",
             str(max(lags)),
         ),
         *(
             (
-                "simulated",
-                str(outcome.max_staleness),
+                engines,
+                str(at),
                 *_waiting(outcome.waited_s, outcome.seconds),
                 f"{outcome.mean_lag:.2f}",
                 str(outcome.max_lag),
             )
-            for outcome in (as_it_was, as_it_would)
+            for (engines, at), outcome in outcomes.items()
         ),
     ]
     header = ("what if", "bound", "trainer waits", "share", "whole run", "mean lag", "max lag")
-    assumptions = [line.format(concurrency=work.concurrency) for line in ASSUMPTIONS]
+    ratios = sorted(outcomes[engines, max_staleness].seconds / outcomes[engines, bound].seconds for engines in ENGINES)
+    claim = (
+        f"With bound {max_staleness} the run would have taken {ratios[0]:.0%} to {ratios[1]:.0%} of the time "
+        f"that it takes with bound {bound}."
+    )
+    assumptions = [line.format(concurrency=work.concurrency, bound=bound) for line in ASSUMPTIONS]
     document = page.document | {
         "what_if": {
             "estimate": True,
             "assumptions": assumptions,
             "concurrency_groups": work.concurrency,
             "steps": len(work.steps),
-            "recorded": {"max_staleness": as_it_was.max_staleness, "waited_s": work.waited_s, "seconds": work.seconds},
-            "simulated": [asdict(outcome) for outcome in (as_it_was, as_it_would)],
+            "recorded": {"max_staleness": bound, "waited_s": work.waited_s, "seconds": work.seconds},
+            "simulated": [asdict(outcome) | {"engines": engines} for (engines, _), outcome in outcomes.items()],
+            "time_relative_to_the_bound_as_it_was": ratios,
         }
     }
-    return Page(document, [*page.lines, "", *table(header, rows), *assumptions])
+    return Page(document, [*page.lines, "", *table(header, rows), claim, *assumptions])
 
 
 def _waiting(waited_s: float, seconds: float) -> tuple[str, str, str]:

@@ -14,11 +14,14 @@ class ActivityClock:
     Silence is the time since the last moment that explains why no token came: a new token, the first rollout
     after idleness, the end of an update. Tokens are looked at when a report is read, so a silence is reported too
     short by up to the time between two reports (and too long by as much when rollouts are cancelled in it).
+
+    Wall time counts from the first rollout on: an engine that is still starting is not idle.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._mark = self._since = self._busy_from = self._alive_at = now()
+        self._since = self._busy_from = self._alive_at = now()
+        self._mark: float | None = None
         self._busy = self._updating = False
         self._busy_s = self._paused_s = 0.0
         self._ended_tokens = self._sampled = 0
@@ -30,6 +33,8 @@ class ActivityClock:
             self._busy_s += now - self._since
         elif busy:
             self._busy_from = self._alive_at = now
+            if self._mark is None:
+                self._mark = now
         self._since, self._busy = now, busy
 
     def add_ended(self, tokens: int) -> None:
@@ -57,6 +62,9 @@ class ActivityClock:
             self._alive_at = now
         self._sampled = sampled
         silent_s = now - self._alive_at if self._busy and not self._updating else 0.0
-        activity = EngineActivity(self._ended_tokens, self._busy_s, self._paused_s, now - self._mark, silent_s)
-        self._mark, self._busy_s, self._paused_s, self._ended_tokens = now, 0.0, 0.0, 0
+        wall_s = 0.0
+        if self._mark is not None:
+            wall_s, self._mark = now - self._mark, now
+        activity = EngineActivity(self._ended_tokens, self._busy_s, self._paused_s, wall_s, silent_s)
+        self._busy_s, self._paused_s, self._ended_tokens = 0.0, 0.0, 0
         return activity

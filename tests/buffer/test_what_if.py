@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,16 @@ from hypothesis import strategies as st
 from asyncrl_cli.buffer import queries
 from asyncrl_cli.buffer.history import recording
 from asyncrl_cli.buffer.what_if import (
+    ENGINES,
     Attempt,
     BatchTimes,
     GroupTimes,
     Recording,
     Step,
     Workload,
+    newest,
     simulate,
+    times_relative,
     workload,
 )
 from tests.buffer.recorded_run import RecordedRun, settings
@@ -84,6 +88,60 @@ def test_the_bound_holds_and_waiting_adds_up(
     assert outcome.waited_s + sum(step.train_s for step in these.steps) + 3 * 1.0 == pytest.approx(outcome.seconds)
 
 
+# -- engines without capacity to spare
+
+
+def test_saturated_engines_are_shared_by_the_groups_that_run() -> None:
+    # Two groups at once, 3 s and 5 s of the engines' work: the first ends after 6 s, the other 2 s later.
+    these = [Attempt(1.0, work_s=3.0), Attempt(1.0, work_s=5.0)]
+    outcome = simulate(Workload(settings(), these, [Step(4.0)], 2, 0.0, 0.0), 0, "saturated")
+    assert (outcome.waited_s, outcome.seconds) == (8, 12)
+
+
+def test_the_work_of_a_group_is_its_part_of_the_engines_time() -> None:
+    groups = [GroupTimes(0.0, 6.0, rejected=False), GroupTimes(0.0, 8.0, rejected=False), GroupTimes(20, 21, False)]
+    these = workload(Recording(settings(), groups, [BatchTimes(8.0, 12.0)]))
+    assert [attempt.work_s for attempt in these.attempts] == [3, 5, 1]
+
+
+@given(
+    durations=st.lists(st.floats(0.5, 30), min_size=2, max_size=30),
+    bound=st.integers(0, 4),
+    concurrency=st.integers(1, 12),
+)
+@examples(max_examples=100, deadline=None)
+def test_saturated_engines_never_do_more_than_one_second_of_work_in_a_second(
+    durations: list[float], bound: int, concurrency: int
+) -> None:
+    these = work([], 4, concurrency, max_staleness=bound)
+    these = replace(these, attempts=[Attempt(each, work_s=each) for each in durations])
+    outcome = simulate(these, bound, "saturated")
+    trained = sum(durations[at % len(durations)] for at in range(2 * len(these.steps)))
+    if bound == 0:  # the groups that were trained are then those that were begun first
+        assert outcome.seconds >= trained - 1e-6
+    assert outcome.max_lag <= bound
+
+
+def test_times_relative_to_the_own_bound_enclose_both_assumptions() -> None:
+    these = replace(work([], 12, 8), attempts=[Attempt(g % 5 + 1.0, work_s=(g % 5 + 1) / 4) for g in range(24)])
+    low, high = times_relative(these, [1, 3])[3]
+    both = [simulate(these, 3, engines).seconds / simulate(these, 1, engines).seconds for engines in ENGINES]
+    assert (low, high) == (min(both), max(both))
+    assert times_relative(these, [1])[1] == (1, 1)
+
+
+def test_the_newest_steps_of_a_long_run() -> None:
+    groups = [GroupTimes(float(at), at + 3.0, rejected=False) for at in range(40)]
+    batches = [BatchTimes(2.0 * at + 4, 2.0 * at + 5) for at in range(20)]
+    record = Recording(settings(), groups, batches)
+    assert newest(record, 1000) is record
+    cut = newest(record, 10)
+    assert list(cut.batches) == batches[-5:]
+    assert cut.settings.total_steps == 5
+    assert cut.groups[0].admitted_at >= batches[-6].taken_at
+    assert workload(cut).seconds == batches[-1].trained_at - cut.groups[0].admitted_at
+
+
 # -- against recorded runs
 
 
@@ -111,6 +169,7 @@ def test_the_recorded_bound_waits_as_it_did(
     these = recorded(tmp_path / "journal.db")
     assert these.waited_s == pytest.approx(sum(run.waited), abs=1e-3)
     assert simulate(these, bound).waited_s == pytest.approx(sum(run.waited), abs=1e-3)
+    assert simulate(these, bound, "saturated").waited_s == pytest.approx(sum(run.waited), abs=1e-3)
 
 
 @pytest.mark.parametrize("seconds", DURATIONS)

@@ -464,9 +464,15 @@ def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_what_if(run: RecordedRun, asyncrl: Any) -> None:
     out = asyncrl("staleness", "--what-if", "0")[1]
-    assert "An estimate: the run once more, " in out
+    assert "This is an estimate" in out and "how fast" in out
+    assert "With bound 0 the run would have taken" in out
     estimate = json.loads(asyncrl("staleness", "--what-if", "0", "--json")[1])["what_if"]
-    recorded, (as_it_was, as_it_would) = estimate["recorded"], estimate["simulated"]
+    recorded, simulated = estimate["recorded"], estimate["simulated"]
+    assert [one["engines"] for one in simulated] == ["spare", "spare", "saturated", "saturated"]
+    as_it_was, as_it_would = simulated[:2]
+    assert simulated[2]["waited_s"] == pytest.approx(recorded["waited_s"], abs=1e-3)
+    ratios = [simulated[at + 1]["seconds"] / simulated[at]["seconds"] for at in (0, 2)]
+    assert estimate["time_relative_to_the_bound_as_it_was"] == sorted(ratios)
     assert recorded["waited_s"] == pytest.approx(sum(run.waited), abs=1e-3)
     assert as_it_was["waited_s"] == pytest.approx(recorded["waited_s"], abs=1e-3)
     assert (as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 0)

@@ -21,11 +21,12 @@ from tests.buffer.recorded_run import RecordedRun, make_run, settings
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """How long things take, in seconds: a group's generation and its reward (one scorer), a step's training and
-    publishing; the groups that run at once; and what that makes of the run."""
+    """How long things take, in seconds: a group's generation (every seventh: ``straggler_s``) and its reward (one
+    scorer), a step's training and publishing; the groups that run at once; and what that makes of the run."""
 
     bottleneck: Part
     group_s: float = 2.0
+    straggler_s: float | None = None
     reward_s: float = 0.0
     train_s: float = 2.0
     publish_s: float = 0.1
@@ -38,6 +39,7 @@ SITUATIONS: Mapping[str, Situation] = {
     "slow engines": Situation("generation", group_s=30.0, at_once=2),
     "slow reward": Situation("reward", reward_s=10.0, engines_busy=0.2),
     "slow publishing": Situation("publishing", publish_s=20.0),
+    "tight bound": Situation("due", straggler_s=20.0, engines_busy=0.9),
 }
 
 
@@ -83,7 +85,7 @@ def made_run(
             run.path / FILE,
             monkeypatch,
             of or settings(max_staleness=2),
-            lambda _: situation.group_s,
+            lambda group: situation.straggler_s if situation.straggler_s and group % 7 == 2 else situation.group_s,
             situation.at_once,
         ),
         reward_s=situation.reward_s,

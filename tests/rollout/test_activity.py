@@ -86,3 +86,16 @@ def test_a_pause_counts_only_what_rollouts_lost(time: Time, clock: ActivityClock
     time.now += 1
     clock.end_update(5.0)
     assert clock.read(0).paused_s == 1
+
+
+def test_an_engine_that_starts_is_not_idle(time: Time, clock: ActivityClock) -> None:
+    time.now += 60
+    assert clock.read(0).wall_s == 0
+    time.now += 20
+    clock.set_busy(True)
+    time.now += 5
+    activity = clock.read(1)
+    assert (activity.busy_s, activity.wall_s) == (5, 5)
+    clock.set_busy(False)
+    time.now += 10
+    assert clock.read(1).wall_s == 10, "idle from here on"

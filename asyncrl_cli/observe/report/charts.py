@@ -20,7 +20,7 @@ from asyncrl_cli.observe.report.trainer_time import StepTime
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """By Okabe and Ito, so that colour-blind people tell them apart."""
 PART_COLOURS: Mapping[Part, str] = dict(
-    zip(PARTS, ("#009e73", "#56b4e9", "#0072b2", "#d55e00", "#cc79a7", "#999999"), strict=True)
+    zip(PARTS, ("#009e73", "#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#999999"), strict=True)
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
 STEP_RANGES = 80

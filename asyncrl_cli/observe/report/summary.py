@@ -26,10 +26,12 @@ from asyncrl_cli.observe.report.charts import (
     staleness_chart,
     time_chart,
 )
+from asyncrl_cli.observe.report.circumstances import circumstances
 from asyncrl_cli.observe.report.curves import Curves, curves, mean
 from asyncrl_cli.observe.report.distributions import histogram, length_and_reward
+from asyncrl_cli.observe.report.learning import learned
 from asyncrl_cli.observe.report.samples import Sample, samples
-from asyncrl_cli.observe.report.story import Answer, failed, held_back, learned, stale
+from asyncrl_cli.observe.report.story import Answer, failed, held_back, stale
 from asyncrl_cli.observe.report.trainer_time import activity, trainer_time
 from asyncrl_cli.observe.resolved import resolved_spec
 from asyncrl_cli.runs.directory import RunDirectory
@@ -69,13 +71,16 @@ class RunSummary:
 
 def summarize(run: RunDirectory) -> RunSummary:
     """Read a run. Raises ``JournalError`` when it has no journal, or one that cannot be read."""
+    spec = resolved_spec(run)
     with snapshot(run.path / FILE) as connection:
         past = history(connection)
         spans = list(step_spans(connection, past.standing.settings.publish_every))
         lags = staleness_report(connection)
-        times = trainer_time(connection, spans)
+        settings = past.standing.settings
+        times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, _shares(spans))
-        found = bottleneck(spent, past.standing.settings.max_staleness) if spent else None
+        known = circumstances(connection, spec, spans, settings.max_staleness)
+        found = bottleneck(spent, known) if spent and known else None
         course = curves(connection, spans, SERIES)
         decoder = open_decoder(run)
         faults = [
@@ -98,12 +103,11 @@ def summarize(run: RunDirectory) -> RunSummary:
         chosen = samples(connection, decoder)
     phase = standing(run)
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
-    accuracies = {kind: values for kind, (_, values) in course.evaluations.items()}
     first = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
     return RunSummary(
         run_id=run.run_id,
         answers=(
-            learned(rewards, accuracies),
+            Answer("Did it learn?", *learned(rewards, past.evaluations, spec)),
             held_back(found),
             stale(lags),
             failed(phase, run.state.reason, past.failures_by_kind, first),
@@ -116,7 +120,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         decoded=decoder is not None,
         faults=tuple(faults),
         faults_in_all=sum(past.failures_by_kind.values()),
-        spec=resolved_spec(run),
+        spec=spec,
         spec_text=_spec_text(run),
     )
 

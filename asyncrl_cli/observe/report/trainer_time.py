@@ -9,7 +9,7 @@ Steps are counted from 0 here, as in the journal.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.buffer.spans import StepSpan, first_publish
@@ -20,6 +20,10 @@ LAST_GROUPS = """
     FROM (SELECT step, id, max(ended_at) AS ended_at FROM groups WHERE step IS NOT NULL GROUP BY step) last
 """
 """Of each batch the group that was scored last, and when it had its last tokens."""
+FINISHED = """
+    SELECT ended_at, step FROM groups WHERE state IN ('finished', 'taken') AND ended_at IS NOT NULL ORDER BY ended_at
+"""
+"""When groups finished, and the batch that took them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,9 @@ class StepTime:
     seconds: Mapping[Part, float]
 
 
-def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan]) -> list[StepTime]:
+def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], groups_per_step: int) -> list[StepTime]:
     """The windows of trained steps, all of ``PARTS`` in each."""
+    enough = enough_finished(connection.execute(FINISHED), [span.step for span in spans], groups_per_step)
     last = {step: (ended_at, recorded_at) for step, ended_at, recorded_at in connection.execute(LAST_GROUPS)}
     saved = dict(connection.execute("SELECT step, seconds FROM checkpoints"))
     starts = [at for (at,) in connection.execute("SELECT at FROM starts WHERE kind != 'restart'")]
@@ -46,6 +51,7 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan]) -> l
         seconds = dict.fromkeys(PARTS, 0.0) | split_wait(
             asked_at,
             span.taken_at,
+            enough.get(span.step, asked_at),
             generated_at if generated_at is not None else asked_at,
             scored_at if scored_at is not None else asked_at,
             saved.get(span.step, 0.0),
@@ -56,6 +62,27 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan]) -> l
             seconds["between"] += span.publish.begun_at - span.trained_until
         found.append(StepTime(span.step, seconds))
         free_at = span.ended_at
+    return found
+
+
+def enough_finished(
+    finished: Iterable[tuple[float, int | None]], steps: Sequence[int], groups_per_step: int
+) -> dict[int, float]:
+    """When as many groups had finished as a batch has, without those of earlier batches: by step.
+
+    ``finished`` are times and batches of groups, by time; ``steps`` ascend. From that time to the batch's own, the
+    ledger waited for groups that were due.
+    """
+    found: dict[int, float] = {}
+    upcoming = iter(finished)
+    waiting: list[tuple[float, int | None]] = []
+    for step in steps:
+        waiting = [group for group in waiting if group[1] is None or group[1] >= step]
+        while len(waiting) < groups_per_step and (group := next(upcoming, None)) is not None:
+            if group[1] is None or group[1] >= step:
+                waiting.append(group)
+        if len(waiting) >= groups_per_step:
+            found[step] = waiting[groups_per_step - 1][0]
     return found
 
 

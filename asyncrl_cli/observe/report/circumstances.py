@@ -1,0 +1,46 @@
+"""What the advice on a run depends on, read from its journal and spec."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl_cli.buffer.history import recording
+from asyncrl_cli.buffer.spans import StepSpan
+from asyncrl_cli.buffer.what_if import ENGINES, Workload, newest, simulate, times_relative, workload
+from asyncrl_cli.observe.report.bottleneck import Circumstances, Estimate
+
+FURTHER = (1, 2, 4)
+"""Bounds that are tried, above the run's own."""
+SIMULATED_GROUPS = 5000
+"""Groups that are simulated, the newest ones: a report is made within seconds for a run of any length."""
+TOLERANCE = 0.15
+"""There is no estimate when the recorded time is further than this outside the times simulated for the own bound."""
+
+
+def circumstances(
+    connection: sqlite3.Connection, spec: Mapping[str, Any], spans: Sequence[StepSpan], max_staleness: int
+) -> Circumstances | None:
+    """None before a trained step."""
+    if not spans:
+        return None
+    work = workload(newest(recording(connection), SIMULATED_GROUPS))
+    return Circumstances(
+        spec=spec,
+        max_staleness=max_staleness,
+        episodic=any("response/calls_mean" in span.metrics for span in spans),
+        steps=len(spans),
+        most_rollouts=work.concurrency * work.settings.group_size,
+        estimates=_estimates(work) if _reproduced(work) else (),
+    )
+
+
+def _estimates(work: Workload) -> tuple[Estimate, ...]:
+    bounds = [work.settings.max_staleness + further for further in FURTHER]
+    return tuple(Estimate(bound, *both) for bound, both in times_relative(work, bounds).items())
+
+
+def _reproduced(work: Workload) -> bool:
+    own = [simulate(work, work.settings.max_staleness, engines).seconds for engines in ENGINES]
+    return min(own) * (1 - TOLERANCE) <= work.seconds <= max(own) * (1 + TOLERANCE)

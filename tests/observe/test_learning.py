@@ -1,0 +1,121 @@
+"""Did it learn: held-out accuracy with its noise, training reward where there is none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.buffer.history import Evaluation
+from asyncrl_cli.observe.report.learning import change, leading_series, learned, trend, wilson
+
+RISING = [at / 100 for at in range(100)]
+
+
+def evaluation(step: int, accuracy: float, prompts: int = 512, kind: str = "greedy") -> Evaluation:
+    return Evaluation(step, kind, 0.0, accuracy, accuracy, 10.0, prompts)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "prompts", "interval"),
+    [(0.5, 100, (0.404, 0.596)), (1.0, 128, (0.971, 1.0)), (0.0, 10, (0.0, 0.278)), (0.229, 512, (0.195, 0.267))],
+)
+def test_intervals_are_those_of_the_literature(accuracy: float, prompts: int, interval: tuple[float, float]) -> None:
+    assert wilson(accuracy, prompts) == pytest.approx(interval, abs=1e-3)
+
+
+@given(st.floats(0, 1), st.integers(1, 10_000))
+def test_an_interval_encloses_what_was_measured_and_narrows(accuracy: float, prompts: int) -> None:
+    low, high = wilson(accuracy, prompts)
+    assert 0 <= low <= accuracy + 1e-12 and accuracy - 1e-12 <= high <= 1
+    narrower = wilson(accuracy, 4 * prompts)
+    assert narrower[1] - narrower[0] < high - low
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 2000), st.integers(1, 2000))
+def test_changes_are_symmetric_and_none_without_a_difference(a: float, b: float, n: int, m: int) -> None:
+    there, back = change(evaluation(0, a, n), evaluation(1, b, m)), change(evaluation(0, b, m), evaluation(1, a, n))
+    assert (there == "rose") is (back == "fell")
+    assert change(evaluation(0, a, n), evaluation(1, a, m)) == "did not change beyond its noise"
+    assert there != "rose" or b > a
+
+
+def test_held_out_accuracy_decides() -> None:
+    falling_reward = RISING[::-1]
+    said, tone = learned(falling_reward, [evaluation(0, 0.229), evaluation(10, 0.9, 128), evaluation(140, 0.975)], {})
+    assert tone == "good"
+    assert said.startswith("Yes: held-out accuracy (greedy) rose from 0.229 (0.195 to 0.267, 512 prompts) at step 0")
+    assert "Mean training reward: 0.945 to 0.045" in said
+    said, tone = learned(RISING, [evaluation(0, 0.9), evaluation(140, 0.5)], {})
+    assert (said[:3], tone) == ("No:", "bad")
+    said, tone = learned(RISING, [evaluation(0, 0.50, 64), evaluation(3, 0.55, 64)], {})
+    assert (said[:13], tone) == ("Inconclusive:", "plain")
+
+
+def test_a_run_that_lost_what_it_had_learned_is_told() -> None:
+    said, tone = learned([], [evaluation(0, 0.2), evaluation(50, 0.95), evaluation(100, 0.6)], {})
+    assert tone == "plain"
+    assert said.startswith("Yes, but not to the end") and "At step 50 it had been 0.950" in said
+
+
+def test_the_leading_evaluations_are_the_greedy_ones_or_those_of_most_points() -> None:
+    sampled = [evaluation(at, 0.5, kind="sampled") for at in (0, 10)]
+    others = [evaluation(at, 0.5, kind="hard:greedy") for at in (0, 5, 10)]
+    greedy = [evaluation(at, 0.5) for at in (10, 0)]
+    assert [(one.kind, one.step) for one in leading_series([*sampled, *greedy, *others])] == [
+        ("greedy", 0),
+        ("greedy", 10),
+    ]
+    assert leading_series([*sampled, *others, evaluation(0, 0.5)])[0].kind == "hard:greedy"
+    assert leading_series([evaluation(0, 0.5)]) == []
+
+
+def test_without_held_out_accuracy_the_training_reward_decides() -> None:
+    assert learned(RISING, [evaluation(0, 0.5)], {})[0].startswith("Yes: the mean training reward rose")
+    assert learned(RISING[::-1], [], {})[1] == "bad"
+    assert learned([0.5, 0.4] * 20, [], {})[0].startswith("Inconclusive")
+
+
+def test_few_steps_are_inconclusive_and_shown() -> None:
+    assert learned([0.309, 0.35, 0.324], [], {}) == (
+        "Inconclusive: only 3 steps are trained. Mean training reward by step: 0.309, 0.350, 0.324.",
+        "plain",
+    )
+    assert "too few steps" in learned([], [], {})[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"data": {"curriculum": {"stages": 3}}}, "data.curriculum"),
+        ({"data": {"pools": {"retire": 3}}}, "data.pools"),
+        ({"algorithm": {"uniform_groups": "reject"}}, "uniform_groups: reject"),
+    ],
+)
+def test_rewards_that_cannot_be_compared_decide_nothing(spec: Any, reason: str) -> None:
+    said, tone = learned(RISING, [], spec)
+    assert said.startswith("Inconclusive") and reason in said and tone == "plain"
+    held_out = learned(RISING, [evaluation(0, 0.2), evaluation(10, 0.9)], spec)
+    assert held_out[1] == "good" and "not comparable" in held_out[0]
+
+
+# -- trends of the training reward
+
+
+@given(st.lists(st.floats(0.4, 0.6), min_size=20, max_size=200), st.floats(1.0, 10.0))
+def test_a_trend_beyond_the_noise_is_seen_and_noise_is_none(noise: list[float], rise: float) -> None:
+    tilted = [value + rise * at / len(noise) for at, value in enumerate(noise)]
+    for values, way in ((tilted, "rose"), (tilted[::-1], "fell")):
+        found = trend(values)
+        assert found is not None and found.direction == way
+    flat = trend([value + (-1) ** at * rise for at, value in enumerate(noise)])
+    assert flat is not None and flat.direction == "did not change beyond its noise"
+
+
+def test_trends_of_little() -> None:
+    assert trend([]) is None and trend([1.0, math.nan]) is None
+    found = trend([0.5] * 30)
+    assert found is not None and found.direction == "did not change beyond its noise"
