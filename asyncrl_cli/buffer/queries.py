@@ -33,6 +33,8 @@ STATES: tuple[GroupState, ...] = get_args(GroupState)
 
 _WITH_ROLLOUTS: tuple[GroupState, ...] = ("running", "finished", "trained", "rejected")
 
+LARGEST = 2**63 - 1
+"""The largest integer that SQLite has."""
 RECENT_GROUPS = 1000
 """Groups of a state, the newest ones, whose rollouts make up its distributions."""
 
@@ -306,9 +308,9 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
         f"WHERE {' AND '.join(conditions)} ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
         {
             "version": standing(connection).version,
-            "stale_over": wanted.stale_over,
+            "stale_over": None if wanted.stale_over is None else max(-LARGEST, min(wanted.stale_over, LARGEST)),
             "min_reward": wanted.min_reward,
-            "limit": limit,
+            "limit": min(limit, LARGEST),
         },
     )
     return [GroupRow(*row) for row in rows]
@@ -316,7 +318,7 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
 
 def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
     """The groups that a name means, oldest first: the one with this id, or else those of the prompt with this uid."""
-    if name.isdecimal():
+    if name.isdecimal() and len(name) <= len(str(LARGEST)) and int(name) <= LARGEST:
         found = connection.execute("SELECT id FROM groups WHERE id = ?", (int(name),)).fetchall()
         if found:
             return [int(name)]
@@ -358,7 +360,8 @@ class GroupRecord:
 def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
     """Everything about one group. Raises ``LookupError`` when there is none with this id."""
     version = standing(connection).version
-    row = connection.execute(f"{_GROUP} WHERE g.id = :id", {"version": version, "id": group_id}).fetchone()
+    known = {"version": version, "id": min(group_id, LARGEST)}
+    row = connection.execute(f"{_GROUP} WHERE g.id = :id", known).fetchone()
     if row is None:
         raise LookupError(f"there is no group {group_id}")
     uid, content, fields, prompt_ids = connection.execute(

@@ -33,6 +33,7 @@ from asyncrl_cli.cli import (
     validate_spec,
     watch,
 )
+from asyncrl_cli.cli.command import add
 from asyncrl_cli.cli.output import echo
 from asyncrl_cli.runs.errors import UserError
 
@@ -44,22 +45,30 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("init")(init.init)
-app.command("train")(train.train)
-app.command("resume")(resume.resume)
-app.command("replay")(replay.replay)
-app.command("serve")(serve.serve)
-app.command("watch")(watch.watch)
-app.command("runs")(runs.runs)
-app.command("track")(track.track)
+
+
+add(app, "init", init.init, "Copy a template: a spec with its code and data.", "asyncrl init agent my-task")
+add(app, "train", train.train, "Check a spec, then train.", "asyncrl train specs/quickstart.yaml --set seed=1")
+add(app, "resume", resume.resume, "Continue a stopped or killed run.", "asyncrl resume latest --steps 280")
+add(app, "replay", replay.replay, "Train recorded batches again, compare weights.", "asyncrl replay latest --to 20")
+add(app, "serve", serve.serve, "Serve a model through an OpenAI-compatible API.", "asyncrl serve latest --port 8000")
+add(app, "watch", watch.watch, "Watch a run in the terminal.", "asyncrl watch latest")
+add(app, "runs", runs.runs, "List runs.", "asyncrl runs --json")
+add(app, "track", track.track, "Send an ended run's missing data to MLflow.", "asyncrl track latest")
 app.add_typer(inspect.app, name="inspect")
-app.command("events")(events.events)
-app.command("staleness")(staleness.staleness)
-app.command("doctor")(doctor.doctor)
-app.command("report")(report.report)
-app.command("timeline")(timeline.timeline)
+add(
+    app,
+    "events",
+    events.events,
+    "Print what happened in a run, in order.",
+    "asyncrl events latest --kind fault",
+)
+add(app, "staleness", staleness.staleness, "Show and verify staleness.", "asyncrl staleness latest --what-if 4")
+add(app, "doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "asyncrl doctor --deep")
+add(app, "report", report.report, "Write an HTML report of one or more runs.", "asyncrl report latest -o report.html")
+add(app, "timeline", timeline.timeline, "Write a trace for ui.perfetto.dev.", "asyncrl timeline latest -o out.json")
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("validate-spec")(validate_spec.validate_spec)
+add(app, "validate-spec", validate_spec.validate_spec, "Check a spec.", "asyncrl validate-spec specs/quickstart.yaml")
 
 
 def _version(wanted: bool) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.inspect import AsJson, RunName, RunsDir, show
+from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, Step
+from asyncrl_cli.cli.command import add
+from asyncrl_cli.cli.inspect import show
 from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
@@ -19,10 +21,7 @@ app = typer.Typer(
     help="List, check, export and prune a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Step = Annotated[int | None, typer.Option("--step", min=0, help="The checkpoint of this step.")]
 
-
-@app.command("list")
 def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """List a run's checkpoints with their held-out accuracy, and why each is kept.
 
@@ -38,7 +37,6 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
     show(list_page(found, checkpoints, _reasons(checkpoints, accuracies, _retention(found)), accuracies), as_json)
 
 
-@app.command("show")
 def show_checkpoint(
     run: RunName = "latest", step: Step = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")
 ) -> None:
@@ -54,7 +52,6 @@ def show_checkpoint(
     show(show_page(found, _chosen(found, step)[-1], reasons, accuracies), as_json)
 
 
-@app.command("verify")
 def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
     """Compare every byte of all checkpoints, or of that of --step, with the checksums they were written with.
 
@@ -73,7 +70,6 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
         raise typer.Exit(1)
 
 
-@app.command("export")
 def export(
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to write; it must be empty or new.")],
     run: RunName = "latest",
@@ -102,15 +98,17 @@ def export(
     echo(f"the model of step {checkpoint.step} is in {to}")
 
 
-@app.command("prune")
 def prune(
     run: RunName = "latest",
-    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Keep so many of the newest.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep so many of the newest.")
+    ] = None,
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", min=0, help="Keep those of steps divisible by this; 0 for none.")
+        int | None,
+        typer.Option("--keep-every", metavar="N", min=0, help="Keep those of steps divisible by this; 0 for none."),
     ] = None,
     keep_best: Annotated[
-        int | None, typer.Option("--keep-best", min=0, help="Keep so many with the best greedy accuracy.")
+        int | None, typer.Option("--keep-best", metavar="N", min=0, help="Keep so many with the best greedy accuracy.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     runs_dir: RunsDir = Path("runs"),
@@ -206,3 +204,10 @@ def _note_removed(run: RunDirectory, steps: list[int]) -> None:
             connection.executemany(
                 "UPDATE checkpoints SET removed_at = ? WHERE step = ?", [(time.time(), step) for step in steps]
             )
+
+
+add(app, "list", list_checkpoints, "List checkpoints and why each is kept.", "asyncrl checkpoint list latest")
+add(app, "show", show_checkpoint, "Show one checkpoint.", "asyncrl checkpoint show latest --step 40")
+add(app, "verify", verify_checkpoints, "Compare every byte with its checksum.", "asyncrl checkpoint verify latest")
+add(app, "export", export, "Write the model as a Hugging Face folder.", "asyncrl checkpoint export --to my-model")
+add(app, "prune", prune, "Remove the checkpoints that nothing keeps.", "asyncrl checkpoint prune latest --dry-run")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.inspect import AsJson, RunsDir
+from asyncrl_cli.cli.arguments import AsJson, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir
+from asyncrl_cli.cli.command import add
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
@@ -24,12 +26,7 @@ app = typer.Typer(
     help="Look into a run: one that is running, stopped or dead.", no_args_is_help=True, rich_markup_mode=None
 )
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique start of one, `latest`, or a path.")]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 
-
-@app.command("buffer")
 def inspect_buffer(
     run: RunName = "latest",
     group: Annotated[
@@ -41,18 +38,30 @@ def inspect_buffer(
     state: Annotated[
         str | None,
         typer.Option(
-            "--state", help="List groups: running, finished, taken (not trained yet), trained, rejected or requeued."
+            "--state",
+            metavar="STATE",
+            help="List groups: running, finished, taken (not trained yet), trained, rejected or requeued.",
         ),
     ] = None,
     min_reward: Annotated[
-        float | None, typer.Option("--min-reward", help="List groups with at least this mean reward.")
+        float | None, typer.Option("--min-reward", metavar="REWARD", help="List groups with at least this mean reward.")
     ] = None,
     stale_over: Annotated[
-        int | None, typer.Option("--stale-over", help="List groups with a lag of more versions than this.")
+        int | None,
+        typer.Option(
+            "--stale-over",
+            metavar="N",
+            help="List groups with a lag of more versions than this.",
+        ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, help=f"List so many groups, newest first; {LISTED} when left out.", metavar="N"),
+        typer.Option(
+            "--limit",
+            min=1,
+            help=f"List so many groups, newest first; {LISTED} when left out.",
+            metavar="N",
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
@@ -102,7 +111,6 @@ def inspect_buffer(
         show(look(), as_json)
 
 
-@app.command("run")
 def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """Show what a run was started from and what it has done: starts, failures, throughput, checkpoints, evaluations."""
     from asyncrl_cli.buffer.history import history
@@ -145,3 +153,7 @@ def _watch(look: Callable[[], Page]) -> None:
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:
             return
+
+
+add(app, "buffer", inspect_buffer, "Show what is in a run's buffer.", "asyncrl inspect buffer latest --state running")
+add(app, "run", inspect_run, "Show how a run started and what happened in it.", "asyncrl inspect run latest --json")

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
 
 
 def replay(
-    run_id: Annotated[str, typer.Argument(metavar="[RUN]", help="A run id, a unique start of one.")] = "latest",
+    run_id: RunName = "latest",
     first: Annotated[int, typer.Option("--from", min=1, metavar="STEP", help="The first step to compare.")] = 1,
     last: Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The last one.")] = None,
     overrides: Annotated[
@@ -21,7 +22,7 @@ def replay(
         typer.Option("--set", metavar="KEY=VALUE", help="Try another objective or optimizer on the same data."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per step.")] = False,
-    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Train again from the journal, with no rollout engine, and say whether the weights come out equal.
 

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.inspect import RunsDir
+from asyncrl_cli.cli.arguments import RunsDir
 from asyncrl_cli.cli.output import echo
 
 
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Run ids, unique starts of them, paths, or `latest` (the default)."),
+        typer.Argument(metavar="RUN", help="Run ids, unique starts of them, paths, or `latest` (the default)."),
     ] = None,
     output: Annotated[
         Path | None,

@@ -7,20 +7,24 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import RunName, RunsDir, Step
 from asyncrl_cli.cli.running import Quiet
 
 
 def resume(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique start of one, or `latest`.")],
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Train to this step instead.")] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="Start from this step's checkpoint.")] = None,
+    run_id: RunName,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="STEPS", min=1, help="Train to this step instead."),
+    ] = None,
+    step: Step = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key that may change.")
     ] = None,
     without_journal: Annotated[
         bool, typer.Option("--without-journal", help="Set a damaged journal aside; go on from a checkpoint alone.")
     ] = False,
-    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run where it stands.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
@@ -14,15 +15,18 @@ if TYPE_CHECKING:
 
 
 def serve(
-    target: Annotated[str, typer.Argument(metavar="RUN|SPEC", help="A run, or a YAML spec: its initial model.")],
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option("--port", min=0, max=65535, help="Port; 0 for a free one.")] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="The run's checkpoint of this step.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN|SPEC", help="A run, or a YAML spec: its initial model.", autocompletion=run_names),
+    ],
+    host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0 for a free one.")
     ] = None,
+    step: Step = None,
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when clients may come.")] = False,
-    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Serve a model to any OpenAI client, without training, until Ctrl-C.
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.inspect import AsJson, RunName, RunsDir, show
+from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir
+from asyncrl_cli.cli.inspect import show
 
 
 def staleness(

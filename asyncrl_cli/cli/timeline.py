@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.inspect import RunName, RunsDir
+from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
 
 

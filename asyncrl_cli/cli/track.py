@@ -7,21 +7,22 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
 
 
 def track(
-    run_id: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run id, a unique start of one, or `latest`.")
-    ] = "latest",
-    uri: Annotated[str | None, typer.Option("--uri", help="Another tracking URI than the spec's.")] = None,
+    run_id: RunName = "latest",
+    uri: Annotated[
+        str | None, typer.Option("--uri", metavar="URI", help="Another tracking URI than the spec's.")
+    ] = None,
     register: Annotated[
         str | None,
         typer.Option(
             metavar="NAME", help="Make the final model a version of this registered model, not of the spec's."
         ),
     ] = None,
-    runs_dir: Annotated[Path, typer.Option("--runs-dir", help="The folder of all runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Send to MLflow what it has not got of a run that has ended.
 

@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import Overrides
 from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 
 def train(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
-    ] = None,
+    overrides: Overrides = None,
     quiet: Quiet = False,
 ) -> None:
     """Train: check the spec, start Ray, DeepSpeed and vLLM, and run to the last step.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import Overrides
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
 
 def validate_spec(
     spec: Annotated[Path | None, typer.Argument(metavar="SPEC", help="The YAML spec.", show_default=False)] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
-    ] = None,
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema, and stop.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the whole spec, with all defaults.")] = False,

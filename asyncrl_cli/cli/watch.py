@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.cli.inspect import RunName, RunsDir
+from asyncrl_cli.cli.arguments import RunName, RunsDir
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

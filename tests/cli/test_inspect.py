@@ -160,6 +160,17 @@ def test_bad_usage(run: RecordedRun, asyncrl: Any, arguments: str) -> None:
     assert err.startswith("Usage: asyncrl ")
 
 
+@pytest.mark.parametrize("number", [2**63, 10**30])
+def test_numbers_that_no_journal_can_hold(run: RecordedRun, asyncrl: Any, number: int) -> None:
+    everything = asyncrl("inspect", "buffer", "--limit", "1000")[1]
+    assert asyncrl("inspect", "buffer", "--limit", str(number)) == (0, everything, "")
+    assert asyncrl("inspect", "buffer", "--limit", "1000", "--stale-over", str(-number)) == (0, everything, "")
+    code, _, err = asyncrl("inspect", "buffer", "--group", str(number))
+    assert (code, err.startswith("run-1: no group has the id")) == (1, True)
+    code, _, err = asyncrl("inspect", "buffer", "--rollout", f"{number}-0")
+    assert (code, err.startswith("run-1: there is no group")) == (1, True)
+
+
 def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     make_run(tmp_path / "other", "run-2")
     pages = {
