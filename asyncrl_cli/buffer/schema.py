@@ -172,11 +172,19 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """A connection that cannot write, for a live run, a dead one or a copy. Raises ``JournalError``."""
     if not path.is_file():
-        raise JournalError("there is no journal", place=str(path), mend="The run has not got as far as its first group")
+        raise JournalError(
+            "there is no journal",
+            place=str(path),
+            mend="A run has one from its first group on. If this run has trained, restore the file from a copy",
+        )
     with explained(path):
         connection = _connected_for_reading(path)
         number = connection.execute("PRAGMA user_version").fetchone()[0]
         _check_number(number, path)
+        if not number:
+            raise JournalError(
+                "this is not a journal of asyncrl", place=str(path), mend="Restore the run's own file from a copy"
+            )
         if number < len(MIGRATIONS):
             raise JournalError(
                 f"the journal has schema {number}, and this version reads {len(MIGRATIONS)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,13 @@ def run_names(context: typer.Context, incomplete: str) -> list[str]:
     from asyncrl_cli.runs.catalogue import all_runs
 
     runs_dir = Path(context.params.get("runs_dir") or "runs")
-    return [name for run in all_runs(runs_dir) if (name := run.run_id).startswith(incomplete)]
+    names = [run.run_id for run in all_runs(runs_dir)] if runs_dir.is_dir() else []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """A completion from names that are looked up when somebody asks."""
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
 def checkpoint_steps(context: typer.Context, incomplete: str) -> list[str]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import RunName, RunsDir
+from asyncrl_cli.cli.arguments import RunName, RunsDir, one_of
 from asyncrl_cli.cli.output import echo
+
+
+def _kinds() -> Iterable[str]:
+    from asyncrl_cli.buffer.events import KINDS
+
+    return KINDS
 
 
 def events(
@@ -18,6 +25,7 @@ def events(
         typer.Option(
             "--kind",
             metavar="KIND",
+            autocompletion=one_of(_kinds),
             help="Only these: start, admit, segment, finish, score, group, stay, "
             "batch, step, publish, checkpoint, eval, fault or stall. May be given several times.",
         ),

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import one_of
 from asyncrl_cli.cli.output import echo, echo_json
+
+
+def _names() -> Iterable[str]:
+    from asyncrl_cli.cli.templates import templates
+
+    return [template.name for template in templates()]
 
 
 def init(
     template: Annotated[
-        str | None, typer.Argument(metavar="TEMPLATE", help="A template's name.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="TEMPLATE", help="A template's name.", show_default=False, autocompletion=one_of(_names)
+        ),
     ] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="Where to copy it to.", show_default=False)

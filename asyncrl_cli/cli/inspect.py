@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir
+from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, one_of
 from asyncrl_cli.cli.command import add
 from asyncrl_cli.cli.output import echo, echo_json
 
@@ -27,6 +27,12 @@ app = typer.Typer(
 )
 
 
+def _states() -> Iterable[str]:
+    from asyncrl_cli.buffer.queries import STATES
+
+    return STATES
+
+
 def inspect_buffer(
     run: RunName = "latest",
     group: Annotated[
@@ -40,6 +46,7 @@ def inspect_buffer(
         typer.Option(
             "--state",
             metavar="STATE",
+            autocompletion=one_of(_states),
             help="List groups: running, finished, taken (not trained yet), trained, rejected or requeued.",
         ),
     ] = None,

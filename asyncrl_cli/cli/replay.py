@@ -35,6 +35,8 @@ def replay(
     from asyncrl_cli.runs.directory import RunError
     from asyncrl_cli.spec.load import load_spec
 
+    if last is not None and last < first:
+        raise typer.BadParameter(f"is before --from {first}", param_hint="--to")
     run = find_run(runs_dir, run_id)
     before = load_spec(run.path / "spec.yaml").spec
     spec = load_spec(run.path / "spec.yaml", overrides or ()).spec.model_copy(update={"runs_dir": run.path.parent})
@@ -47,7 +49,9 @@ def replay(
     end = min(last or recorded, recorded)
     if first > end:
         raise RunError(
-            f"there is nothing to replay from step {first} on: {recorded} steps are trained", place=run.run_id
+            f"cannot replay from step {first}: the run has trained {recorded} steps",
+            place=run.run_id,
+            mend="Choose an earlier step with --from",
         )
     before_first = [
         checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints") if checkpoint.step < first

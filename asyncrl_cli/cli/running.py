@@ -42,7 +42,7 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
         with open_view(run, spec.stop.steps, quiet) as view:
             outcome = run_experiment(experiment, run, view, start)
     except Interrupted:
-        echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.run_id}", err=True)
+        echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.argument}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except UserError:
         raise
@@ -72,7 +72,8 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {place}" for name, place in places.items() if place]
-    lines += ["next:", "  asyncrl inspect run", f"  asyncrl resume {run.run_id} --steps {2 * run.state.steps}"]
+    further = f"asyncrl resume {run.argument} --steps {2 * run.state.steps}"
+    lines += ["next:", f"  asyncrl inspect run {run.argument}", f"  {further}"]
     if outcome.tracking and "://" in outcome.tracking.uri and not outcome.tracking.uri.startswith("http"):
         lines.append(f"  mlflow ui --backend-store-uri {outcome.tracking.uri}")
     return "\n".join(lines)

@@ -30,18 +30,18 @@ def runs(
         echo(f"no runs in {runs_dir} yet")
         return
     width = max(len(row["run"]) for row in rows)
-    echo(f"{'run':{width}}  {'state':11}  {'step':>9}  {'greedy':>6}  {'sampled':>7}  started")
+    echo(f"{'run':{width}}  {'phase':11}  {'step':>9}  {'greedy':>6}  {'sampled':>7}  started")
     for row in rows:
         step = f"{row['step']}/{row['steps']}"
         greedy, sampled = (_percent(row["accuracy"].get(kind)) for kind in ("greedy", "sampled"))
-        echo(f"{row['run']:{width}}  {row['state']:11}  {step:>9}  {greedy:>6}  {sampled:>7}  {row['started']}")
+        echo(f"{row['run']:{width}}  {row['phase']:11}  {step:>9}  {greedy:>6}  {sampled:>7}  {row['started']}")
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
     from asyncrl_cli.runs.standing import standing
 
-    state = {key: value for key, value in asdict(run.state).items() if key != "phase"}
-    return {"run": run.run_id, "state": standing(run), "started": run.manifest.get("started", ""), **state}
+    state = asdict(run.state) | {"phase": standing(run)}
+    return {"run": run.run_id, "started": str(run.manifest.get("started", "")), **state}
 
 
 def _percent(value: float | None) -> str:

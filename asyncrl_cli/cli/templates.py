@@ -46,9 +46,9 @@ class Template:
         ``force`` writes into a folder that is not empty: files of the same name are replaced, others stay. Raises
         ``TemplateError``.
         """
-        if folder.exists() and not folder.is_dir():
-            raise TemplateError("there is a file of this name", place=str(folder), mend="Name a folder")
         try:
+            if folder.exists() and not folder.is_dir():
+                raise TemplateError("there is a file of this name", place=str(folder), mend="Name a folder")
             if not force and folder.is_dir() and any(folder.iterdir()):
                 mend = "Name another, or use --force, which replaces files of the same name"
                 raise TemplateError("the folder is not empty", place=str(folder), mend=mend)

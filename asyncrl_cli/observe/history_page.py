@@ -29,8 +29,8 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
     document: dict[str, Any] = {
         "run": run.run_id,
         "phase": standing(run),
-        "folder": str(run.path),
-        "state": asdict(state),
+        "folder": str(run.path.absolute()),
+        "state": asdict(state) | {"phase": standing(run)},
         "manifest": manifest,
         "history": None,
     }

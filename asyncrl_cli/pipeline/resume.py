@@ -37,7 +37,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
             raise RunError(
                 f"the run has done its {taken} steps",
                 place=run.run_id,
-                mend=f"To train on, say how far: asyncrl resume {run.run_id} --steps {2 * taken}",
+                mend=f"To train on, say how far: asyncrl resume {run.argument} --steps {2 * taken}",
             )
         if taken > spec.stop.steps:
             raise RunError(
@@ -51,7 +51,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 "older copy, or cut off",
                 place=str(journal),
                 mend=f"Bring the right one back, or go on from the checkpoint alone: "
-                f"asyncrl resume {run.run_id} --without-journal",
+                f"asyncrl resume {run.argument} --without-journal",
             )
         run.forget_after("metrics.jsonl", trained)  # what is not known as trained is reported again
     elif checkpoint is not None:
@@ -59,7 +59,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
             "the run has checkpoints, and its journal is gone",
             place=str(journal),
             mend=f"Bring it back, or go on from step {checkpoint.step} alone: "
-            f"asyncrl resume {run.run_id} --without-journal",
+            f"asyncrl resume {run.argument} --without-journal",
         )
     return Start("resume", note, checkpoint)
 

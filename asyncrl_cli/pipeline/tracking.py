@@ -52,7 +52,7 @@ def close_tracker(
         return Tracking(target.uri, f"run {outbox.sent.run_id} in experiment {target.experiment}{model}")
     kept = len(outbox.steps())
     what = f"{kept} step{'s' if kept > 1 else ''}" if kept else "the rest"
-    return Tracking(target.uri, f"{what} kept, not sent ({problem}); later: asyncrl track {run.run_id}")
+    return Tracking(target.uri, f"{what} kept, not sent ({problem}); later: asyncrl track {run.argument}")
 
 
 def send_rest(spec: ExperimentSpec, run: RunDirectory) -> Sender:
@@ -67,6 +67,6 @@ def send_rest(spec: ExperimentSpec, run: RunDirectory) -> Sender:
         raise RunError(
             f"MLflow did not take everything: {failure(error, target.uri)}",
             place=run.run_id,
-            mend=f"Everything is kept in the run's folder; try again later: asyncrl track {run.run_id}",
+            mend=f"Everything is kept in the run's folder; try again later: asyncrl track {run.argument}",
         ) from error
     return sender

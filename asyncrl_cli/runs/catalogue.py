@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import suppress
 from pathlib import Path
 
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory, RunError
 
 
 def all_runs(runs_dir: Path) -> list[RunDirectory]:
-    """Every run in the folder, oldest first."""
+    """Every run in the folder, oldest first. Raises ``RunError`` when it is no folder; ``runs`` may be missing."""
     if not runs_dir.is_dir():
-        return []
+        if runs_dir == DEFAULT_RUNS and not runs_dir.exists():
+            return []
+        problem = "is not a folder" if runs_dir.exists() else "there is no such folder"
+        raise RunError(problem, place=str(runs_dir), mend="Name the folder of all runs with --runs-dir")
     runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
     # By what the manifest says: the file itself is written again when a run ends.
     return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))
@@ -21,9 +26,11 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
 
     Raises ``RunError`` when no run or several fit.
     """
-    if "/" in name and (Path(name) / "manifest.json").is_file():
-        return RunDirectory(Path(name).absolute())
+    with suppress(OSError):  # no path, such as one that is too long
+        if "/" in name and (Path(name) / "manifest.json").is_file():
+            return RunDirectory(Path(name).absolute())
     runs = all_runs(runs_dir)
+    list_runs = "asyncrl runs" if runs_dir == DEFAULT_RUNS else f"asyncrl runs --runs-dir {shlex.quote(str(runs_dir))}"
     if name == "latest":
         if not runs:
             raise RunError("there is no run yet", place=str(runs_dir), mend="Start one: asyncrl train SPEC")
@@ -34,4 +41,4 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
     if fitting:
         listing = ", ".join(run.run_id for run in fitting)
         raise RunError(f"{name!r} names {len(fitting)} runs: {listing}", mend="Give more of the id")
-    raise RunError(f"no run is called {name!r}", place=str(runs_dir), mend="`asyncrl runs` lists those there are")
+    raise RunError(f"no run is called {name!r}", place=str(runs_dir), mend=f"List the runs: {list_runs}")

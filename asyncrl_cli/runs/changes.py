@@ -53,7 +53,7 @@ def _problem(key: str) -> Problem | None:
     for fixed, why in FIXED.items():
         rest = key.removeprefix(fixed)
         if rest != key and (not rest or rest[0] == ".") and rest[1:] not in ALLOWED_BELOW.get(fixed, ()):
-            return Problem(key, f"cannot change when a run is resumed: {why}", "Start a new run for it")
+            return Problem(key, f"cannot change for a recorded run: {why}", "Start a new run for it")
     return None
 
 

@@ -25,17 +25,20 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from asyncrl_cli.runs.errors import UserError
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
+DEFAULT_RUNS = Path("runs")
+"""The folder of all runs where neither spec nor command line names one, below the working directory."""
 MODEL = "model"
 """The final model's folder in that of the run."""
 LOCK_PATIENCE_S = 0.5
@@ -89,6 +92,12 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         return self.path.name
+
+    @property
+    def argument(self) -> str:
+        """What names this run on a command line typed here: its id, or its path where the id would not be found."""
+        default = self.path.parent.absolute() == DEFAULT_RUNS.absolute()
+        return self.run_id if default else shlex.quote(str(self.path))
 
     def lock(self) -> None:
         """Become the one driver of this run. Raises ``RunError`` with the other's pid when there is one."""
@@ -165,7 +174,7 @@ class RunDirectory:
         """The latest state on disk. A damaged or missing file reads as a fresh start."""
         if self._state is None:
             try:
-                return RunState(**json.loads((self.path / "state.json").read_text()))
+                return _checked(RunState(**json.loads((self.path / "state.json").read_text())))
             except (OSError, ValueError, TypeError):
                 return RunState()
         return self._state
@@ -190,6 +199,23 @@ class RunDirectory:
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def _checked(state: RunState) -> RunState:
+    """The state, if its fields have their types. Raises ``ValueError``."""
+    counts = (state.step, state.steps, state.version)
+    accuracies = (state.accuracy, state.accuracy_before)
+    sound = (
+        state.phase in get_args(Phase)
+        and all(type(count) is int for count in counts)
+        and all(isinstance(kinds, dict) for kinds in accuracies)
+        and all(type(value) in (int, float) for kinds in accuracies for value in kinds.values())
+        and type(state.reason) is str
+        and type(state.updated) in (int, float)
+    )
+    if not sound:
+        raise ValueError("not a run's state")
+    return state
 
 
 def _locked(descriptor: int) -> bool:

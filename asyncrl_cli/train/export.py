@@ -74,9 +74,11 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
 
 
 def check_target(folder: Path) -> None:
-    """Raise ``RunError`` when there is something where a model shall be written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError("the folder is not empty", place=str(folder), mend="Name another one with --to")
+    """Raise ``RunError`` when a model cannot be written there: a file, or a folder that is not empty."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError("a file with this name exists", place=str(folder), mend="Name a folder with --to")
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError("the folder is not empty", place=str(folder), mend="Name another folder with --to")
 
 
 def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:

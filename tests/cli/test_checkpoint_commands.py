@@ -218,7 +218,10 @@ def test_export_writes_what_transformers_loads(
 
     capsys.readouterr()
     code, _, error = asyncrl("export", "--step", 30, "--to", tmp_path / "out/model")
-    assert (code, error) == (1, f"{tmp_path / 'out/model'}: the folder is not empty. Name another one with --to.\n")
+    assert (code, error) == (1, f"{tmp_path / 'out/model'}: the folder is not empty. Name another folder with --to.\n")
+    (tmp_path / "file").touch()
+    code, _, error = asyncrl("export", "--step", 30, "--to", tmp_path / "file")
+    assert (code, error) == (1, f"{tmp_path / 'file'}: a file with this name exists. Name a folder with --to.\n")
     (folder / "run.json").write_text("{}")
     code, _, error = asyncrl("export", "--step", 30, "--to", tmp_path / "other")
     assert code == 1

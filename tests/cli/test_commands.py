@@ -142,7 +142,7 @@ def test_runs_say_how_they_stand(filled: Path) -> None:
     done = asyncrl("runs", cwd=filled)
     assert (done.returncode, done.stderr) == (0, "")
     header, *lines = done.stdout.splitlines()
-    assert header.split() == ["run", "state", "step", "greedy", "sampled", "started"]
+    assert header.split() == ["run", "phase", "step", "greedy", "sampled", "started"]
     assert [line.split() for line in lines] == [
         ["done", "finished", "10/10", "0.750", "0.500", "2026-01-01T00:00:00+00:00"],
         ["killed", "died", "4/10", "-", "-", "2026-01-02T00:00:00+00:00"],
@@ -152,20 +152,20 @@ def test_runs_say_how_they_stand(filled: Path) -> None:
         ["driven", "running", "9/1000", "-", "-", "2026-01-06T00:00:00+00:00"],
         ["damaged", "died", "0/0", "-", "-", "2026-01-07T00:00:00+00:00"],
     ]
-    columns = [header.index(word) for word in ("state", "started")]
+    columns = [header.index(word) for word in ("phase", "started")]
     assert all(line[column - 1] == " " != line[column] for line in lines for column in columns), "columns line up"
 
 
 def test_runs_as_json(filled: Path) -> None:
     rows = json.loads(asyncrl("runs", "--json", "--runs-dir", filled / "runs", cwd=Path("/")).stdout)
     assert [row["run"] for row in rows] == ["done", "killed", "stopped", "broken", "early", "driven", "damaged"]
-    assert {key: rows[0][key] for key in ("state", "step", "steps", "accuracy")} == {
-        "state": "finished",
+    assert {key: rows[0][key] for key in ("phase", "step", "steps", "accuracy")} == {
+        "phase": "finished",
         "step": 10,
         "steps": 10,
         "accuracy": {"greedy": 0.75, "sampled": 0.5},
     }
-    assert [row["state"] for row in rows[1:]] == ["died", "interrupted", "failed", "died", "running", "died"]
+    assert [row["phase"] for row in rows[1:]] == ["died", "interrupted", "failed", "died", "running", "died"]
     assert rows[3]["reason"] == "no memory"
 
 
@@ -263,7 +263,7 @@ def save(run: RunDirectory, step: int) -> None:
 
 def test_resume_of_nothing(tmp_path: Path) -> None:
     shown = refused(asyncrl("resume", "nothing", cwd=tmp_path), 1)
-    assert shown == "runs: no run is called 'nothing'. `asyncrl runs` lists those there are."
+    assert shown == "runs: no run is called 'nothing'. List the runs: asyncrl runs."
     shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 1)
     assert shown == "runs: there is no run yet. Start one: asyncrl train SPEC."
 
@@ -295,8 +295,8 @@ def test_a_refused_change_leaves_the_spec_as_it_was(tmp_path: Path) -> None:
     before = (run.path / "spec.yaml").read_bytes()
     changes = ("--set", "seed=7", "--set", "rollout.group_size=2", "--set", "evaluation.every=3")
     shown = refused(asyncrl("resume", "run-1", *changes, "--steps", "20", cwd=tmp_path), 2)
-    assert "rollout.group_size: cannot change when a run is resumed: recorded groups have this size" in shown
-    assert "seed: cannot change when a run is resumed: " in shown
+    assert "rollout.group_size: cannot change for a recorded run: recorded groups have this size" in shown
+    assert "seed: cannot change for a recorded run: " in shown
     assert "evaluation.every" not in shown, "that one may change"
     assert (run.path / "spec.yaml").read_bytes() == before
     assert not run.is_driven, "the lock is given back"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from asyncrl_cli.observe.view import QuietView
 from asyncrl_cli.pipeline import launch
 from asyncrl_cli.pipeline.interrupts import Interrupted
 from asyncrl_cli.pipeline.launch import Outcome, Start
+from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec
 
@@ -115,8 +115,58 @@ def test_there_is_no_colour_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatc
     assert not colours()
 
 
-def test_completion_knows_every_command() -> None:
-    program = Path(sys.executable).with_name("asyncrl")
-    asked = {"_ASYNCRL_COMPLETE": "complete_bash", "COMP_WORDS": "asyncrl re", "COMP_CWORD": "1", "PATH": "/usr/bin"}
-    out = subprocess.run([str(program)], env=asked, capture_output=True, text=True, check=False).stdout
-    assert out.split() == ["resume", "replay", "report"]
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("re", ["resume", "replay", "report"]),
+        ("resume te", ["test-1", "test-2"]),
+        ("resume test-2 --step 1", ["10", "15"]),
+        ("inspect buffer --state r", ["running", "rejected", "requeued"]),
+        ("events --kind st", ["start", "stay", "step", "stall"]),
+        ("init mat", ["math"]),
+        ("resume --runs-dir nowhere te", []),
+    ],
+)
+def test_completion_in_the_shell(
+    words: str,
+    completed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("test-1", "test-2", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "manifest.json").write_text("{}")
+    for step in (5, 10, 15):
+        folder = tmp_path / "runs/test-2/checkpoints" / checkpoint_name(step)
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+        seal(folder)
+    monkeypatch.setenv("_ASYNCRL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"asyncrl {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    monkeypatch.setattr(sys, "argv", ["asyncrl"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.split() == completed
+
+
+def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ((), ("inspect",), ("checkpoint",)):
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *group, "--help"])
+        with pytest.raises(SystemExit):
+            main()
+        _, listed = capsys.readouterr().out.split("Commands:\n")
+        commands = [line.split()[0] for line in listed.splitlines()]
+        assert commands and "..." not in listed
+        for command in commands:
+            if (command,) in (("inspect",), ("checkpoint",)):
+                continue
+            monkeypatch.setattr(sys, "argv", ["asyncrl", *group, command, "--help"])
+            with pytest.raises(SystemExit):
+                main()
+            help_text = capsys.readouterr().out
+            assert not re.search(r"[{}]|\[\[", help_text.splitlines()[0])
+            assert "  Example: asyncrl " in help_text

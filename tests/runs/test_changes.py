@@ -120,7 +120,7 @@ def test_a_key_may_change_unless_the_journal_rests_on_it(path: str) -> None:
         with pytest.raises(SpecError) as error:
             check_changes(validated(WHOLE), after)
         assert all(is_below(problem.path, (path,)) for problem in error.value.problems)
-        assert "cannot change when a run is resumed: " in str(error.value)
+        assert "cannot change for a recorded run: " in str(error.value)
     else:
         changes = check_changes(validated(WHOLE), after)
         assert changes
@@ -144,7 +144,7 @@ def test_a_refusal_says_why(path: str, value: Any, why: str) -> None:
         check_changes(validated(WHOLE), validated(set_at(WHOLE, path, value)))
     for problem in error.value.problems:
         assert problem.path.startswith(path)
-        assert problem.message == f"cannot change when a run is resumed: {why}"
+        assert problem.message == f"cannot change for a recorded run: {why}"
         assert problem.mend
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -189,6 +190,25 @@ def test_a_damaged_state_reads_as_a_fresh_start(run: RunDirectory, damage: bytes
     (run.path / "manifest.json").write_bytes(damage)
     assert RunDirectory(run.path).state == RunState()
     assert RunDirectory(run.path).manifest in ({}, {"unknown": 1})
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"phase": "sleeping"},
+        {"step": "3"},
+        {"steps": None},
+        {"version": 1.5},
+        {"accuracy": [1, 2]},
+        {"accuracy": {"greedy": "high"}},
+        {"accuracy_before": None},
+        {"reason": 7},
+        {"updated": "now"},
+    ],
+)
+def test_a_state_with_fields_of_other_types_reads_as_a_fresh_start(run: RunDirectory, odd: dict[str, Any]) -> None:
+    run.write_json("state.json", {"step": 3, "steps": 9} | odd)
+    assert RunDirectory(run.path).state == RunState()
 
 
 def test_what_a_resumed_run_does_again_is_forgotten(run: RunDirectory) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.runs.catalogue import all_runs, find_run
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory, RunError
 
 
 def make(runs_dir: Path, run_id: str, started: str) -> RunDirectory:
@@ -41,11 +41,29 @@ def test_a_run_without_a_readable_manifest_is_still_listed(runs_dir: Path) -> No
     assert [run.run_id for run in all_runs(runs_dir)] == ["a-1", "b-1", "a-12"]
 
 
-def test_no_folder_no_runs(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert all_runs(tmp_path / "missing") == all_runs(tmp_path / "file") == []
+def test_no_folder_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert all_runs(DEFAULT_RUNS) == []
     with pytest.raises(RunError, match=r"there is no run yet\. Start one: asyncrl train SPEC"):
+        find_run(DEFAULT_RUNS, "latest")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"missing: there is no such folder\. Name the folder"):
         find_run(tmp_path / "missing", "latest")
+    with pytest.raises(RunError, match="file: is not a folder"):
+        all_runs(tmp_path / "file")
+
+
+def test_a_name_that_no_path_can_have(runs_dir: Path) -> None:
+    with pytest.raises(RunError, match="no run is called"):
+        find_run(runs_dir, "/" + "x" * 5000)
+
+
+def test_a_command_is_given_the_id_or_the_path(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_run(runs_dir, "b").argument == str(runs_dir / "b-1")
+    assert find_run(runs_dir, find_run(runs_dir, "b").argument).run_id == "b-1"
+    monkeypatch.chdir(runs_dir.parent)
+    runs_dir.rename("runs")
+    assert find_run(DEFAULT_RUNS, "b").argument == "b-1"
 
 
 @pytest.mark.parametrize(("name", "found"), [("b", "b-1"), ("a-12", "a-12"), ("a-1", "a-1"), ("latest", "a-1")])
@@ -59,7 +77,7 @@ def test_an_ambiguous_start_lists_what_it_could_mean(runs_dir: Path) -> None:
 
 
 def test_an_unknown_name_says_where_it_was_looked_for(runs_dir: Path) -> None:
-    with pytest.raises(RunError, match=r"no run is called 'c'\. `asyncrl runs` lists") as error:
+    with pytest.raises(RunError, match=r"no run is called 'c'\. List the runs: asyncrl runs --runs-dir") as error:
         find_run(runs_dir, "c")
     assert error.value.place == str(runs_dir)
 
