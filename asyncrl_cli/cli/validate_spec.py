@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,46 +18,67 @@ if TYPE_CHECKING:
 
 
 def validate_spec(
-    spec: Annotated[Path | None, typer.Argument(metavar="SPEC", help="The YAML spec.", show_default=False)] = None,
+    specs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SPEC...", help="YAML specs; `-` reads one from standard input.", show_default=False),
+    ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema, and stop.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the whole spec, with all defaults.")] = False,
 ) -> None:
-    """Check a spec: types, spelling, and whether its parts fit together.
+    """Check specs: types, spelling, and whether their parts fit together.
 
-    Ends with 0 when the spec can run and with 2 when it cannot; warnings make no difference.
+    Ends with 0 when every spec can run and with 2 when one cannot; warnings make no difference. With --json, one spec
+    gives an object and several give a list of them.
     """
-    from asyncrl_cli.spec.load import dump_spec, load_spec
-    from asyncrl_cli.spec.problems import SpecError
-
     if schema:
         from asyncrl_cli.spec.reference import json_schema
 
         echo_json(json_schema())
         return
-    if spec is None:
+    if not specs:
         raise typer.BadParameter("name a spec, or use --schema", param_hint="SPEC")
-    try:
-        loaded = load_spec(spec, overrides or ())
-    except SpecError as error:
-        if not as_json:
-            raise
-        echo(_document(spec, error.problems, valid=False))
-        raise typer.Exit(error.exit_code) from error
+    if len(specs) > 1 and (resolved or "-" in specs):
+        raise typer.BadParameter("--resolved and `-` take one spec at a time", param_hint="SPEC")
+    answers = [_check(spec, overrides or (), resolved) for spec in specs]
     if as_json:
-        echo(_document(spec, loaded.warnings, valid=True))
-        return
-    for problem in loaded.warnings:
-        echo(str(problem), err=True)
-    echo(dump_spec(loaded.spec).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}")
+        documents = [answer.document for answer in answers]
+        echo_json(documents if len(specs) > 1 else documents[0])
+    else:
+        for answer in answers:
+            for complaint in answer.complaints:
+                echo(str(complaint), err=True)
+            if answer.valid:
+                echo(answer.text)
+    if not all(answer.valid for answer in answers):
+        raise typer.Exit(2)
 
 
-def _document(spec: Path, problems: tuple[object, ...], valid: bool) -> str:
-    from dataclasses import asdict
+@dataclass(frozen=True)
+class _Answer:
+    valid: bool
+    text: str
+    complaints: tuple[object, ...]
+    document: dict[str, object]
 
-    document = {"spec": str(spec), "valid": valid, "problems": [asdict(problem) for problem in problems]}  # type: ignore[call-overload]
-    return json.dumps(document, indent=2, ensure_ascii=False)
+
+def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
+    from asyncrl_cli.spec.load import dump_spec, load_spec
+    from asyncrl_cli.spec.problems import SpecError
+
+    try:
+        loaded = load_spec(spec, overrides, typer.get_binary_stream("stdin").read() if spec == "-" else None)
+    except SpecError as error:
+        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        problems = [asdict(problem) for problem in error.problems]
+        return _Answer(False, "", (error,), {"spec": spec, "valid": False, "problems": problems})
+    document = {"spec": spec, "valid": True, "problems": [asdict(problem) for problem in loaded.warnings]}
+    if resolved:
+        document["resolved"] = loaded.spec.model_dump(mode="json")
+    text = dump_spec(loaded.spec).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
+    return _Answer(True, text, loaded.warnings, document)
 
 
 def summary(loaded: LoadedSpec) -> str:

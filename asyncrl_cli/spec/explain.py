@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
-from itertools import takewhile
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +13,9 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from asyncrl_cli.spec.catalogue import Key, general, keys
 from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.suggest import elsewhere, suggest
 
+Location = tuple[int | str, ...]
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -33,36 +35,8 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "less than"),
 }
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "num_generations": "group_size",
-    "rollout_n": "group_size",
-    "max_completion_length": "max_response_tokens",
-    "max_tokens": "max_response_tokens",
-    "max_steps": "steps",
-    "total_steps": "steps",
-    "train_batch_size": "groups_per_step",
-    "kl_beta": "kl_coef",
-    "beta": "kl_coef",
-    "epsilon": "clip_low",
-    "epsilon_low": "clip_low",
-    "epsilon_high": "clip_high",
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high",
-    "clip_ratio_c": "dual_clip",
-    "adv_estimator": "advantage",
-    "loss_type": "loss",
-    "loss_agg_mode": "aggregation",
-    "importance_cap": "cap",
-    "lam": "gae_lambda",
-    "ppo_epochs": "epochs",
-    "num_iterations": "epochs",
-    "num_minibatches": "minibatches",
-    "max_grad": "max_grad_norm",
-    "max_model_len": "max_length",
-    "model_name_or_path": "path",
-}
-"""What other trainers call some of our keys."""
+_SUGGESTED = 100
+"""Unknown keys that get a suggestion; looking for one takes milliseconds, and a wrong file may have thousands."""
 
 
 def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[Problem, bool]]:
@@ -72,12 +46,12 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
     """
     details = error.errors(include_url=False)
     meant: set[str] = set()
-    for detail in details:
-        if detail["type"] == "extra_forbidden":
-            parent, key = tuple(map(str, detail["loc"][:-1])), str(detail["loc"][-1])
-            suggestions = suggest(".".join(parent), key)
+    unknown = (detail for detail in details if detail["type"] == "extra_forbidden")
+    for count, detail in enumerate(unknown):
+        for location in _foreign(detail["loc"], detail["input"]) if count < _SUGGESTED else [detail["loc"]]:
+            suggestions, mend = _known(location) if count < _SUGGESTED else ([], "")
             meant.update(suggestions[:1])
-            yield Problem(_dotted(detail["loc"]), "there is no such key", _unknown_mend(parent, suggestions)), True
+            yield Problem(_dotted(location), "there is no such key", mend), True
     for detail in details:
         path = _dotted(detail["loc"])
         if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
@@ -89,42 +63,46 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
             yield Problem(path, _message(detail), _mend(detail, keys().get(general(path)))), False
 
 
-def suggest(parent: str, key: str) -> list[str]:
-    """The dotted keys that an unknown ``key`` under ``parent`` may have been meant to be, likeliest first."""
-    parent = general(parent)
-    prefix = f"{parent}." if parent else ""
-    beside = {path.removeprefix(prefix): path for path in keys() if path.startswith(prefix)}
-    siblings = [name for name in beside if "." not in name]
-    if not parent:
-        siblings.append(beside.setdefault("extends", "extends"))
-    close = get_close_matches(key.lower(), siblings, n=1, cutoff=0.75)
-    if close:
-        return [beside[close[0]]]
-
-    def distance(path: str) -> tuple[int, int]:
-        shared = takewhile(lambda pair: pair[0] == pair[1], zip(parent.split("."), path.split("."), strict=False))
-        return -len(list(shared)), path.count(".")
-
-    names = {path: path.rpartition(".")[2] for path in keys()}
-    wanted = [key.lower(), _ELSEWHERE.get(key.lower(), key)]
-    exact = [path for path, name in names.items() if name in wanted]
-    if not exact:
-        near = get_close_matches(key.lower(), set(names.values()), n=2, cutoff=0.8)
-        exact = [path for path, name in names.items() if name in near]
-    return sorted(exact, key=distance)[:3]
+def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Location]:
+    """The unknown keys to speak of: those within a section of another trainer, where they can be told, or the one."""
+    answered = bool(elsewhere(*_parent(location)))
+    if not isinstance(value, dict) or answered or (not inside and _known(location)[0]):
+        return [location] if not inside or answered or _known(location)[0] else []
+    children = islice(value.items(), _SUGGESTED)
+    inner = [below for key, child in children for below in _foreign((*location, key), child, inside=True)]
+    return inner or ([] if inside else [location])
 
 
-def _unknown_mend(parent: tuple[str, ...], suggestions: list[str]) -> str:
+def _known(location: Location) -> tuple[list[str], str]:
+    """The keys that an unknown one may have been meant to be, and the hint that says so."""
+    parent, key = _parent(location)
+    suggestions, answer = suggest(parent, key), elsewhere(parent, key)
+    if answer.endswith("."):
+        return [], answer
     if suggestions:
-        return f"Did you mean {_choice(suggestions)}?"
-    prefix = ".".join((*filter(None, [general(".".join(parent))]), ""))
+        return suggestions, f"Did you mean {_choice(suggestions)}?"
+    prefix = ".".join((*filter(None, [general(parent)]), ""))
     siblings = [path.removeprefix(prefix) for path in keys() if path.startswith(prefix)]
-    return f"Keys here: {', '.join(name for name in siblings if '.' not in name)}."
+    return [], f"Keys here: {', '.join(name for name in siblings if '.' not in name)}."
+
+
+def _parent(location: Location) -> tuple[str, str]:
+    return _dotted(location[:-1]), str(location[-1])
 
 
 def _missing_mend(path: str) -> str:
-    key = keys()[general(path)]
-    return f"Add `{path.rpartition('.')[2]}`. {key.field.description}"
+    field = keys()[general(path)].field
+    name = path.rpartition(".")[2]
+    if field.examples:
+        return f"Add it, such as `{name}: {_flow(field.examples[0])}`."
+    return f"Add `{name}`. {field.description}"
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML writes it in a line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
+    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
 
 
 def _message(detail: ErrorDetails) -> str:
@@ -151,12 +129,14 @@ def _mend(detail: ErrorDetails, key: Key | None) -> str:
         close = get_close_matches(value.lower(), _allowed(detail), n=1, cutoff=0.6)
         if close:
             return f"Did you mean `{close[0]}`?"
-    if detail["type"] == "string_type" and value is not None:
+    if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "Put it in quotes to make it text."
     if isinstance(value, str) and detail["type"] in ("int_type", "float_type", "bool_type"):
         return "Write it without quotes." if _is_bare(value) else _default_mend(key)
-    if value is None and detail["type"] == "model_type":
-        return "Put keys under it, or remove the line."
+    if key is not None and key.opens and detail["type"] in ("list_type", "dict_type"):
+        fields = ", ".join(key.opens.model_fields)
+        each = "Write a list; each entry" if detail["type"] == "list_type" else "Write names; what is under each"
+        return f"{each} has the keys {fields}."
     return _default_mend(key)
 
 
@@ -164,7 +144,7 @@ def _default_mend(key: Key | None) -> str:
     if key is None:
         return ""
     if key.opens:
-        return f"Its keys: {', '.join(key.opens.model_fields)}."
+        return f"Put its keys under it: {', '.join(key.opens.model_fields)}."
     default = key.default
     return "" if default is PydanticUndefined or default == {} else f"Left out, it is {_shown(default)}."
 
@@ -182,7 +162,7 @@ def _choice(words: list[str]) -> str:
     return " or ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)
 
 
-def _dotted(location: tuple[int | str, ...]) -> str:
+def _dotted(location: Location) -> str:
     return ".".join(map(str, location))
 
 

@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from asyncrl_cli.data.sources import names_a_file
+from asyncrl_cli.runs.terminal import printable
 from asyncrl_cli.spec.catalogue import keys
 from asyncrl_cli.spec.explain import explain
 from asyncrl_cli.spec.layers import Layers, override
@@ -117,17 +118,15 @@ def looks_like_path(text: str, path: str) -> bool:
     return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or os.path.exists(folder)
 
 
-_BREAKS = {"\x85", "\u2028", "\u2029"}
-
-
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or 1.2 would read as something else.
 
-    Rare line breaks are written as escapes: PyYAML folds them, and they would come back as spaces.
+    What is not printable is written as escapes: PyYAML folds rare line breaks into spaces, and a terminal shows escapes
+    instead of control characters, which mean the same only between double quotes.
     """
 
     def represent_text(self, text: str) -> yaml.Node:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & _BREAKS else None)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if printable(text) == text else '"')
 
 
 for _tag, _pattern in SCALARS.items():

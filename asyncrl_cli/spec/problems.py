@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.terminal import printable
+
+SHOWN = 50
+"""Problems that an error's message lists; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,8 @@ class Problem:
         place = str(Place(self.file, self.line, self.column))
         label = "warning" if self.severity == "warning" else ""
         head = ": ".join(part for part in (place, label, self.path, self.message) if part)
-        return f"{head}\n    {self.mend}" if self.mend else head
+        lines = (line.replace("\n", r"\n") for line in (head, self.mend) if line)
+        return printable("\n    ".join(lines))
 
 
 class SpecError(UserError):
@@ -65,7 +70,10 @@ class SpecError(UserError):
         super().__init__(f"the spec has {count_problems(self.problems)}")
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.problems), count_problems(self.problems)])
+        lines = [*map(str, self.problems[:SHOWN])]
+        if len(self.problems) > SHOWN:
+            lines.append(f"... and {len(self.problems) - SHOWN:,} more")
+        return "\n".join([*lines, count_problems(self.problems)])
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
@@ -75,4 +83,4 @@ def count_problems(problems: Iterable[Problem]) -> str:
     """Such as ``2 errors, 1 warning``."""
     severities = [problem.severity for problem in problems]
     counts = [(name, severities.count(name)) for name in ("error", "warning") if name in severities]
-    return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts)
+    return ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in counts)

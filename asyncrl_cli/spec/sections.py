@@ -524,8 +524,8 @@ class ExperimentSpec(Section):
     runs_dir: Annotated[Path, SystemPath] = Field(
         Path("runs"), strict=False, description="Folder of all runs, relative to where the command is started."
     )
-    model: ModelSpec = Field(description="The policy.")
-    task: TaskSpec = Field(description="The task and its reward.")
+    model: ModelSpec = Field(description="The policy.", examples=[{"path": "Qwen/Qwen3-0.6B"}])
+    task: TaskSpec = Field(description="The task and its reward.", examples=[{"use": "math"}])
     data: DataSpec = Field(default_factory=DataSpec, description="Prompts.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="Generation.")
     algorithm: AlgorithmSpec = Field(default_factory=AlgorithmSpec, description="The objective.")
@@ -537,4 +537,4 @@ class ExperimentSpec(Section):
     tracking: TrackingSpec = Field(default_factory=TrackingSpec, description="Experiment tracking.")
     notify: NotifySpec = Field(default_factory=NotifySpec, description="Notices of the run's end and of stalls.")
     cluster: ClusterSpec = Field(default_factory=ClusterSpec, description="Ray.")
-    stop: StopSpec = Field(description="The end.")
+    stop: StopSpec = Field(description="When the run ends.", examples=[{"steps": 100}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.cli.app import main
+from asyncrl_cli.spec.load import load_spec
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "specs/quickstart.yaml")
@@ -74,9 +76,11 @@ def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_resolved_loads_again(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    _, first, _ = asyncrl("validate-spec", QUICKSTART, "--resolved", "--set", "seed=7")
+    rare = 'task.options={"a\u200d": "\u2028\u00a0\U000e0001"}'
+    _, first, _ = asyncrl("validate-spec", QUICKSTART, "--resolved", "--set", "seed=7", "--set", rare)
     (tmp_path / "resolved.yaml").write_text(first)
     _, second, _ = asyncrl("validate-spec", str(tmp_path / "resolved.yaml"), "--resolved")
+    assert load_spec(tmp_path / "resolved.yaml").spec.task.options == {"a\u200d": "\u2028\u00a0\U000e0001"}
     assert first == second and "seed: 7" in first and "stall_minutes: 10.0" in first
 
 
@@ -84,6 +88,33 @@ def test_schema_needs_no_spec(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = asyncrl("validate-spec", "--schema")
     assert code == 0 and json.loads(out)["title"] == "ExperimentSpec"
     assert asyncrl("validate-spec")[0] == 2
+
+
+def test_several_specs(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = asyncrl("validate-spec", QUICKSTART, BROKEN)
+    assert code == 2 and out.startswith(f"{QUICKSTART} is valid") and "18 errors" in err
+    code, out, err = asyncrl("validate-spec", QUICKSTART, BROKEN, "--json")
+    assert (code, err, [spec["valid"] for spec in json.loads(out)]) == (2, "", [True, False])
+    assert asyncrl("validate-spec", QUICKSTART, QUICKSTART)[0] == 0
+    assert asyncrl("validate-spec", QUICKSTART, QUICKSTART, "--resolved")[0] == 2
+
+
+def test_a_spec_from_standard_input(asyncrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def given(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    given(f"extends: {QUICKSTART}\n")
+    assert asyncrl("validate-spec", "-")[1].startswith("- is valid: quickstart runs")
+    given(f"extends: {QUICKSTART}\nstop: {{step: 3}}\n")
+    code, out, err = asyncrl("validate-spec", "-")
+    assert (code, out) == (2, "") and err.startswith("-:2:8: stop.step: there is no such key")
+
+
+def test_resolved_in_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = asyncrl("validate-spec", QUICKSTART, "--json", "--resolved", "--set", "seed=7")
+    document = json.loads(out)
+    assert (code, document["valid"], document["resolved"]["seed"]) == (0, True, 7)
+    assert document["resolved"]["pipeline"]["stall_minutes"] == 10.0
 
 
 def test_version(asyncrl) -> None:  # type: ignore[no-untyped-def]

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.spec.catalogue import keys
-from asyncrl_cli.spec.explain import suggest
+from asyncrl_cli.spec.elsewhere import NAMES
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.suggest import suggest
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -77,10 +78,97 @@ def test_broken_yaml_names_every_mistake_where_it_is(monkeypatch: pytest.MonkeyP
         ("", "extend", "extends"),
         ("rollout", "max_length", "model.max_length"),
         ("trainer", "num_generations", "rollout.group_size"),
+        ("", "trainer.ranks", "trainer.ranks"),
+        ("trainer.optimizer", "beta", "trainer.optimizer.betas"),
+        ("trainer.optimizer", "epsilon", "trainer.optimizer.eps"),
+        ("model.warm_start", "lr", "model.warm_start.learning_rate"),
+        # verl
+        ("algorithm", "adv_estimator", "algorithm.advantage"),
+        ("algorithm.kl_ctrl", "kl_coef", "algorithm.kl_coef"),
+        ("actor_rollout_ref.rollout", "n", "rollout.group_size"),
+        ("actor_rollout_ref.rollout", "temperature", "rollout.sampling.temperature"),
+        ("actor_rollout_ref.rollout.val_kwargs", "temperature", "evaluation.temperature"),
+        ("actor_rollout_ref.actor.optim", "lr", "trainer.optimizer.learning_rate"),
+        ("actor_rollout_ref.model", "path", "model.path"),
+        ("critic.optim", "lr", "algorithm.critic.learning_rate"),
+        ("data", "train_files", "data.train.path"),
+        ("data", "max_prompt_length", "rollout.max_prompt_tokens"),
+        ("data", "max_response_length", "rollout.max_response_tokens"),
+        ("actor", "clip_ratio", "algorithm.clip_low"),
+        ("actor", "kl_loss_coef", "algorithm.kl_coef"),
+        ("trainer", "save_freq", "checkpoints.every"),
+        # TRL, OpenRLHF, prime-rl
+        ("", "learning_rate", "trainer.optimizer.learning_rate"),
+        ("", "dataset_name", "data.train.path"),
+        ("", "output_dir", "runs_dir"),
+        ("", "beta", "algorithm.kl_coef"),
+        ("", "n_samples_per_prompt", "rollout.group_size"),
+        ("", "eps_clip", "algorithm.clip_low"),
+        ("", "max_async_level", "pipeline.max_staleness"),
     ],
 )
 def test_suggestions(parent: str, key: str, meant: str) -> None:
     assert suggest(parent, key)[0] == meant
+
+
+@pytest.mark.parametrize(
+    ("key", "mend"),
+    [
+        ("trainer.n_gpus_per_node", "trainer.ranks with gpus_per_rank"),
+        ("trainer.nnodes", "cluster.address"),
+        ("trainer.total_epochs", "stop.steps"),
+        ("num_train_epochs", "stop.steps"),
+        ("trainer.logger", "tracking.mlflow"),
+        ("report_to", "tracking.mlflow"),
+        ("bf16", "trainer.dtype and rollout.dtype"),
+        ("gradient_accumulation_steps", "trainer.tokens_per_microbatch"),
+        ("rollout.sampling.top_p", "falsify"),
+        ("rollout.gpu_memory_utilization", "rollout.engine_args"),
+    ],
+)
+def test_keys_of_other_trainers_that_no_one_key_replaces(write: Write, key: str, mend: str) -> None:
+    (problem,) = mistakes(write(), f"{key}=1")
+    assert mend in problem.mend
+
+
+def test_what_other_trainers_keys_stand_for_is_there() -> None:
+    for name, meant in NAMES.items():
+        assert name == name.lower()
+        assert meant.endswith(".") or set(meant.split()) <= set(keys())
+
+
+def test_sections_of_other_trainers_are_answered_key_by_key(write: Write) -> None:
+    path = write(
+        f"{write().read_text()}actor_rollout_ref:\n  rollout:\n    n: 8\n    junk: 1\n"
+        "  actor: {optim: {lr: 1e-6}}\nforeign: {junk: {trash: 1}}\n"
+    )
+    assert [(p.path, p.line, p.mend) for p in mistakes(path)[:2]] == [
+        ("actor_rollout_ref.rollout.n", 6, "Did you mean `rollout.group_size`?"),
+        ("actor_rollout_ref.actor.optim.lr", 8, "Did you mean `trainer.optimizer.learning_rate`?"),
+    ]
+    assert [p.path for p in mistakes(path)[2:]] == ["foreign"]
+
+
+def test_a_dotted_key_in_a_file_has_its_own_place(write: Write) -> None:
+    (problem,) = mistakes(write(f"{write().read_text()}trainer: {{}}\ntrainer.ranks: 2\n"))
+    assert (problem.line, problem.mend) == (5, "Did you mean `trainer.ranks`?")
+
+
+def test_a_broken_extends_does_not_make_keys_missing(write: Write) -> None:
+    assert [p.path for p in mistakes(write("extends: gone.yaml\nstop: {step: 3}\n"))] == ["extends", "stop.step"]
+    assert [p.path for p in mistakes(write("extends: [3]\n"))] == ["extends"]
+
+
+def test_thousands_of_mistakes_are_counted_and_the_first_are_named(write: Write) -> None:
+    problems = mistakes(write("".join(f"key{number}: 1\n" for number in range(3000))))
+    assert len(problems) == 3003
+    text = str(SpecError(problems))
+    assert text.endswith("... and 2,953 more\n3,003 errors") and text.count("\n") < 150
+
+
+def test_keys_are_printed_without_control_characters(write: Write) -> None:
+    (problem,) = mistakes(write(write().read_text() + '"a\\e[2J\\nb": 1\n'))
+    assert r"a\x1b[2J\nb: there is no such key" in str(problem)
 
 
 def test_unknown_keys_without_a_likeness_show_what_there_is(write: Write) -> None:
@@ -91,7 +179,7 @@ def test_unknown_keys_without_a_likeness_show_what_there_is(write: Write) -> Non
 def test_missing_keys_point_at_their_parent(write: Write) -> None:
     problems = mistakes(write("model: {path: org/model}\ntask:\n  mix:\n  - {name: a}\n"))
     assert [(p.path, p.line, p.column) for p in problems] == [("stop", 1, 1), ("task.mix.0.use", 4, 5)]
-    assert all(p.mend.startswith("Add `") for p in problems)
+    assert [p.mend for p in problems] == ["Add it, such as `stop: {steps: 100}`.", "Add `use`. As `task.use`."]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +204,15 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("model.init={}", "is missing"),
         ("trainer=3", "must be a mapping of keys to values, not 3"),
         ("data.shuffle=yes", "must be true or false, not 'yes'"),
+        ("task.mix=3", "Write a list; each entry has the keys name, weight, use"),
+        ("evaluation.sets=3", "Write names; what is under each has the keys data, task"),
+        ("name={a: 1}", "must be text, not a mapping\n    Left out, it is 'run'."),
+        ("name=3", "must be text, not 3\n    Put it in quotes to make it text."),
     ],
 )
 def test_values_of_the_wrong_kind(write: Write, override: str, words: str) -> None:
     (problem,) = mistakes(write(), override)
-    assert words in problem.message
+    assert words in f"{problem.message}\n    {problem.mend}"
     assert problem.file == f"--set {override.partition('=')[0]}" and problem.line is None
 
 
