@@ -117,11 +117,11 @@ FLOODS: list[tuple[dict[str, Any], str | None, str]] = [
 def test_nothing_is_rendered_without_a_bound() -> None:
     async def test() -> None:
         rendered: list[int] = []
-        text = ChatFormat._text
+        original = ChatFormat._text
 
         def counted(self: Any, messages: Any, tools: Any, reply: bool = False) -> str:
             rendered.append(len(messages))
-            return text(self, messages, tools, reply)
+            return original(self, messages, tools, reply)
 
         async with served(max_body_mb=16) as there:
             there.session("7-0")
