@@ -90,6 +90,11 @@ def options(
 
 def main() -> None:
     """The entry point: run a command, and show a UserError as one paragraph without its traceback."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # started with this one closed: the next file that is opened would take its place
+            os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None when it was closed by whoever started the command
             # A terminal whose encoding lacks a character shows its escape; the default ends the command.

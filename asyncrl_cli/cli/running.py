@@ -8,41 +8,50 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.output import echo
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.terminal import printable
 
 if TYPE_CHECKING:
+    from asyncrl_cli.observe.outlet import Terminal
     from asyncrl_cli.pipeline.launch import Experiment, Outcome, Start
     from asyncrl_cli.runs.directory import RunDirectory
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print the run's id, and then nothing but what went wrong.")]
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 
 def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
     """Run an experiment under the eyes of a person, and say how it ended; a ``quiet`` one says its id alone."""
+    from asyncrl_cli.observe.outlet import run_terminal
+
+    with run_terminal(run.path / "logs") as terminal:
+        _drive(experiment, run, start, quiet, terminal)
+
+
+def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool, terminal: Terminal) -> None:
     from asyncrl_cli.observe.view import open_view
-    from asyncrl_cli.pipeline.interrupts import Interrupted
+    from asyncrl_cli.pipeline.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.pipeline.launch import run_experiment
+
+    def say(*lines: str) -> None:
+        terminal.out.write("".join(f"{printable(line)}\n" for line in lines))
 
     spec = experiment.spec
     pipeline = spec.pipeline
     if quiet:
-        echo(run.run_id)
+        say(run.run_id)
     else:
-        echo(f"run      {run.run_id}")
-        echo(
+        say(
+            f"run      {run.run_id}",
             f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
             f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
-            f"{spec.rollout.engines} engine(s), {spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}"
+            f"{spec.rollout.engines} engine(s), {spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}",
+            f"where    {_shown(run.path)}",
         )
-        echo(f"where    {_shown(run.path)}")
     try:
-        with open_view(run, spec.stop.steps, quiet) as view:
+        with open_view(run, spec.stop.steps, terminal, quiet) as view:
             outcome = run_experiment(experiment, run, view, start)
     except Interrupted:
-        echo(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.argument}", err=True)
+        terminal.err.write(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.argument}\n")
         raise typer.Exit(INTERRUPTED) from None
     except UserError:
         raise
@@ -55,7 +64,7 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
             mend=f"The logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
         ) from error
     if not quiet:
-        echo(summary(run, outcome))
+        say(summary(run, outcome))
 
 
 def summary(run: RunDirectory, outcome: Outcome) -> str:
@@ -72,8 +81,14 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {place}" for name, place in places.items() if place]
-    further = f"asyncrl resume {run.argument} --steps {2 * run.state.steps}"
-    lines += ["next:", f"  asyncrl inspect run {run.argument}", f"  {further}"]
+    where = "" if run.path.parent == Path("runs").absolute() else f" --runs-dir {_shown(run.path.parent)}"
+    lines += [
+        "next:",
+        f"  asyncrl report {run.run_id}{where} -o report.html",
+        f"  asyncrl watch {run.run_id}{where}",
+        f"  asyncrl inspect run {run.run_id}{where}",
+        f"  asyncrl resume {run.argument}{where} --steps {2 * run.state.steps}",
+    ]
     if outcome.tracking and "://" in outcome.tracking.uri and not outcome.tracking.uri.startswith("http"):
         lines.append(f"  mlflow ui --backend-store-uri {outcome.tracking.uri}")
     return "\n".join(lines)

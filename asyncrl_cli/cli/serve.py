@@ -36,8 +36,7 @@ def serve(
     changes = [*(overrides or ()), *listen]
     served = _of_spec(Path(target), changes, step) if _is_spec(target) else _of_run(runs_dir, target, changes, step)
 
-    from asyncrl_cli.cli.running import INTERRUPTED
-    from asyncrl_cli.pipeline.interrupts import Interrupted
+    from asyncrl_cli.pipeline.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.pipeline.serving import serve as run_server
 
     def say(text: str) -> None:

@@ -1,6 +1,7 @@
 """One place that the run reports to: state and metrics on disk, the view on screen, MLflow, Ray's metrics.
 
-Nothing here may hold the run up or end it: the tracker is only told that there is more to send.
+Nothing here may hold the run up or end it: files and output are written by threads, and the tracker is only told that
+there is more to send.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from asyncrl_cli.observe.notify import Notifier
 from asyncrl_cli.observe.ray_metrics import RayMetrics
 from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.tracker import TrackerClient
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
 
 
 class View(Protocol):
@@ -40,19 +41,19 @@ class Reporter:
 
     def __init__(
         self,
-        run: RunDirectory,
+        recorder: Recorder,
         view: View,
         tracker: TrackerClient | None,
         notifier: Notifier | None = None,
         ray_metrics: RayMetrics | None = None,
     ) -> None:
-        self._run = run
+        self._recorder = recorder
         self._view = view
         self._tracker = tracker
         self._notifier = notifier
         self._ray_metrics = ray_metrics
-        self.accuracy_before: dict[str, float] = dict(run.state.accuracy_before)
-        self.accuracy: dict[str, float] = dict(run.state.accuracy)
+        self.accuracy_before: dict[str, float] = dict(recorder.state.accuracy_before)
+        self.accuracy: dict[str, float] = dict(recorder.state.accuracy)
 
     def status(self, text: str) -> None:
         """What the run is doing while it starts or ends."""
@@ -81,22 +82,22 @@ class Reporter:
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
         """A step is done, at the unix time ``at``."""
-        self._run.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
-        self._run.update(phase="running", step=step, version=version)
+        self._recorder.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
+        self._recorder.update(phase="running", step=step, version=version)
         self._view.stepped(step, version, metrics)
         if self._ray_metrics is not None:
             self._ray_metrics.stepped(step, version, metrics)
         if self._tracker is not None:
-            self._tracker.more()
+            self._recorder.then(self._tracker.more)
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
         if result.step == 0:
             self.accuracy_before[result.kind] = result.accuracy
         self.accuracy[result.kind] = result.accuracy
-        self._run.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
+        self._recorder.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
         self._view.evaluated(result)
         if self._ray_metrics is not None:
             self._ray_metrics.evaluated(result)
         if self._tracker is not None:
-            self._tracker.more()
+            self._recorder.then(self._tracker.more)

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol, cast
 
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.observe.dashboard import Shown, panel
+from asyncrl_cli.observe.outlet import Outlet, Terminal
 from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.reporter import View
 from asyncrl_cli.observe.watching import look
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.terminal import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.live import Live
 
 LOOK_S = 1.0
 """Seconds between two looks of the panel at the run."""
 LOOK_SHARE = 0.01
 """Share of the time that looking may take: on a slow disk it looks less often."""
+
+
+class SupportsWrite(Protocol):
+    """Where text goes."""
+
+    def write(self, text: str, /) -> object:
+        """Add to it."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
@@ -42,8 +51,9 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Map
 class PlainView:
     """A line per step, for logs and pipes."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, out: SupportsWrite) -> None:
         self._steps = steps
+        self._out = out
         self._accuracy: dict[str, float] = {}
         self._stage = ""
         self._started = time.monotonic()
@@ -73,11 +83,14 @@ class PlainView:
         )
 
     def _print(self, text: str) -> None:
-        print(f"{time.monotonic() - self._started:6.1f} s  {text}", flush=True)
+        self._out.write(f"{time.monotonic() - self._started:6.1f} s  {printable(text)}\n")
 
 
 class QuietView:
     """Nothing but what went wrong, on standard error."""
+
+    def __init__(self, err: SupportsWrite) -> None:
+        self._err = err
 
     def status(self, text: str) -> None:
         pass
@@ -86,7 +99,7 @@ class QuietView:
         pass
 
     def warn(self, text: str) -> None:
-        print(f"! {text}", file=sys.stderr, flush=True)
+        self._err.write(f"! {printable(text)}\n")
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         pass
@@ -118,7 +131,7 @@ class LiveView:
         self.status(text)
 
     def warn(self, text: str) -> None:
-        self._live.console.print(f"! {text}", markup=False, highlight=False)
+        self._live.console.print(f"! {printable(text)}", markup=False, highlight=False)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         pass
@@ -154,18 +167,34 @@ def looking(view: LiveView) -> Iterator[None]:
 
 
 @contextmanager
-def open_view(run: RunDirectory, steps: int, quiet: bool = False) -> Iterator[View]:
+def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = False) -> Iterator[View]:
     """The view of a run of so many steps that fits where the output goes, or a ``quiet`` one."""
     if quiet:
-        yield QuietView()
+        yield QuietView(terminal.err)
         return
-    if not sys.stdout.isatty():
-        yield PlainView(steps)
+    if not terminal.out.isatty():
+        yield PlainView(steps, terminal.out)
         return
-    from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(), refresh_per_second=4, transient=False) as live:
+    console = screen(terminal.out)
+    # What else is printed in this process has its own file.
+    with Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False) as live:
         view = LiveView(live, run)
         with looking(view):
             yield view
+
+
+def screen(out: Outlet) -> Console:
+    """A rich console that draws through an outlet."""
+    from rich.console import Console, ConsoleDimensions
+
+    class Screen(Console):
+        @property  # type: ignore[misc]  # rich's can be set, and nobody sets it
+        def size(self) -> ConsoleDimensions:
+            return ConsoleDimensions(*out.size)
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False  # a hidden cursor would stay hidden after a kill
+
+    return Screen(file=cast("IO[str]", out))

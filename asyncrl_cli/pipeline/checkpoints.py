@@ -11,14 +11,20 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+from asyncrl_cli.buffer.schema import FILE, open_for_reading
 from asyncrl_cli.pipeline.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
     RUN_FILE,
+    Check,
     Checkpoint,
+    GivenUp,
     TrainerLayout,
     checkpoint_name,
     complete_checkpoints,
@@ -31,6 +37,13 @@ from asyncrl_cli.runs.checkpoints import (
 )
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+def unrecorded(run: RunDirectory) -> list[Checkpoint]:
+    """Complete checkpoints that the journal does not know: the driver ended before it could record them."""
+    with closing(open_for_reading(run.path / FILE)) as journal:
+        known = {step for (step,) in journal.execute("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
+    return [found for found in complete_checkpoints(run.path / "checkpoints") if found.step not in known]
 
 
 class Checkpoints:
@@ -47,16 +60,28 @@ class Checkpoints:
         """Write the checkpoint of ``step``; it is on disk when this returns. The trainer must be between two steps.
 
         ``state`` is what the driver needs to go on, JSON-able; the trainer's layout is added as ``trainer``. A step
-        is saved once: a second call returns what is there, unless that is damaged.
+        is saved once: a second call returns what is there, unless that is damaged. When the call is cancelled, its
+        thread ends within moments and no checkpoint appears.
         """
         final = Checkpoint(self._folder / checkpoint_name(step), step)
-        if final.folder.is_dir():
-            if not await asyncio.to_thread(verify, final):
-                return final
-            await asyncio.to_thread(remove, final)
-        aside = await asyncio.to_thread(self._make_aside, final.folder.name)
-        await self._trainers.call("save_checkpoint", str(aside))
-        await asyncio.to_thread(self._complete, aside, final.folder, {**state, "trainer": asdict(self._layout)})
+        cancelled = Event()
+
+        def check() -> None:
+            if cancelled.is_set():
+                raise GivenUp
+
+        try:
+            if final.folder.is_dir():
+                if not await asyncio.to_thread(partial(verify, check=check), final):
+                    return final
+                await asyncio.to_thread(remove, final)
+            aside = await asyncio.to_thread(self._make_aside, final.folder.name)
+            await self._trainers.call("save_checkpoint", str(aside))
+            whole_state = {**state, "trainer": asdict(self._layout)}
+            await asyncio.to_thread(self._complete, aside, final.folder, whole_state, check)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
         return final
 
     async def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
@@ -73,9 +98,10 @@ class Checkpoints:
         aside.mkdir(parents=True)
         return aside
 
-    def _complete(self, aside: Path, final: Path, state: Mapping[str, Any]) -> None:
+    def _complete(self, aside: Path, final: Path, state: Mapping[str, Any], check: Check) -> None:
         (aside / RUN_FILE).write_text(json.dumps(state) + "\n")
-        seal(aside)
+        seal(aside, check)
+        check()
         os.rename(aside, final)
         sync(self._folder)
 

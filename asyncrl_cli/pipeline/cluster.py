@@ -1,24 +1,22 @@
 """Ray for one run: started on this machine, or joined.
 
 A local cluster lives and dies with the driver. Ray's own processes end with a driver that ends in order; a
-guardian sees to the rest. It waits for the driver's end of a pipe to close, however that comes about, and
-then kills every process that carries this run's mark in its environment, and removes Ray's session folder.
+guardian (``runs.guardian``) sees to the rest.
+
+Whoever may call Ray runs code as this user, so a local cluster has a token of its own and listens on loopback alone.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl_cli.runs.directory import RunError
-from asyncrl_cli.runs.guardian import MARK
+from asyncrl_cli.runs.guardian import MARK, watched_guardian
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 OBJECT_STORE_BYTES = 512 * 2**20
@@ -41,8 +39,9 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     mark = secrets.token_hex(8)
     # Ray puts sockets below this folder, and their paths have room for about 100 characters.
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-"))
-    temporary = os.environ.get("TMPDIR")
-    os.environ |= {
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))  # nobody else may enter the folder
+    settings = {
         MARK: mark,
         # setproctitle would overwrite the environment that the guardian reads.
         "SPT_NOENV": "1",
@@ -50,53 +49,58 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         # By default Ray's workers give way to everything else on the machine (nice 15).
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Whoever reaches Ray's ports runs code as this user. Ray before 2.59 asks for no token of itself.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Ray's one setting that makes its servers listen on loopback alone: its cluster of one machine, as on laptops.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A killed engine leaves vLLM's sockets and files where temporary files go.
         "TMPDIR": str(folder),
     }
-    with (log_dir / "guardian.log").open("ab") as log:
-        guardian = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl_cli.runs.guardian", mark, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env={key: value for key, value in os.environ.items() if key != MARK},
-            start_new_session=True,
-        )
-    import ray
+    with _environment(settings, without=("RAY_AUTH_TOKEN",)), watched_guardian(mark, folder, log_dir / "guardian.log"):
+        import ray
 
-    try:
-        needed = (
-            spec.trainer.ranks * spec.trainer.threads_per_rank + spec.rollout.engines * spec.rollout.threads_per_engine
-        )
         try:
-            ray.init(
-                # Threads may share cores: the spec says how many there are, the machine how fast that is.
-                num_cpus=max(os.cpu_count() or 1, needed + 1),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(folder),
+            needed = (
+                spec.trainer.ranks * spec.trainer.threads_per_rank
+                + spec.rollout.engines * spec.rollout.threads_per_engine
             )
-        except Exception as error:
-            raise RunError(
-                f"Ray does not start: {type(error).__name__}: {error}",
-                place="cluster",
-                mend="Free memory, disk or ports, or name a running cluster in cluster.address",
-            ) from error
+            try:
+                ray.init(
+                    # Threads may share cores: the spec says how many there are, the machine how fast that is.
+                    num_cpus=max(os.cpu_count() or 1, needed + 1),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=str(folder),
+                )
+            except Exception as error:
+                raise RunError(
+                    f"Ray does not start: {type(error).__name__}: {error}",
+                    place="cluster",
+                    mend="Free memory, disk or ports, or name a running cluster in cluster.address",
+                ) from error
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str], without: Collection[str]) -> Iterator[None]:
+    """This process's environment with some variables set and others missing, for the length of the block."""
+    before = {name: os.environ.get(name) for name in (*settings, *without)}
+    for name in without:
+        os.environ.pop(name, None)
+    os.environ.update(settings)
+    try:
         yield
     finally:
-        ray.shutdown()
-        del os.environ[MARK], os.environ["TMPDIR"]
-        if temporary is not None:
-            os.environ["TMPDIR"] = temporary
-        assert guardian.stdin is not None
-        guardian.stdin.close()
-        try:
-            guardian.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            guardian.kill()
-            shutil.rmtree(folder, ignore_errors=True)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

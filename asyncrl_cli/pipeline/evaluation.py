@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from asyncrl_cli.pipeline.pass_at import mean_pass_at
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.records import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import CORRECT
 from asyncrl_cli.tasks.scoring import RewardFailure, Scored
@@ -86,13 +86,13 @@ class Evaluator:
     def __init__(
         self,
         spec: ExperimentSpec,
-        run: RunDirectory,
+        write: Callable[[str, str], object],
         client: GenerationClient,
         held_out: HeldOut,
         sets: Mapping[str, HeldOut],
     ) -> None:
         self._spec = spec
-        self._run = run
+        self._write_text = write
         self._client = client
         self._series = tuple(_all_series(spec, held_out, sets))
 
@@ -193,7 +193,7 @@ class Evaluator:
                 row["oldest"], row["newest"] = min(versions), max(versions)
             lines.append(json.dumps(row))
         name = result.kind.replace(":", "-")
-        self._run.write_text(f"evaluations/step-{result.step:06d}-{name}.jsonl", "\n".join(lines) + "\n")
+        self._write_text(f"evaluations/step-{result.step:06d}-{name}.jsonl", "\n".join(lines) + "\n")
 
 
 def _all_series(spec: ExperimentSpec, held_out: HeldOut, sets: Mapping[str, HeldOut]) -> Iterator[Series]:

@@ -1,31 +1,77 @@
-"""Ctrl-C and SIGTERM: they end what is under way in order."""
+"""Ctrl-C, SIGTERM and SIGHUP: they end what is under way in order; a second Ctrl-C ends the process at once."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
     """The user stopped the run."""
 
 
-def stop_on_signals() -> asyncio.Event:
-    """An event that Ctrl-C and SIGTERM set. A second Ctrl-C ends the process at once."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+class Stop:
+    """Whether a signal asked for the end."""
 
-    def on_signal() -> None:
-        stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
+    def __init__(self) -> None:
+        self.asked = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._event = asyncio.Event()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    return stop
+    def attach(self) -> None:
+        """From now on, until the running event loop is closed, signals set the event that ``wait`` waits for."""
+        self._loop = asyncio.get_running_loop()
+        if self.asked:
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Until a signal has come."""
+        await self._event.wait()
+
+    def handle(self, number: int, _: FrameType | None) -> None:
+        """The signal handler."""
+        if self.asked:
+            if number == signal.SIGINT:
+                # Threads that do not end (a checkpoint on a disk that hangs) would keep an orderly exit waiting. The
+                # guardian ends the other processes.
+                os._exit(INTERRUPTED)
+            return
+        self.asked = True
+        if self._loop is None or self._loop.is_closed():
+            raise KeyboardInterrupt
+        self._loop.call_soon_threadsafe(self._event.set)
 
 
-async def until_stopped(work: Any, stop: asyncio.Event) -> Any:
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """Handle the signals for the length of the block, and until the process ends once one has come.
+
+    While no event loop is attached, a signal raises ``KeyboardInterrupt``. What the process was told to ignore (SIGHUP
+    below nohup) stays ignored.
+    """
+    stop = Stop()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, stop.handle)
+    try:
+        yield stop
+    finally:
+        if not stop.asked:
+            for number in heard:
+                signal.signal(number, before[number])
+
+
+async def until_stopped(work: Any, stop: Stop) -> Any:
     """The result of ``work``; raises ``Interrupted`` when ``stop`` comes first."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -23,15 +23,14 @@ from asyncrl_cli.observe.ray_metrics import RayMetrics
 from asyncrl_cli.observe.reporter import Reporter, View
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.pipeline.buffer_client import BufferClient
-from asyncrl_cli.pipeline.checkpoints import Checkpoints
+from asyncrl_cli.pipeline.checkpoints import Checkpoints, unrecorded
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.conductor import Conductor, Parts
-from asyncrl_cli.pipeline.episodes import Episodes
+from asyncrl_cli.pipeline.episodes import Episodes, Service
 from asyncrl_cli.pipeline.evaluation import Evaluator, HeldOut
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_fleet
-from asyncrl_cli.pipeline.gateway_client import GatewayClient
-from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
+from asyncrl_cli.pipeline.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.pipeline.playing import Playing
 from asyncrl_cli.pipeline.preflight import check_machine
 from asyncrl_cli.pipeline.prompting import PromptEncoder, PromptSource
@@ -39,16 +38,18 @@ from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, start_tracker
 from asyncrl_cli.pipeline.trainers import TrainerRanks
 from asyncrl_cli.pipeline.watchdog import Watchdog
+from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
-from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
+from asyncrl_cli.runs.directory import MODEL, Phase, RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.spec.sections import ExperimentSpec, Notice
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.prepare import skeleton
-from asyncrl_cli.train.tokenizer import load_tokenizer
+from asyncrl_cli.train.tokenizer import end_tokens, load_tokenizer
 
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may spend on saving where it is."""
@@ -131,21 +132,29 @@ def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start:
 
     Raises ``UserError`` with the cause when it cannot go on, ``Interrupted`` after Ctrl-C or SIGTERM.
     """
+    recorder = Recorder(run, view.warn)
     notifier = Notifier(experiment.spec.notify, run, view.warn)
+
+    def end(phase: Phase, reason: str, event: Notice | None, message: str = "") -> None:
+        # The notice goes out first: what it says may be that nothing can be written any more.
+        if event is not None:
+            notifier.tell(event, message)
+        recorder.update(phase=phase, reason=reason)
+        if missing := recorder.close():
+            view.warn(f"{run.run_id}: {missing}")
+        notifier.wait()
+        view.status(phase)
+
     try:
-        with ray_cluster(experiment.spec, run.path / "logs"):
-            outcome = asyncio.run(_run(experiment, run, view, start, notifier))
-    except (KeyboardInterrupt, Interrupted):  # the former before there was a loop to hear it
-        run.update(phase="interrupted", reason="stopped by the user")
+        with stop_on_signals() as stop, ray_cluster(experiment.spec, run.path / "logs"):
+            outcome = asyncio.run(_run(experiment, recorder, view, start, notifier, stop))
+    except (KeyboardInterrupt, Interrupted):  # the former while there was no loop to hear it
+        end("interrupted", "stopped by the user", None)
         raise Interrupted from None
     except BaseException as error:
-        run.update(phase="failed", reason=_cause(error))
-        notifier.tell("failure", str(error) or type(error).__name__)
-        notifier.wait()
+        end("failed", _cause(error), "failure", str(error) or type(error).__name__)
         raise
-    run.update(phase="finished", reason="")
-    notifier.tell("finish", _in_short(run, outcome))
-    notifier.wait()
+    end("finished", "", "finish", _in_short(run, outcome))
     return outcome
 
 
@@ -159,9 +168,12 @@ def _in_short(run: RunDirectory, outcome: Outcome) -> str:
     return f"finished {run.state.step} steps in {outcome.seconds:.0f} s{''.join(accuracies)}"
 
 
-async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Start, notifier: Notifier) -> Outcome:
+async def _run(
+    experiment: Experiment, recorder: Recorder, view: View, start: Start, notifier: Notifier, stop: Stop
+) -> Outcome:
     started = time.monotonic()
-    spec = experiment.spec
+    spec, run = experiment.spec, recorder.run
+    stop.attach()
     tracker: TrackerClient | None = None
     conductor: Conductor | None = None
     status, reason = "FAILED", ""
@@ -173,13 +185,12 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
     if spec.cluster.address is None:  # who runs a cluster has told Prometheus of it
         ray_metrics.publish_targets()
     kept = asyncio.create_task(ray_metrics.keep())
-    stop = stop_on_signals()
     try:
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
-        reporter = Reporter(run, view, tracker, notifier, ray_metrics)
-        conductor = await until_stopped(_start(experiment, run, factory, engines, playing, start, reporter), stop)
-        run.update(phase="running", steps=spec.stop.steps)
+        reporter = Reporter(recorder, view, tracker, notifier, ray_metrics)
+        conductor = await until_stopped(_start(experiment, recorder, factory, engines, playing, start, reporter), stop)
+        recorder.update(phase="running", steps=spec.stop.steps)
         await until_stopped(conductor.run(), stop)
         status = "FINISHED"
         checkpoints = complete_checkpoints(run.path / "checkpoints")
@@ -192,6 +203,7 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
         )
     except Interrupted:
         status = "KILLED"
+        recorder.update(phase="interrupted")  # for whoever does not wait for the end
         await _save_before_leaving(conductor, view)
         raise
     except BaseException as error:
@@ -200,6 +212,7 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
     finally:
         if tracker is not None:
             view.status("finishing MLflow's log")
+            await asyncio.to_thread(recorder.wait)  # the log is made from these files
             tracking = close_tracker(tracker, run, spec, status, reason)
         closing = [conductor.close(), playing.stop()] if conductor is not None else [playing.stop()]
         await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
@@ -210,7 +223,7 @@ async def _run(experiment: Experiment, run: RunDirectory, view: View, start: Sta
 
 async def _start(
     experiment: Experiment,
-    run: RunDirectory,
+    recorder: Recorder,
     factory: ActorFactory,
     engines: list[EngineProcess],
     playing: Playing,
@@ -219,6 +232,7 @@ async def _start(
 ) -> Conductor:
     """Start every part, and put them together."""
     spec, limit_s = experiment.spec, experiment.spec.pipeline.stall_minutes * 60
+    run = recorder.run
     skeleton_folder = run.path / "skeleton"
 
     def make_skeleton() -> Path:
@@ -241,6 +255,8 @@ async def _start(
     fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status, faults))
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
+        for found in await asyncio.to_thread(unrecorded, run):
+            await buffer.call("checkpointed", found.step, found.folder.name, 0.0, [])
         model_dir = await fleet
         await scorer
     except BaseException:
@@ -261,12 +277,13 @@ async def _start(
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
     chosen = spec.data.pools
     pools = None if chosen is None else Pools(chosen.retire_after, chosen.revisit, spec.seed)
-    gateway: GatewayClient | None = None
+    service: Service | None = None
     if experiment.episodic:
-        gateway = await playing.open(client, model_dir, faults)
+        ends = await asyncio.to_thread(end_tokens, model_dir, tokenizer)
+        service = await playing.open(client, ChatFormat(tokenizer, spec.rollout.tool_parser, end_tokens=ends))
     episodes: Episodes | None = None
-    if gateway is not None and runners is not None:
-        episodes = playing.episodes(spec.task, client, gateway, runners, scoring, watchdog.progress)
+    if service is not None and runners is not None:
+        episodes = playing.episodes(spec.task, client, service, runners, scoring, watchdog.progress)
 
     def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
         chosen = spec.evaluation.sets.get(name)
@@ -276,10 +293,10 @@ async def _start(
         if chosen is None or chosen.task is None:
             return HeldOut(encoded, scoring, episodes)
         own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), faults)
-        if gateway is None or name not in experiment.episodic:
+        if service is None or name not in experiment.episodic:
             return HeldOut(encoded, own_scoring)
         own_runners = playing.runners(chosen.task, faults, f"runner-{name}")
-        player = playing.episodes(chosen.task, client, gateway, own_runners, own_scoring, watchdog.progress)
+        player = playing.episodes(chosen.task, client, service, own_runners, own_scoring, watchdog.progress)
         return HeldOut(encoded, own_scoring, player)
 
     sets = {name: held_out(name, prompts) for name, prompts in experiment.sets.items()}
@@ -291,7 +308,7 @@ async def _start(
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting, pools, reporter.warn),
         episodes=episodes,
-        evaluator=Evaluator(spec, run, client, held_out("", experiment.eval_prompts), sets),
+        evaluator=Evaluator(spec, recorder.write_text, client, held_out("", experiment.eval_prompts), sets),
         checkpoints=Checkpoints(run, ranks, spec),
         reporter=reporter,
         faults=faults,

@@ -53,7 +53,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 mend=f"Bring the right one back, or go on from the checkpoint alone: "
                 f"asyncrl resume {run.argument} --without-journal",
             )
-        run.forget_after("metrics.jsonl", trained)  # what is not known as trained is reported again
+        _restore_metrics(run, journal, trained)
     elif checkpoint is not None:
         raise RunError(
             "the run has checkpoints, and its journal is gone",
@@ -73,6 +73,20 @@ def _without_journal(run: RunDirectory, checkpoint: Checkpoint | None, note: str
     remove_later(run.path / "checkpoints", step)
     run.forget_after("metrics.jsonl", step)
     return Start("resume", ", ".join(filter(None, ["without the old journal", note])), checkpoint, base)
+
+
+def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
+    """Bring metrics.jsonl in line with the journal: steps that are not known as trained are reported again, and rows
+    that were never written (the driver was killed, the disk was full) are in the journal."""
+    rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
+    with closing(open_for_reading(journal)) as connection:
+        for step, at, metrics, version in connection.execute(
+            "SELECT step + 1, trained_at, metrics, "
+            "(SELECT coalesce(max(version), 0) FROM publishes WHERE publishes.step <= batches.step + 1) "
+            "FROM batches WHERE metrics IS NOT NULL"
+        ):
+            rows.setdefault(step, {"step": step, "version": version, "time": at, **json.loads(metrics)})
+    run.write_text("metrics.jsonl", "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))
 
 
 def _steps_done(journal: Path) -> tuple[int, int]:

@@ -12,15 +12,14 @@ left behind.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 
@@ -29,6 +28,9 @@ STATE = "state"
 RUN_FILE = "run.json"
 FILES_FILE = "files.json"
 NAME = re.compile(r"step-(\d{6,})")
+PIECE_BYTES = 2**18
+Check = Callable[[], None]
+"""Raises when the work is not wanted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +150,21 @@ def newest_undamaged(run: RunDirectory) -> Checkpoint | None:
     return next((checkpoint for checkpoint in found if not verify(checkpoint)), None)
 
 
-def seal(folder: Path) -> None:
-    """List every file of a checkpoint with its checksum, and have all of it on disk before returning."""
+class GivenUp(Exception):
+    """Nobody waits for this work any more."""
+
+
+def seal(folder: Path, check: Check = lambda: None) -> None:
+    """List every file of a checkpoint with its checksum, and have all of it on disk before returning.
+
+    Raises what ``check`` raises, which is called every few hundred kilobytes.
+    """
     listing = {}
     for path in _files(folder):
-        listing[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "blake3": _digest(path)}
+        listing[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "blake3": _digest(path, check)}
     (folder / FILES_FILE).write_text(json.dumps(listing, indent=1) + "\n")
     for path in (*folder.rglob("*"), folder):
+        check()
         sync(path)
 
 
@@ -167,8 +177,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def verify(checkpoint: Checkpoint, contents: bool = True) -> list[Damage]:
-    """What is not as it was written; empty when all is well. Without ``contents`` only names and sizes are compared."""
+def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda: None) -> list[Damage]:
+    """What is not as it was written; empty when all is well. Without ``contents`` only names and sizes are compared.
+
+    Raises what ``check`` raises, which is called every few hundred kilobytes.
+    """
     try:
         listing = json.loads((checkpoint.folder / FILES_FILE).read_text())
         wanted = {name: (int(entry["bytes"]), str(entry["blake3"])) for name, entry in listing.items()}
@@ -181,7 +194,7 @@ def verify(checkpoint: Checkpoint, contents: bool = True) -> list[Damage]:
             found = path.stat().st_size
             if found != size:
                 damages.append(Damage(name, f"has {found} bytes instead of {size}"))
-            elif contents and _digest(path) != digest:
+            elif contents and _digest(path, check) != digest:
                 damages.append(Damage(name, "has other contents than were written"))
         except FileNotFoundError:
             damages.append(Damage(name, "is missing"))
@@ -260,8 +273,12 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file() and path != folder / FILES_FILE)
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, check: Check) -> str:
     from blake3 import blake3
 
-    with path.open("rb") as file:  # not mapped: a disk's error is then an OSError, and no signal
-        return str(hashlib.file_digest(file, cast("Any", blake3)).hexdigest())
+    digest, piece = blake3(), memoryview(bytearray(PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:  # not mapped: a disk's error is then an OSError, and no signal
+        while size := file.readinto(piece):
+            check()
+            digest.update(piece[:size])
+    return digest.hexdigest()

@@ -4,7 +4,7 @@
       manifest.json     who, what, when, with the versions of everything
       spec.yaml         the resolved spec
       state.json        where the run is; replaced whole after every step
-      lock              held (flock) by the process that drives the run; the kernel frees it however that ends
+      lock              held (flock), with the folder, by the driving process; the kernel frees both however that ends
       metrics.jsonl     one line per step
       system.jsonl      what the machine did, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (buffer/schema.py); beside it SQLite's -wal and -shm
@@ -21,11 +21,13 @@ Invariant: a reader never sees half a file: what changes is written aside and re
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import secrets
 import shlex
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +41,7 @@ Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
 DEFAULT_RUNS = Path("runs")
 """The folder of all runs where neither spec nor command line names one, below the working directory."""
+STATE = "state.json"
 MODEL = "model"
 """The final model's folder in that of the run."""
 LOCK_PATIENCE_S = 0.5
@@ -69,7 +72,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._locks: list[int] = []
         self._state: RunState | None = None
 
     @classmethod
@@ -101,44 +104,63 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Become the one driver of this run. Raises ``RunError`` with the other's pid when there is one."""
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + LOCK_PATIENCE_S
-        while not _locked(descriptor):
+        while not self._try_lock():
             if time.monotonic() > deadline:
-                owner = os.read(descriptor, 200).decode(errors="replace").strip()
-                os.close(descriptor)
                 raise RunError(
-                    f"the run is being driven by {owner or 'another process'}",
+                    f"the run is being driven by {self._owner() or 'another process'}",
                     place=self.run_id,
                     mend="Wait for it to end, or stop that process first",
                 )
             time.sleep(0.005)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
-        self._lock = descriptor
 
     def unlock(self) -> None:
         """Give the run up."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def _try_lock(self) -> bool:
+        """Lock the folder and the file ``lock``. The file alone can be removed and made again while it is locked;
+        folders alone cannot be locked on every network file system."""
+        path, locks = self.path / "lock", []
+        try:
+            locks.append(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            locks.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            # The file may have been replaced after it was opened: then somebody else can lock the new one.
+            if all(_locked(lock, fcntl.LOCK_EX) for lock in locks) and os.path.samestat(
+                os.fstat(locks[1]), path.stat()
+            ):
+                os.ftruncate(locks[1], 0)
+                os.pwrite(locks[1], f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
+                self._locks, locks = locks, []
+                return True
+        except FileNotFoundError:
+            if not self.path.is_dir():
+                raise RunError("the run's folder is gone", place=str(self.path)) from None
+        except OSError as error:
+            raise RunError(
+                f"the run cannot be locked: {error.strerror}",
+                place=str(path),
+                mend="A run is changed by one process at a time, which needs a lock in its folder: copy the folder to "
+                "where you may write, and name the copy",
+            ) from None
+        finally:
+            for descriptor in locks:
+                os.close(descriptor)
+        return False
+
+    def _owner(self) -> str:
+        try:
+            return (self.path / "lock").read_text(errors="replace")[:200].strip()
+        except OSError:
+            return ""
 
     @property
     def is_driven(self) -> bool:
         """Whether a living process drives this run."""
-        if self._lock is not None:
+        if self._locks:
             return True
-        try:
-            descriptor = os.open(self.path / "lock", os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return any(_is_locked(path) for path in (self.path / "lock", self.path))
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file whole."""
@@ -148,13 +170,21 @@ class RunDirectory:
         """Replace a text file whole."""
         path = self.path / name
         aside = path.with_name(f".{path.name}.tmp")
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)  # half a file is of no use, and its room is: the disk may be full
+            raise
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Add one line to a JSON Lines file."""
-        with (self.path / name).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Add one line to a JSON Lines file, whole or not at all."""
+        line = (json.dumps(row) + "\n").encode()
+        with (self.path / name).open("ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            if file.write(line) != len(line):  # the disk is full
+                file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
 
     def forget_after(self, name: str, step: int) -> None:
         """Drop a JSON Lines file's rows of later steps, which a resumed run does again."""
@@ -174,16 +204,36 @@ class RunDirectory:
         """The latest state on disk. A damaged or missing file reads as a fresh start."""
         if self._state is None:
             try:
-                return _checked(RunState(**json.loads((self.path / "state.json").read_text())))
+                return _checked(RunState(**json.loads((self.path / STATE).read_text())))
+                return RunState(**json.loads((self.path / STATE).read_text()))
             except (OSError, ValueError, TypeError):
                 return RunState()
         return self._state
 
     def update(self, **changes: Any) -> RunState:
         """Change the state, on disk too. For the driver."""
+        state = self.change(**changes)
+        self.write_state(state)
+        return state
+
+    def change(self, **changes: Any) -> RunState:
+        """Change the state in this process alone."""
         self._state = replace(self.state, updated=time.time(), **changes)
-        self.write_json("state.json", asdict(self._state))
         return self._state
+
+    def write_state(self, state: RunState) -> None:
+        """Replace the state on disk. On a full disk it is written over the old one, which needs no new room."""
+        try:
+            self.write_json(STATE, asdict(state))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            data = json.dumps(asdict(state)).encode()
+            with (self.path / STATE).open("r+b", buffering=0) as file:
+                # Padded, so that a reader sees valid JSON at every moment.
+                if file.write(data.ljust(os.fstat(file.fileno()).st_size)) < len(data):
+                    raise
+                file.truncate(len(data))
 
     def as_if(self, **changes: Any) -> RunDirectory:
         """A view of this folder, to read, as if the state were changed; on disk it is not."""
@@ -218,12 +268,28 @@ def _checked(state: RunState) -> RunState:
     return state
 
 
-def _locked(descriptor: int) -> bool:
+def _locked(descriptor: int, kind: int) -> bool:
+    """Lock without waiting. A folder on a file system that locks files alone counts as locked by us."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     return True
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether another process has locked a file or folder."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _locked(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -11,16 +11,21 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Lock, Thread
 
 from asyncrl_cli.runs.offspring import below
 
 MARK = "ASYNCRL_RUN"
 PATIENCE_S = 15.0
 """Seconds to go on looking for processes that are still being started."""
+AGAIN_S = 1.0
+"""Seconds between two starts of a guardian."""
 
 
 def marked_processes(mark: str) -> Iterator[int]:
@@ -60,6 +65,52 @@ def remove(folder: Path) -> None:
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)
+
+
+@contextmanager
+def watched_guardian(mark: str, folder: Path, log: Path) -> Iterator[None]:
+    """A guardian for the length of the block, and another one whenever it dies. At the end of the block it ends what
+    carries the mark, and ``folder`` is gone, whatever became of the guardian."""
+
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "asyncrl_cli.runs.guardian", mark, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={key: value for key, value in os.environ.items() if key != MARK},
+                start_new_session=True,
+            )
+
+    guardian, ended, changing = start(), Event(), Lock()
+
+    def watch() -> None:
+        nonlocal guardian
+        while True:
+            guardian.wait()
+            with changing:
+                if ended.is_set():
+                    return
+                with suppress(OSError):  # no memory for a process: perhaps there is some a moment later
+                    guardian = start()
+            ended.wait(AGAIN_S)
+
+    Thread(target=watch, name="guardian", daemon=True).start()
+    try:
+        yield
+    finally:
+        with changing:
+            ended.set()
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        try:
+            guardian.wait(timeout=2 * PATIENCE_S + 5)
+        except subprocess.TimeoutExpired:
+            guardian.kill()
+        if guardian.returncode:
+            kill_marked(mark)
+        remove(folder)
 
 
 def main() -> None:

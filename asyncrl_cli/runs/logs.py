@@ -11,8 +11,9 @@ def redirect_output(log_dir: str, name: str) -> None:
     """Send this process's stdout and stderr, and those of its children, to a log file (appending)."""
     path = Path(log_dir) / f"{name}.log"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed before Python started
+            stream.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.cli.running import INTERRUPTED, drive
+from asyncrl_cli.cli.running import drive
 from asyncrl_cli.observe.dashboard import Shown, panel
 from asyncrl_cli.observe.view import QuietView
 from asyncrl_cli.pipeline import launch
-from asyncrl_cli.pipeline.interrupts import Interrupted
+from asyncrl_cli.pipeline.interrupts import INTERRUPTED, Interrupted
 from asyncrl_cli.pipeline.launch import Outcome, Start
 from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
@@ -62,11 +63,12 @@ def test_exit_codes(asyncrl: Callable[..., object], arguments: tuple[str, ...], 
 @pytest.mark.parametrize("quiet", [True, False])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_quiet_run_says_its_id_and_what_goes_wrong(
-    quiet: bool, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quiet: bool, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run_experiment(_: Any, run: RunDirectory, view: Any, start: Start) -> Outcome:
         view.status("starting engines")
         view.warn("engine-0: gone")
+        os.write(1, b"what a library prints\n")
         if stopped:
             raise Interrupted
         return Outcome(1.0)
@@ -81,21 +83,25 @@ def test_a_quiet_run_says_its_id_and_what_goes_wrong(
     except BaseException as ended:
         code = ended.exit_code  # type: ignore[attr-defined]
     assert code == (INTERRUPTED if stopped else 0)
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     if quiet:
         assert out == f"{run.run_id}\n"
         assert err.startswith("! engine-0: gone\n") and ("asyncrl resume" in err) is stopped
     else:
         assert "starting engines" in out and "! engine-0: gone" in out
+        assert stopped or f"asyncrl report {run.run_id}" in out.split("next:")[1]
+    assert "library" not in out + err
+    assert (run.path / "logs/driver.log").read_text() == "what a library prints\n"
 
 
-def test_a_quiet_view_says_nothing_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    view: Any = QuietView()
+def test_a_quiet_view_says_nothing_of_steps() -> None:
+    err = io.StringIO()
+    view: Any = QuietView(err)
     view.status("starting")
     view.doing("training", None)
     view.stepped(1, 1, {})
     view.evaluated(None)
-    assert capsys.readouterr() == ("", "")
+    assert err.getvalue() == ""
 
 
 def test_there_is_no_colour_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

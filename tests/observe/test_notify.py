@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -21,6 +22,7 @@ from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.observe.view import PlainView
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.guardian import MARK
+from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import NotifySpec
 
 
@@ -156,11 +158,12 @@ def test_both_are_told_and_neither_waits_for_the_other(run: RunDirectory, hook: 
     assert len(told(spec, run)) == 1 and hook.got.qsize() == 1 and (tmp_path / "told").exists()
 
 
-def test_a_stall_is_warned_of_and_told(run: RunDirectory, hook: Hook, capsys: pytest.CaptureFixture[str]) -> None:
-    notifier = Notifier(NotifySpec(webhook=hook.address), run, print)
-    Reporter(run, PlainView(10), None, notifier).stalled("the trainer waits for a batch")
+def test_a_stall_is_warned_of_and_told(run: RunDirectory, hook: Hook) -> None:
+    out = io.StringIO()
+    notifier = Notifier(NotifySpec(webhook=hook.address), run, pytest.fail)
+    Reporter(Recorder(run, pytest.fail), PlainView(10, out), None, notifier).stalled("the trainer waits for a batch")
     notifier.wait()
-    assert "! the trainer waits for a batch" in capsys.readouterr().out
+    assert "! the trainer waits for a batch" in out.getvalue()
     assert hook.got.get_nowait()[1]["event"] == "stall"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import subprocess
@@ -21,6 +22,7 @@ from asyncrl_cli.observe.records import EvaluationResult
 from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.observe.view import QuietView
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
 from tests.buffer.recorded_run import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +74,9 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_whatever_the_reporter_is_told_ray_is_told(noted: Noted, run: RunDirectory) -> None:
-    reporter = Reporter(run, QuietView(), None, None, RayMetrics(run, 40, 2, pytest.fail))
+    reporter = Reporter(
+        Recorder(run, pytest.fail), QuietView(io.StringIO()), None, None, RayMetrics(run, 40, 2, pytest.fail)
+    )
     assert dict(noted.values) == {"asyncrl_stop_steps": 40, "asyncrl_max_staleness": 2}
     for step in (1, 2):
         reporter.stepped(step, step, METRICS, STARTED)
@@ -208,19 +212,44 @@ def test_the_dashboard_is_what_grafana_takes() -> None:
 # -- on a real Ray
 
 SCRAPED = """
-import json, sys, time, urllib.request
+import json, os, subprocess, sys, time, urllib.request
 from pathlib import Path
 from asyncrl_cli.observe.ray_metrics import RayMetrics
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.guardian import MARK, marked_processes
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+def listening():
+    import psutil
+    pids = [os.getpid(), *marked_processes(os.environ[MARK])]
+    sockets = [socket for pid in pids for socket in psutil.Process(pid).net_connections("inet")]
+    return sorted({socket.laddr.ip for socket in sockets if socket.status == "LISTEN"})
+
+def answer_to(token):
+    import ray
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    program = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
+    return subprocess.run(program, env=environment, capture_output=True, text=True).stdout.strip()
+
+STRANGER = '''
+import sys
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=20)
+    print("in")
+except Exception as error:
+    print(type(error).__name__)
+'''
 spec = ExperimentSpec.model_validate({"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}})
 run, said, text = RunDirectory.create(Path(sys.argv[1]), "scraped"), [], ""
 with ray_cluster(spec, run.path / "logs"):
     metrics = RayMetrics(run, 10, 2, said.append)
     metrics.publish_targets()
     metrics.faulted("engine")
+    right = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
+    strangers = [answer_to(""), answer_to("0" * 64), answer_to(right)]
     file = run.path / "prometheus.json"
     for step in range(1, 31):
         metrics.stepped(step, step, {"reward/mean": 0.25, "tokens/trained": 100.0})
@@ -232,16 +261,23 @@ with ray_cluster(spec, run.path / "logs"):
             break
         time.sleep(1)
     metrics.close()
-print(json.dumps({"said": said, "steps": step, "text": text, "left": file.exists()}))
+    addresses = listening()
+seen = {"strangers": strangers, "addresses": addresses, "said": said, "steps": step, "text": text}
+print(json.dumps(seen | {"left": file.exists()}))
 """
 
 
 @pytest.mark.stack
 def test_prometheus_gets_real_numbers_where_ray_has_its_agent(tmp_path: Path) -> None:
-    """Ray's agent needs packages (`asyncrl[prometheus]`) without which Ray takes the numbers, and nobody is told."""
+    """Ray's agent needs packages (`asyncrl[prometheus]`) without which Ray takes the numbers, and nobody is told.
+
+    Nobody else can use this Ray: it asks for its token, and listens on loopback alone.
+    """
     program = [sys.executable, "-c", SCRAPED, str(tmp_path)]
     out = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120).stdout
     seen = json.loads(out.splitlines()[-1])
+    assert seen["strangers"] == ["AuthenticationError", "AuthenticationError", "in"]
+    assert seen["addresses"] and set(seen["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert seen["said"] == [] and not seen["left"]
     if find_spec("opencensus") is None:
         assert seen["text"] == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import cast
 
@@ -12,6 +13,7 @@ from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.observe.view import PlainView
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
 
 METRICS = dict.fromkeys(
     [
@@ -29,34 +31,39 @@ METRICS = dict.fromkeys(
 )
 
 
-def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDirectory.create(tmp_path, "test")
+def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path) -> None:
+    run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
     run.update(steps=10)
-    reporter = Reporter(run, PlainView(10), None)
+    recorder = Recorder(run, pytest.fail)
+    reporter = Reporter(recorder, PlainView(10, out), None)
     reporter.evaluated(EvaluationResult("greedy", 0, 0.25, 0.25, 9.0, 4, 0, 0))
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
+    assert recorder.close() == ""
     reader = RunDirectory(run.path)
     assert reader.read("metrics.jsonl") == [{"step": 1, "version": 1, "time": 1234.5, **METRICS}]
     state = reader.state
     assert (state.phase, state.step, state.steps, state.version) == ("running", 1, 10, 1)
     assert state.accuracy == reporter.accuracy == {"greedy": 0.75}
     assert reporter.accuracy_before == {"greedy": 0.25}
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(out.getvalue().splitlines()) == 3
 
 
 def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
     run.update(accuracy={"greedy": 0.5, "sampled": 0.25}, accuracy_before={"greedy": 0.125})
-    reporter = Reporter(RunDirectory(run.path), PlainView(10), None)
+    recorder = Recorder(RunDirectory(run.path), pytest.fail)
+    reporter = Reporter(recorder, PlainView(10, io.StringIO()), None)
     reporter.evaluated(EvaluationResult("greedy", 8, 0.75, 0.75, 9.0, 4, 8, 8))
+    assert recorder.close() == ""
     assert RunDirectory(run.path).state.accuracy == {"greedy": 0.75, "sampled": 0.25}
     assert reporter.accuracy_before == RunDirectory(run.path).state.accuracy_before == {"greedy": 0.125}
 
 
-def test_warnings_reach_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Reporter(RunDirectory(tmp_path), PlainView(10), None).warn("engine-0: the process died")
-    assert capsys.readouterr().out.endswith("! engine-0: the process died\n")
+def test_warnings_reach_the_screen(tmp_path: Path) -> None:
+    out = io.StringIO()
+    Reporter(Recorder(RunDirectory(tmp_path), pytest.fail), PlainView(10, out), None).warn("engine-0: the process died")
+    assert out.getvalue().endswith("! engine-0: the process died\n")
 
 
 def test_the_tracker_is_told_of_steps_and_evaluations_after_they_are_on_disk(tmp_path: Path) -> None:
@@ -69,7 +76,9 @@ def test_the_tracker_is_told_of_steps_and_evaluations_after_they_are_on_disk(tmp
             on_disk = RunDirectory(run.path)
             sent.append((len(on_disk.read("metrics.jsonl")), dict(on_disk.state.accuracy)))
 
-    reporter = Reporter(run, PlainView(10), cast("TrackerClient", Tracker()))
+    recorder = Recorder(run, pytest.fail)
+    reporter = Reporter(recorder, PlainView(10, io.StringIO()), cast("TrackerClient", Tracker()))
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
+    assert recorder.close() == ""
     assert sent == [(1, {}), (1, {"greedy": 0.75})]

@@ -7,7 +7,6 @@ import io
 import os
 import pty
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.live import Live
 from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.observe.dashboard import BARS, LABEL_WIDTH, TREND_STEPS, Shown, panel
+from asyncrl_cli.observe.outlet import Outlet, Terminal, run_terminal
 from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.observe.view import LiveView, PlainView, looking, open_view, step_line
 from asyncrl_cli.observe.watching import look
@@ -59,8 +59,9 @@ def test_a_step_in_one_line() -> None:
     assert "held-out" not in step_line(7, 100, METRICS, {"sampled": 0.2})
 
 
-def test_the_plain_view_prints_a_line_per_event(capsys: pytest.CaptureFixture[str]) -> None:
-    view = PlainView(100)
+def test_the_plain_view_prints_a_line_per_event() -> None:
+    out = io.StringIO()
+    view = PlainView(100, out)
     for done in range(3):
         view.status(f"warm start: {done} of 1000 updates")
     view.status("starting engines")
@@ -68,7 +69,7 @@ def test_the_plain_view_prints_a_line_per_event(capsys: pytest.CaptureFixture[st
     view.warn("engine-0: the process died")
     view.evaluated(evaluated("greedy", 0, 0.125))
     view.stepped(1, 1, METRICS)
-    lines = capsys.readouterr().out.splitlines()
+    lines = out.getvalue().splitlines()
     times = [re.match(r" *\d+\.\d s  ", line) for line in lines]
     assert all(times)
     assert [line[match.end() :] for line, match in zip(lines, times, strict=True) if match] == [
@@ -200,24 +201,27 @@ def test_warnings_stay_above_the_panel(run: RunDirectory) -> None:
 # -- which of them
 
 
-def test_a_pipe_gets_lines(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with open_view(run, 10) as view:
+def test_a_pipe_gets_lines(run: RunDirectory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with run_terminal(tmp_path) as terminal, open_view(run, 10, terminal) as view:
         assert isinstance(view, PlainView)
         view.stepped(3, 3, METRICS)
-    assert "step 3/10" in capsys.readouterr().out
+    assert "step 3/10" in capfd.readouterr().out
 
 
 def test_a_terminal_gets_the_panel(run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stdout", terminal)
-        with open_view(run, 1000) as view:
-            assert isinstance(view, LiveView)
-            view.status("starting engines")
+    terminal = Terminal(Outlet(theirs), Outlet(theirs))
+    with open_view(run, 1000, terminal) as view:
+        assert isinstance(view, LiveView)
+        view.status("starting engines")
+        view.warn("engine-0: gone")
+    assert terminal.out.close() and terminal.err.close()
+    os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # the end of a terminal
         while piece := os.read(ours, 4096):
             shown += piece
     os.close(ours)
-    assert b"starting engines" in shown and b"to be trained" in shown
+    assert b"starting engines" in shown and b"to be trained" in shown and b"! engine-0: gone" in shown
+    assert b"\x1b[?25l" not in shown, "a kill would leave the cursor hidden"

@@ -49,6 +49,7 @@ from asyncrl_cli.rollout.records import (
 )
 from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.scoring import Response, Scored
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
@@ -414,12 +415,14 @@ class Simulation:
         dying.cancel()
         for actor in self._actors:
             actor.die()
-        self.run.update(phase="finished" if finished else "interrupted")
+        self.recorder.update(phase="finished" if finished else "interrupted")
+        assert self.recorder.close() == ""
         return finished
 
     async def _start(self, start: Start) -> Conductor:
         spec, run = self.spec, self.run
-        reporter = Reporter(run, self.view, None)
+        self.recorder = Recorder(run, self.view.warn)
+        reporter = Reporter(self.recorder, self.view, None)
         buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0)
         buffer.faults = faults = Notes().faults(max_restarts=1000)
         opening = await buffer.open(start.kind, start.note, start.base)
@@ -456,7 +459,7 @@ class Simulation:
             episodes=None,
             evaluator=Evaluator(
                 spec,
-                run,
+                run.write_text,
                 client,
                 HeldOut(held_out, scorer),
                 {name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},

@@ -6,13 +6,15 @@ import asyncio
 import itertools
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import asyncrl_cli.pipeline.checkpoints as subject
-from asyncrl_cli.pipeline.checkpoints import Checkpoints
+from asyncrl_cli.buffer.schema import FILE, open_for_writing
+from asyncrl_cli.pipeline.checkpoints import Checkpoints, unrecorded
 from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, complete_checkpoints, newest_sound, verify
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -119,6 +121,51 @@ def test_a_step_is_saved_once_unless_it_is_damaged(run: RunDirectory, ranks: Sta
     assert save(run, ranks, 40) == saved
     assert len(ranks.calls) == 2
     assert verify(saved) == []
+
+
+def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
+    seal = subject.seal
+
+    def seal_slowly(folder: Path, check: Any) -> None:
+        def check_slowly() -> None:
+            reading.set()
+            assert cancelled.wait(60)
+            check()
+
+        try:
+            seal(folder, check_slowly)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(subject, "seal", seal_slowly)
+
+    async def go() -> None:
+        saving = asyncio.create_task(checkpoints_of(run, StandInRanks()).save(40, {}))
+        await asyncio.to_thread(reading.wait, 60)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        cancelled.set()
+        assert await asyncio.to_thread(ended.wait, 60)
+
+    asyncio.run(go())
+    assert names(run) == [".saving-step-000040"]
+
+
+def test_a_checkpoint_that_the_journal_does_not_know_is_found(run: RunDirectory, ranks: StandInRanks) -> None:
+    for step in (1, 2, 3, 4):
+        save(run, ranks, step)
+    with closing(open_for_writing(run.path / FILE)) as journal, journal:
+        rows = [
+            (1, 0.0, "step-000001", 0.5, None),
+            (2, 0.0, "step-000002", 0.5, 9.0),
+            (9, 0.0, "step-000009", 0.5, None),
+        ]
+        journal.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?)", rows)
+    assert [found.step for found in unrecorded(run)] == [2, 3, 4]
 
 
 def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> None:

@@ -71,7 +71,7 @@ def evaluator(folder: Path, scorer: Any, sets: dict[str, HeldOut] | None = None,
     directory = RunDirectory.create(folder, "run")
     client = client_over(1, make_actor=FailingEngine if scorer is None else Engine)
     held_out = HeldOut([(prompt, (1, 2)) for prompt in prompts(3)], scorer)
-    return Evaluator(of, directory, client, held_out, sets or {}), client, directory
+    return Evaluator(of, directory.write_text, client, held_out, sets or {}), client, directory
 
 
 def evaluated(parts: Any, kind: str, step: int) -> EvaluationResult:

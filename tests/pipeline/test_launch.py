@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,14 +12,15 @@ import pytest
 from stand_ins import run
 
 from asyncrl_cli.pipeline import launch
-from asyncrl_cli.pipeline.interrupts import Interrupted, until_stopped
+from asyncrl_cli.pipeline.interrupts import Interrupted, Stop, until_stopped
 from asyncrl_cli.pipeline.launch import _save_before_leaving
 from asyncrl_cli.runs.directory import RunError
 
 
 def test_work_that_ends_first_has_its_result_or_its_error() -> None:
     async def check() -> None:
-        stop = asyncio.Event()
+        stop = Stop()
+        stop.attach()
         assert await until_stopped(asyncio.sleep(0, "done"), stop) == "done"
 
         async def fails() -> None:
@@ -41,8 +43,9 @@ def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
             ended.append("cleaned up")
 
     async def check() -> None:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().call_soon(stop.set)
+        stop = Stop()
+        stop.attach()
+        asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
         with pytest.raises(Interrupted):
             await until_stopped(works(), stop)
         assert ended == ["cleaned up"]
@@ -58,8 +61,9 @@ def test_what_work_raises_while_it_ends_is_nobodys_business(caplog: pytest.LogCa
             raise RuntimeError("the loop is gone")
 
     async def check() -> None:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().call_soon(stop.set)
+        stop = Stop()
+        stop.attach()
+        asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
         with pytest.raises(Interrupted):
             await until_stopped(works(), stop)
 

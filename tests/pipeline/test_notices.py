@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -52,10 +53,26 @@ def test_the_end_of_a_run_is_told(
     monkeypatch.chdir(tmp_path)
     experiment = cast("Experiment", SimpleNamespace(spec=spec))
     with nullcontext() if isinstance(end, Outcome) else pytest.raises(type(end)):
-        run_experiment(experiment, run, PlainView(10), Start())
+        run_experiment(experiment, run, PlainView(10, io.StringIO()), Start())
     told = tmp_path / "told"
     if event is None:
         assert not told.exists(), "whoever stops a run knows of it"
     else:
         notice = json.loads(told.read_text())
         assert (notice["event"], notice["message"], notice["step"]) == (event, message, 9)
+
+
+def test_on_a_full_disk_the_cause_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: Any) -> Outcome:
+        raise RunError("no space left on device", place="journal.db", mend="Make room")
+
+    monkeypatch.setattr(launch, "ray_cluster", lambda *_: nullcontext())
+    monkeypatch.setattr(launch, "_run", fails)
+    run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
+    (run.path / ".state.json.tmp").symlink_to("/dev/full")
+    experiment = cast("Experiment", SimpleNamespace(spec=SimpleNamespace(notify=NotifySpec(command="cat > ../told"))))
+    monkeypatch.chdir(run.path)
+    with pytest.raises(RunError, match=r"journal.db: no space left on device\. Make room"):
+        run_experiment(experiment, run, PlainView(10, out), Start())
+    assert json.loads((tmp_path / "told").read_text())["message"].startswith("journal.db: no space")
+    assert "state.json cannot be written" in out.getvalue()

@@ -138,12 +138,22 @@ def test_metrics_of_steps_that_nobody_knows_as_trained_are_forgotten(run: RunDir
 # -- nothing to do
 
 
+def test_rows_of_metrics_that_were_never_written_come_from_the_journal(run: RunDirectory) -> None:
+    record(run, taken=3)
+    (run.path / "metrics.jsonl").write_text('{"step": 2, "version": 2, "loss": 0.5}\n')
+    start(run)
+    first, kept, last = run.read("metrics.jsonl")
+    assert kept == {"step": 2, "version": 2, "loss": 0.5}
+    assert (first["step"], first["version"], last["step"], last["version"]) == (1, 1, 3, 3)
+    assert first["time"] > 0
+
+
 def test_a_run_that_is_done_says_how_to_train_on(run: RunDirectory) -> None:
     record(run, taken=10)
     finish(run)
     error = refused(run)
     assert error.message == "the run has done its 10 steps"
-    assert error.mend.endswith(f"asyncrl resume {run.run_id} --steps 20")
+    assert error.mend.endswith(f"asyncrl resume {run.argument} --steps 20")
     assert start(run, steps=20).kind == "resume"
 
 
@@ -182,7 +192,7 @@ def test_a_journal_that_is_gone_is_missed_when_there_are_checkpoints(run: RunDir
     save(run, 4)
     error = refused(run)
     assert error.place == str(run.path / FILE)
-    assert error.mend.endswith(f"go on from step 4 alone: asyncrl resume {run.run_id} --without-journal")
+    assert error.mend.endswith(f"go on from step 4 alone: asyncrl resume {run.argument} --without-journal")
 
 
 def test_a_journal_that_ends_before_the_checkpoint_is_an_older_copy(run: RunDirectory) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +174,88 @@ def test_state_survives_the_disk(
     assert RunDirectory(path).state == written
     assert written == RunState(**changes, accuracy=accuracy, reason=reason, updated=written.updated)
     assert written.updated > 0
+
+
+FULL = """
+import subprocess, sys
+from pathlib import Path
+from asyncrl_cli.runs.directory import RunDirectory
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", sys.argv[1]], check=True)
+run = RunDirectory(Path(sys.argv[1]))
+run.update(phase="running", step=3)
+run.append("metrics.jsonl", {"step": 3})
+for name, size in (("large", 2**20), ("rest", 1)):
+    try:
+        for _ in range(100):
+            with (run.path / name).open("ab", buffering=0) as file:
+                file.write(bytes(size))
+            run.append("metrics.jsonl", {"step": 4, "text": 500 * "x"})
+    except OSError as error:
+        print(error.strerror)
+run.update(phase="failed", reason="no room" + 500 * "!")
+print(RunDirectory(run.path).state.phase, len(RunDirectory(run.path).state.reason))
+lines = (run.path / "metrics.jsonl").read_text().splitlines()
+print(len(lines) == len(run.read("metrics.jsonl")), len(lines) >= 1)
+"""
+
+
+def test_on_a_full_disk_the_state_is_written_all_the_same_and_lines_are_whole(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("no mount namespace can be made here")
+    command = ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.stdout.splitlines() == [
+        *2 * ["No space left on device"],
+        "failed 507",
+        "True True",
+    ], ended.stderr
+
+
+@pytest.mark.parametrize("problem", ["read-only", "no rights", "gone"])
+def test_a_run_that_cannot_be_locked_says_so(run: RunDirectory, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.unlock()
+    if problem == "gone":
+        shutil.rmtree(run.path)
+        with pytest.raises(RunError, match="the run's folder is gone"):
+            run.lock()
+        return
+    refusal = OSError(*((30, "Read-only file system") if problem == "read-only" else (13, "Permission denied")))
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_CREAT:
+            raise refusal
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(RunError, match=rf"lock: the run cannot be locked: {refusal.strerror}\. .*copy the folder"):
+        run.lock()
+
+
+def test_a_removed_lock_file_does_not_make_room_for_a_second_driver(run: RunDirectory) -> None:
+    (run.path / "lock").unlink()
+    other = RunDirectory(run.path)
+    assert other.is_driven
+    with pytest.raises(RunError, match="is being driven"):
+        other.lock()
+
+
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_counts_for_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.unlock()
+    lock, flock, replaced = run.path / "lock", fcntl.flock, []
+
+    def replace_then_lock(descriptor: int, kind: int) -> None:
+        if not replaced:
+            replaced.append(lock.stat().st_ino)
+            lock.rename(lock.with_name("old"))
+            lock.touch()
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", replace_then_lock)
+    run.lock()
+    assert lock.read_text().startswith("pid ") and (run.path / "old").stat().st_ino == replaced[0]
 
 
 def test_update_keeps_what_it_is_not_told(run: RunDirectory) -> None:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from asyncrl_cli.runs.guardian import MARK, marked_processes
+from asyncrl_cli.runs.guardian import MARK, marked_processes, watched_guardian
 
 STUBBORN = """
 import os, signal, subprocess, sys
@@ -160,3 +161,32 @@ def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
     assert out.split() == []
     marked, _ = pids(start("-c", STUBBORN, mark=mark))
     assert list(marked_processes(mark)) == [marked]
+
+
+def children(but: int = 0) -> list[int]:
+    """This process's guardians, one of them left out."""
+    return [
+        process.pid
+        for process in psutil.Process().children()
+        if is_alive(process.pid) and "asyncrl_cli.runs.guardian" in process.cmdline() and process.pid != but
+    ]
+
+
+def test_a_guardian_that_dies_gets_a_successor(start: Start, mark: str, folder: Path, tmp_path: Path) -> None:
+    with watched_guardian(mark, folder, tmp_path / "log"):
+        marked = pids(start("-c", STUBBORN, mark=mark))
+        (first,) = children()
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: children(but=first) != [])
+        assert all(map(is_alive, marked))
+    assert not any(map(is_alive, marked)) and not folder.exists() and children() == []
+
+
+def test_without_a_guardian_at_the_end_everything_is_cleaned_up_all_the_same(
+    start: Start, mark: str, folder: Path, tmp_path: Path
+) -> None:
+    with watched_guardian(mark, folder, tmp_path / "log"):
+        marked = pids(start("-c", STUBBORN, mark=mark))
+        (guardian,) = children()
+        os.kill(guardian, signal.SIGKILL)
+    assert not any(map(is_alive, marked)) and not folder.exists() and children() == []

@@ -1,0 +1,49 @@
+"""Work that the caller must not wait for, done in order on a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+
+
+class Background:
+    """Runs jobs one after another on a daemon thread. Jobs handle their own errors.
+
+    Invariant: ``submit`` neither waits nor raises; a job that finds the queue full is not run.
+    """
+
+    def __init__(self, name: str, limit: int = 1000) -> None:
+        """``limit``: jobs that may wait."""
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(limit)
+        Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run ``job`` after those submitted before it; False when it was refused because the queue is full."""
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, patience_s: float) -> bool:
+        """Wait up to ``patience_s`` seconds for the jobs submitted so far; whether all of them are done."""
+        deadline = time.monotonic() + patience_s
+        done = Event()
+        try:
+            self._queue.put(done.set, timeout=patience_s)
+        except queue.Full:
+            return False
+        return done.wait(max(0.0, deadline - time.monotonic()))
+
+    def close(self, patience_s: float) -> bool:
+        """Take no more jobs, and ``wait``."""
+        done = self.wait(patience_s)
+        if done:
+            self._queue.put(None)
+        return done
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()

@@ -1,0 +1,76 @@
+"""The files of a run that others look at, written by a thread: no disk holds the run up or ends it.
+
+The run itself needs the journal alone. An error of that does end the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from asyncrl_cli.runs.background import Background
+from asyncrl_cli.runs.directory import STATE, RunDirectory, RunState
+
+PATIENCE_S = 10.0
+"""Seconds that the end of a run waits for these files."""
+
+
+class Recorder:
+    """Writes to a run's folder in the order of the calls, which return at once.
+
+    The first failure is passed to ``warn``; ``failed`` has the files that are not complete, each with the last cause.
+    """
+
+    def __init__(self, run: RunDirectory, warn: Callable[[str], None]) -> None:
+        self.run = run
+        self.failed: dict[str, str] = {}
+        self._warn = warn
+        self._background = Background("recorder")
+
+    @property
+    def state(self) -> RunState:
+        """The newest state, whether or not it is on disk."""
+        return self.run.state
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Add one line to a JSON Lines file."""
+        self._submit(name, partial(self.run.append, name, row))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace a text file whole."""
+        self._submit(name, partial(self.run.write_text, name, text))
+
+    def update(self, **changes: Any) -> None:
+        """Change the run's state."""
+        self._submit(STATE, partial(self.run.write_state, self.run.change(**changes)))
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call something that raises nothing as soon as all of the above is on disk."""
+        self._background.submit(call)
+
+    def wait(self, patience_s: float = PATIENCE_S) -> None:
+        """Wait for what is still to be written."""
+        self._background.wait(patience_s)
+
+    def close(self, patience_s: float = PATIENCE_S) -> str:
+        """Wait for what is still to be written; returns what is not complete, empty when everything is."""
+        if not self._background.close(patience_s):
+            self.failed.setdefault(STATE, f"not written within {patience_s:.0f} s")
+        return "; ".join(f"{name} is not complete: {cause}" for name, cause in self.failed.items())
+
+    def _submit(self, name: str, write: Callable[[], object]) -> None:
+        def job() -> None:
+            try:
+                write()
+            except OSError as error:
+                self._note(name, error.strerror or str(error))
+
+        if not self._background.submit(job):
+            self._note(name, "the disk does not keep up")
+
+    def _note(self, name: str, cause: str) -> None:
+        first = not self.failed
+        self.failed[name] = cause
+        if first:
+            self._warn(f"{name} cannot be written: {cause}; the run continues, and its journal has all that it needs")

@@ -1,0 +1,176 @@
+"""Output and files of a run that cannot be written: the run goes on, and says what is missing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.observe.outlet import LINES, Outlet
+from asyncrl_cli.observe.reporter import Reporter
+from asyncrl_cli.observe.view import PlainView
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
+from tests.observe.test_reporter import METRICS
+
+LINE = "a line of a log\n"
+
+
+def gone_reader() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def gone_terminal() -> int:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    return theirs
+
+
+@pytest.fixture(params=[gone_reader, gone_terminal, lambda: os.open("/dev/full", os.O_WRONLY)])
+def dead_end(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A descriptor that takes nothing: the reader exited, the terminal hung up, the disk is full."""
+    descriptor = request.param()
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_output_that_fails_is_counted_and_nothing_else(dead_end: int, tmp_path: Path) -> None:
+    run, out = RunDirectory.create(tmp_path, "test"), Outlet(dead_end)
+    recorder = Recorder(run, pytest.fail)
+    reporter = Reporter(recorder, PlainView(10, out), None)
+    for step in range(1, 4):
+        reporter.stepped(step, step, METRICS, 0.0)
+    reporter.warn("engine-0: the process died")
+    out.close()
+    assert out.lost == 4
+    assert recorder.close() == "" and RunDirectory(run.path).state.step == 3
+
+
+def test_a_reader_that_stops_reading_holds_nothing_up_and_hears_what_it_missed() -> None:
+    reader, writer = os.pipe()
+    out = Outlet(writer)
+    written = 3 * LINES
+    for _ in range(written):
+        out.write(LINE)
+    assert not out.close(0.0)
+    assert out.lost >= written - LINES - 2**17 // len(LINE)
+    text = ""
+    while text.count(LINE) + sum(map(int, re.findall(r"! (\d+) lines", text))) < written:
+        text += os.read(reader, 2**16).decode()
+        out.write("a later one\n")
+    os.close(reader)
+    out.close(0.0)
+    os.close(writer)
+
+
+STALLED = """
+import os, sys
+from pathlib import Path
+from asyncrl_cli.observe import outlet
+outlet.Outlet.close.__defaults__ = (0.2,)
+with outlet.run_terminal(Path(sys.argv[1])) as screen:
+    for _ in range(1000):
+        screen.out.write(1000 * "x" + "\\n")
+    os.write(2, b"what a library prints\\n")
+print("after the run")
+"""
+
+
+def test_a_reader_that_never_reads_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STALLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
+    assert (tmp_path / "driver.log").read_text() == "what a library prints\nafter the run\n"
+
+
+def test_files_that_cannot_be_written_are_warned_of_once_and_named_at_the_end(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "test")
+    (run.path / "metrics.jsonl").symlink_to("/dev/full")
+    (run.path / ".state.json.tmp").mkdir()
+    warnings: list[str] = []
+    recorder = Recorder(run, warnings.append)
+    reporter = Reporter(recorder, PlainView(10, sys.stderr), None)
+    for step in (1, 2):
+        reporter.stepped(step, step, METRICS, 0.0)
+    missing = recorder.close()
+    assert len(warnings) == 1 and "metrics.jsonl cannot be written: No space left on device" in warnings[0]
+    assert "metrics.jsonl is not complete" in missing and "state.json is not complete: Is a directory" in missing
+
+
+# -- signals
+
+
+WAITING = """
+import asyncio, sys, time
+from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
+
+async def work(stop):
+    stop.attach()
+    stuck = asyncio.get_running_loop().run_in_executor(None, time.sleep, 600)  # a disk that hangs
+    print("up", flush=True)
+    try:
+        await until_stopped(asyncio.sleep(600), stop)
+    except Interrupted:
+        print("stopped", flush=True)
+
+with stop_on_signals() as stop:
+    asyncio.run(work(stop))
+"""
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(script: str) -> subprocess.Popen[str]:
+        started.append(subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_work_and_a_second_ctrl_c_the_process(start: Start, first: signal.Signals) -> None:
+    process = start(WAITING)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(first)
+    assert process.stdout.readline() == "stopped\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+
+def test_what_nohup_ignores_stays_ignored(start: Start) -> None:
+    process = start(f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{WAITING}")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "stopped\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+
+def test_before_there_is_a_loop_a_signal_is_ctrl_c(start: Start) -> None:
+    process = start(
+        "import signal\nfrom asyncrl_cli.pipeline.interrupts import stop_on_signals\n"
+        "try:\n    with stop_on_signals():\n        print('up', flush=True)\n        signal.pause()\n"
+        "except KeyboardInterrupt:\n    print('interrupted', flush=True)"
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "interrupted\n"
