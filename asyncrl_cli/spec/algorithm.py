@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from asyncrl_cli.spec.section import Count, Fraction, Section
+from asyncrl_cli.spec.section import MODULE_NAME, Count, Fraction, LearningRate, Positive, Section, Whole
 
 AlgorithmName = Literal[
     "grpo",
@@ -30,9 +30,6 @@ AlgorithmName = Literal[
 CorrectionName = Literal[
     "truncated", "sequence_truncated", "icepop", "geometric", "decoupled", "decoupled_log_linear", "off"
 ]
-_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""A function of the user's own: `module:function`."""
-
 GAE = "gae"
 """The advantage estimator that needs a critic."""
 
@@ -111,7 +108,7 @@ def _named(*names: str) -> AfterValidator:
     """Marks a text that is one of these names, or the user's own function."""
 
     def check(text: str) -> str:
-        if text not in names and not _OWN.fullmatch(text):
+        if text not in names and not re.fullmatch(MODULE_NAME, text):
             known = ", ".join(names)
             raise PydanticCustomError("named", "must be {known}, or module:function", {"known": known})
         return text
@@ -178,13 +175,13 @@ class CriticSpec(Section):
     """The value network of `advantage: gae`: a second model of the policy's architecture and initial weights, with a
     head that gives one number per token. It is trained by the trainer's ranks beside the policy."""
 
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate; the schedule is the policy's.")
+    learning_rate: LearningRate = Field(1e-5, description="Peak learning rate; the schedule is the policy's.")
     value_clip: float | None = Field(
         0.2,
         gt=0,
         description="Values move no further than this from those at the start of the step (PPO2). null: free.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps in which only the critic learns.")
+    warmup_steps: Whole = Field(0, description="Steps in which only the critic learns.")
 
 
 class AlgorithmSpec(Section):
@@ -222,7 +219,7 @@ class AlgorithmSpec(Section):
     dual_clip: float | None = Field(
         None, gt=1, description="With `clip`: a negative advantage weighs no more than this many times (dual-clip PPO)."
     )
-    sapo_temperatures: tuple[float, float] = Field(
+    sapo_temperatures: tuple[Positive, Positive] = Field(
         (1.0, 1.05), strict=False, description="With `sapo`: temperatures for positive and negative advantages."
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
@@ -247,8 +244,8 @@ class AlgorithmSpec(Section):
         default_factory=_algorithm("kl_in"),
         description="Whether the penalty is added to the loss, or taken off rewards.",
     )
-    reference_every: int = Field(
-        0, ge=0, description="Steps after which the reference becomes the policy of then; 0 keeps the initial model."
+    reference_every: Whole = Field(
+        0, description="Steps after which the reference becomes the policy of then; 0 keeps the initial model."
     )
     correction: CorrectionSpec = Field(
         default_factory=CorrectionSpec, description="Between the rollouts' policy and the trainer's."

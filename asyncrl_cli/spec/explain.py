@@ -111,13 +111,17 @@ def _message(detail: ErrorDetails) -> str:
         return f"has {context['actual_length']} values, but takes {context['max_length']}"
     if kind == "string_too_long":
         return f"has {len(value)} characters, but may have {context['max_length']} at most"
+    if kind == "format":
+        return f"{detail['msg']}, not {_shown(value)}"
+    if kind == "string_too_short":
+        return "must not be empty"
     if kind == "string_pattern_mismatch":
         return f"{_shown(value)} does not fit the pattern {context['pattern']}"
     if kind == "literal_error":
         return f"must be {_choice(_allowed(detail))}, not {_shown(value)}"
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return f"must be {words} {context[name]:g}, not {_shown(value)}"
+        return f"must be {words} {context[name]:.12g}, not {_shown(value)}"
     if kind in _KINDS:
         return f"must be {_KINDS[kind]}, not {_shown(value)}"
     return detail["msg"]

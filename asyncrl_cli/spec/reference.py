@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from asyncrl_cli.spec.catalogue import Key, keys
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.section import Section
+from asyncrl_cli.spec.section import LARGEST, Section
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 _INTRODUCTION = """\
@@ -34,6 +34,7 @@ This page is made from the models in `asyncrl_cli/spec` by `python -m asyncrl_cl
 - **Paths** are relative to the file that states them, and to the current folder in `--set`. Only `runs_dir` always
   starts from the current folder.
 - **YAML** is read as version 1.2 does: `1e-4` is a number, `no` and `2024-01-01` are text. Numbers in quotes are text.
+- **Sizes.** A file has 128 KiB at most, a spec 32 files, and a whole number is 2147483647 at most unless it says so.
 """
 
 
@@ -90,7 +91,7 @@ def _type(schema: dict[str, Any]) -> str:
     words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
     words |= {"object": "mapping", "null": "`null`"}
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[bound]}" for bound, sign in signs.items() if bound in schema]
+    bounds = [f"{sign} {schema[bound]}" for bound, sign in signs.items() if schema.get(bound, LARGEST) != LARGEST]
     return " ".join([words[schema["type"]], ", ".join(bounds)]).strip()
 
 

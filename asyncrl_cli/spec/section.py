@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-DecayRate = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}$")]
+LARGEST = 2**31 - 1
+"""Largest count: what numpy, torch and vLLM keep in 32 bits stays in range."""
+YEAR_S = 365 * 24 * 3600
 NUL = "\0"
 
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+MemoryMB = Annotated[int, Field(ge=64, le=LARGEST)]  # A Python process needs some thirty for itself.
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+DecayRate = Annotated[float, Field(ge=0, lt=1, strict=True)]
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, le=10)]
+Seconds = Annotated[float, Field(ge=0.001, le=YEAR_S)]
+Temperature = Annotated[float, Field(ge=0.01, le=100)]  # vLLM raises what is lower, and log-probs would not fit.
+Text = Annotated[str, Field(min_length=1)]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}$")]
+MODULE_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
+"""A function or class of the user's own, `module:name`, as a regular expression."""
 
-def _without_nul(path: Path | str | None) -> Path | str | None:
-    if NUL in str(path):
+
+def _fits_a_file_system(path: Path | str | None) -> Path | str | None:
+    """Refuse what the system's calls take no path with: a NUL, or a name of more than 255 bytes."""
+    text = str(path)
+    if NUL in text:
         raise PydanticCustomError("nul", "holds a NUL character, which no path may")
+    if len(os.fsencode(text)) > 4000 or any(len(os.fsencode(name)) > 255 for name in text.split("/")):
+        raise PydanticCustomError("long_name", "is too long: a file's name may have 255 bytes, a path 4000")
     return path
 
 
-SystemPath = AfterValidator(_without_nul)
-"""Marks a field that holds a path: the system's calls take none with a NUL."""
+SystemPath = AfterValidator(_fits_a_file_system)
+"""Marks a field that holds a path."""
+
+
+def pattern(expression: str, message: str) -> AfterValidator:
+    """Marks a text that matches as a whole; what does not is refused with the message."""
+
+    def check(text: str | None) -> str | None:
+        if text is not None and not re.fullmatch(expression, text):
+            raise PydanticCustomError("format", message)
+        return text
+
+    return AfterValidator(check)
 
 
 class Section(BaseModel):

@@ -12,16 +12,34 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
-from asyncrl_cli.spec.section import Count, DecayRate, Fraction, Section, SetName, SystemPath
+from asyncrl_cli.spec.section import (
+    YEAR_S,
+    Count,
+    Decay,
+    DecayRate,
+    Fraction,
+    LearningRate,
+    MemoryMB,
+    Seconds,
+    Section,
+    SetName,
+    SystemPath,
+    Temperature,
+    Text,
+    Whole,
+    pattern,
+)
 
 CHARACTERS = "characters"
 DType = Literal["float32", "bfloat16"]
+_HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
+_RAY = rf"auto|[a-z][a-z0-9+.-]*://\S+|({_HOST}|\[[0-9A-Fa-f:.]+\]):[0-9]{{1,5}}"
 
 
 class ModelInit(Section):
     """A model built from an architecture's config, with random weights."""
 
-    architecture: str = Field(
+    architecture: Text = Field(
         description="A transformers model type with a causal language model, such as `qwen3` or `llama`."
     )
     config: dict[str, Any] = Field(
@@ -29,7 +47,7 @@ class ModelInit(Section):
         description="Arguments of the architecture's transformers config. `vocab_size` and the special "
         "token ids follow from the tokenizer.",
     )
-    tokenizer: Annotated[str, SystemPath] = Field(
+    tokenizer: Annotated[Text, SystemPath] = Field(
         CHARACTERS,
         description="`characters` makes a tokenizer with one token for each printable ASCII character; "
         "anything else is the path of a saved tokenizer (relative to this file).",
@@ -49,10 +67,10 @@ class WarmStart(Section):
         description="The first part of the steps that sees clean demonstrations only; the rest sees the "
         "task's mixture.",
     )
-    matrix_learning_rate: float = Field(0.03, gt=0, description="Muon's peak learning rate.")
-    learning_rate: float = Field(3e-3, gt=0, description="AdamW's peak learning rate.")
-    weight_decay: float = Field(0.01, ge=0, description="Weight decay of Muon.")
-    warmup_steps: int = Field(30, ge=0, description="Updates of linear warm-up; a cosine follows.")
+    matrix_learning_rate: LearningRate = Field(0.03, description="Muon's peak learning rate.")
+    learning_rate: LearningRate = Field(3e-3, description="AdamW's peak learning rate.")
+    weight_decay: Decay = Field(0.01, description="Weight decay of Muon.")
+    warmup_steps: Whole = Field(30, description="Updates of linear warm-up; a cosine follows.")
     threads: Count = Field(2, description="CPU threads while it runs (nothing else is busy then).")
 
 
@@ -63,8 +81,8 @@ class LoraSpec(Section):
     """
 
     rank: Count = Field(16, description="Rank of an adapter, r.")
-    alpha: float = Field(32.0, gt=0, description="An adapter's product is multiplied by alpha / rank.")
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+    alpha: float = Field(32.0, gt=0, le=1_000_000, description="An adapter's product is multiplied by alpha / rank.")
+    target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = Field(
         "all-linear",
         description="Names of the layers that get one, such as `q_proj`; `all-linear` is every linear layer but the "
         "output head.",
@@ -74,7 +92,7 @@ class LoraSpec(Section):
 class ModelSpec(Section):
     """The policy: a saved model, or one made from a config."""
 
-    path: Annotated[str | None, SystemPath] = Field(
+    path: Annotated[Text | None, SystemPath] = Field(
         None, description="A Hugging Face model directory (relative to this file), or a hub id."
     )
     init: ModelInit | None = Field(None, description="Build the model from a config instead.")
@@ -85,7 +103,7 @@ class ModelSpec(Section):
         None, description="Train adapters instead of the weights. Engines and saved models have them merged."
     )
     max_length: Count = Field(1024, description="Longest sequence in tokens, prompt and response together.")
-    chat_template: Annotated[str | None, SystemPath] = Field(
+    chat_template: Annotated[Text | None, SystemPath] = Field(
         None,
         description="A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file).",
     )
@@ -99,10 +117,10 @@ class EpisodeSpec(Section):
     max_tokens: Count | None = Field(
         None, description="Tokens that the model may sample in one episode, over all its calls."
     )
-    timeout_s: float = Field(600.0, gt=0, description="Seconds after which an episode that has not ended has failed.")
+    timeout_s: Seconds = Field(600.0, description="Seconds after which an episode that has not ended has failed.")
     workers: Count = Field(1, description="Processes that play episodes.")
     concurrency: Count = Field(128, description="Episodes that one of them plays at a time; others wait their turn.")
-    memory_mb: Count | None = Field(
+    memory_mb: MemoryMB | None = Field(
         None, description="MiB of address space that such a process, and each process it starts, may have."
     )
 
@@ -110,7 +128,7 @@ class EpisodeSpec(Section):
 class SplitSpec(Section):
     """Where the prompts of one split come from, and how a row becomes a prompt. docs/data.md has more."""
 
-    path: Annotated[str | None, SystemPath] = Field(
+    path: Annotated[Text | None, SystemPath] = Field(
         None,
         description="A `.jsonl`, `.parquet` or `.csv` file, a folder that Hugging Face `datasets` saved, "
         "`hf:owner/name` (a hub id, with `@revision` if you like), or `module:function` that yields rows. Relative to "
@@ -119,10 +137,10 @@ class SplitSpec(Section):
     size: Count | None = Field(
         None, description="Prompts to use: the first rows of the file, or how many the task makes."
     )
-    prompt_column: str = Field(
+    prompt_column: Text = Field(
         "prompt", description="The column with the prompt: text, or a list of chat messages. All others reach the task."
     )
-    uid_column: str = Field(
+    uid_column: Text = Field(
         "uid",
         description="The column with each row's own name. Rows without `uid` are named by number and content; a column "
         "of another name must be there.",
@@ -189,12 +207,12 @@ class TaskMember(Section):
         max_length=64,
         description="Begins the uids of its prompts and the names of its metrics.",
     )
-    weight: float = Field(1.0, gt=0, description="Its share of the prompts, among the weights of all.")
+    weight: float = Field(
+        1.0, gt=0, le=1_000_000_000, description="Its share of the prompts, among the weights of all."
+    )
     use: str = Field(description="As `task.use`.")
     options: dict[str, Any] = Field(default_factory=dict, description="As `task.options`.")
-    reward_timeout_s: float | None = Field(
-        None, gt=0, description="As `task.reward_timeout_s`, which it is when left out."
-    )
+    reward_timeout_s: Seconds | None = Field(None, description="As `task.reward_timeout_s`, which it is when left out.")
     train: SplitSpec | None = Field(
         None, description="Its training prompts; when left out the task makes its own, as many as its share asks for."
     )
@@ -216,11 +234,11 @@ class TaskSpec(Section):
     mix: list[TaskMember] = Field(
         default_factory=list, description="Tasks to train on side by side, each with its share of the prompts."
     )
-    reward_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds one rollout's reward may take before the rollout counts as failed."
+    reward_timeout_s: Seconds = Field(
+        30.0, description="Seconds one rollout's reward may take before the rollout counts as failed."
     )
     reward_workers: Count = Field(1, description="Processes that compute rewards.")
-    reward_memory_mb: Count | None = Field(
+    reward_memory_mb: MemoryMB | None = Field(
         None,
         description="MiB of memory that a reward's process may take; a reward that wants more fails. None: no limit.",
     )
@@ -239,15 +257,15 @@ class SamplingSpec(Section):
     the recorded log-probabilities.
     """
 
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature; log-probs are taken at it.")
-    stop: list[str] = Field(default_factory=list, description="Strings that end a response, beside the end token.")
+    temperature: Temperature = Field(1.0, description="Softmax temperature; log-probs are taken at it.")
+    stop: list[Text] = Field(default_factory=list, description="Strings that end a response, beside the end token.")
 
 
 class GatewaySpec(Section):
     """The OpenAI-compatible server in front of the engines."""
 
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="Address to listen on. Others than loopback can be seen by other hosts."
+    host: Annotated[str, pattern(_HOST, "must be a host name or an address")] = Field(
+        "127.0.0.1", description="Address to listen on. Others than loopback can be seen by other hosts."
     )
     port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     max_body_mb: Count = Field(16, description="Largest body of a request in MiB.")
@@ -258,9 +276,7 @@ class RolloutSpec(Section):
 
     engines: Count = Field(1, description="vLLM engines, each in a Ray actor of its own.")
     threads_per_engine: Count = Field(1, description="CPU threads of an engine (ignored on GPU).")
-    gpus_per_engine: int = Field(
-        0, ge=0, description="GPUs of an engine (its tensor-parallel size); 0 runs vLLM on CPU."
-    )
+    gpus_per_engine: Whole = Field(0, description="GPUs of an engine (its tensor-parallel size); 0 runs vLLM on CPU.")
     group_size: Count = Field(8, description="Rollouts per prompt.")
     max_running_rollouts: Count = Field(256, description="Rollouts an engine runs at once.")
     max_prompt_tokens: Count = Field(512, description="Longest prompt; longer ones are left out and counted.")
@@ -272,15 +288,15 @@ class RolloutSpec(Section):
         description="Key-value cache of a CPU engine in MiB; when left out, enough for "
         "`max_running_rollouts` sequences of average length.",
     )
-    retries: int = Field(2, ge=0, description="Times a failed rollout is generated again before its group is rejected.")
-    max_failures: int = Field(16, ge=0, description="Groups that may be lost to failed rollouts before the run stops.")
-    hang_seconds: float = Field(
-        120.0, gt=0, description="An engine that has rollouts to generate and gives no token for so long is restarted."
+    retries: Whole = Field(2, description="Times a failed rollout is generated again before its group is rejected.")
+    max_failures: Whole = Field(16, description="Groups that may be lost to failed rollouts before the run stops.")
+    hang_seconds: Seconds = Field(
+        120.0, description="An engine that has rollouts to generate and gives no token for so long is restarted."
     )
     gateway: GatewaySpec = Field(
         default_factory=GatewaySpec, description="OpenAI-compatible access, for agents and `asyncrl serve`."
     )
-    tool_parser: str | None = Field(
+    tool_parser: Text | None = Field(
         None,
         description="How the model writes tool calls: the name of a tool parser of vLLM. Left out: `hermes`, "
         '`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.',
@@ -293,10 +309,10 @@ class RolloutSpec(Section):
 class OptimizerSpec(Section):
     """AdamW."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    learning_rate: LearningRate = Field(1e-6, description="Peak learning rate.")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), strict=False, description="Adam's decay rates.")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    eps: float = Field(1e-8, gt=0, le=1, description="Adam's epsilon.")
+    weight_decay: Decay = Field(0.0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="The gradient's norm is clipped to this.")
 
 
@@ -304,7 +320,7 @@ class ScheduleSpec(Section):
     """The learning rate over optimizer updates."""
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after warm-up.")
-    warmup_updates: int = Field(0, ge=0, description="Optimizer updates of linear warm-up from zero.")
+    warmup_updates: Whole = Field(0, description="Optimizer updates of linear warm-up from zero.")
     final_fraction: Fraction = Field(0.0, description="Where `linear` and `cosine` end, as a fraction of the peak.")
 
 
@@ -358,11 +374,10 @@ class PipelineSpec(Section):
         "keep their tokens and go on under the next weights. Engines stay full until the end of a batch, and generate "
         "nothing while the trainer trains.",
     )
-    max_staleness: int = Field(
+    max_staleness: Whole = Field(
         default_factory=lambda data: {"sync": int(data.get("partial_rollouts", False)), "one_step_off": 1, "async": 4}[
             data["mode"]
         ],
-        ge=0,
         description="Most versions a trained group may lag behind. Left out: 0, 1 and 4 in the three modes, and 1 in "
         "`sync` with `partial_rollouts`.",
     )
@@ -380,11 +395,13 @@ class PipelineSpec(Section):
         "and count it.",
     )
     stall_minutes: float = Field(
-        10.0, gt=0, description="The run stops with the name of what it waits for after this long without progress."
+        10.0,
+        ge=0.01,
+        le=YEAR_S // 60,
+        description="The run stops with the name of what it waits for after this long without progress.",
     )
-    max_restarts: int = Field(
+    max_restarts: Whole = Field(
         10,
-        ge=0,
         description="Restarts of one kind of part (engines, trainer ranks, buffer, scorer) before the run stops with "
         "the first cause.",
     )
@@ -400,8 +417,8 @@ class EvaluationSet(Section):
         description="The prompts. Without a path the task makes them, of its split `eval` unless `split` says `train`."
     )
     task: TaskSpec | None = Field(None, description="The task that scores them; the run's own when left out.")
-    every: int | None = Field(
-        None, ge=0, description="Steps between two evaluations of this set; `evaluation.every` when left out."
+    every: Whole | None = Field(
+        None, description="Steps between two evaluations of this set; `evaluation.every` when left out."
     )
     greedy: bool = Field(True, description="One greedy response per prompt; false samples `samples` of them.")
     samples: Count = Field(1, description="Responses per prompt when they are sampled.")
@@ -410,8 +427,8 @@ class EvaluationSet(Section):
 class EvaluationSpec(Section):
     """Accuracy on the held-out prompts and on further sets, generated by the same engines."""
 
-    every: int = Field(
-        0, ge=0, description="Steps between two evaluations while training; 0 evaluates before and after only."
+    every: Whole = Field(
+        0, description="Steps between two evaluations while training; 0 evaluates before and after only."
     )
     prompts: Count | None = Field(
         None, description="Prompts of the evaluations while training; all held-out prompts when left out."
@@ -421,8 +438,8 @@ class EvaluationSpec(Section):
         description="Sampled responses per held-out prompt. With more than one, pass@1 to pass@k are reported, at "
         "every evaluation and not before and after training only.",
     )
-    temperature: float | None = Field(
-        None, gt=0, description="Temperature of sampled responses; that of training when left out."
+    temperature: Temperature | None = Field(
+        None, description="Temperature of sampled responses; that of training when left out."
     )
     pin: bool = Field(
         False,
@@ -435,22 +452,19 @@ class EvaluationSpec(Section):
 class CheckpointSpec(Section):
     """When the trainer's state is saved."""
 
-    every: int = Field(
-        0, ge=0, description="Steps between two checkpoints; 0 saves when the run ends or is interrupted."
-    )
+    every: Whole = Field(0, description="Steps between two checkpoints; 0 saves when the run ends or is interrupted.")
     keep_last: Count = Field(2, description="Newest checkpoints kept.")
-    keep_every: int = Field(0, ge=0, description="Checkpoints of steps divisible by this are kept, too; 0 keeps none.")
-    keep_best: int = Field(
-        0, ge=0, description="So many checkpoints with the best greedy held-out accuracy at their step are kept, too."
+    keep_every: Whole = Field(0, description="Checkpoints of steps divisible by this are kept, too; 0 keeps none.")
+    keep_best: Whole = Field(
+        0, description="So many checkpoints with the best greedy held-out accuracy at their step are kept, too."
     )
 
 
 class JournalSpec(Section):
     """The durable record of the run: every group, rollout, batch and published version."""
 
-    segment_seconds: float = Field(
+    segment_seconds: Seconds = Field(
         10.0,
-        gt=0,
         description="The tokens of unfinished rollouts are recorded at every publish and at least this often.",
     )
     keep: Literal["all"] | Count = Field(
@@ -464,8 +478,8 @@ class TrackingSpec(Section):
     """MLflow."""
 
     mlflow: bool = Field(True, description="Log parameters, metrics and artifacts to MLflow.")
-    uri: str | None = Field(None, description="Tracking URI; a SQLite store in the runs folder when left out.")
-    experiment: str = Field("asyncrl", description="MLflow experiment.")
+    uri: Text | None = Field(None, description="Tracking URI; a SQLite store in the runs folder when left out.")
+    experiment: Text = Field("asyncrl", description="MLflow experiment.")
     system_metrics: bool = Field(
         True, description="Log processors, memory, disk, network and GPUs of the driver's machine, every ten seconds."
     )
@@ -488,7 +502,7 @@ class NotifySpec(Section):
         description="Gets a POST with JSON. `env:NAME` takes the address from that environment variable: it stays out "
         "of the run's folder, MLflow and reports then.",
     )
-    command: str | None = Field(
+    command: Text | None = Field(
         None,
         description="A shell command, with `ASYNCRL_EVENT`, `ASYNCRL_RUN_ID`, `ASYNCRL_MESSAGE` and `ASYNCRL_FOLDER` "
         "in its environment and the webhook's JSON on its standard input. It may take 30 s.",
@@ -503,7 +517,7 @@ class NotifySpec(Section):
 class ClusterSpec(Section):
     """Where the actors run."""
 
-    address: str | None = Field(
+    address: Annotated[str | None, pattern(_RAY, "must be `auto`, `host:port`, or an address with ray://")] = Field(
         None,
         description="Address of a running Ray cluster; when left out one is started on this machine and stopped "
         "at the end.",

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import Problem, SpecError
+from asyncrl_cli.spec.rules.model import SIZES
 
 ROOT = Path(__file__).parents[2]
 Write = Callable[..., Path]
@@ -53,6 +54,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         "trainer.gpus_per_rank",
         "trainer.tokens_per_microbatch",
         "trainer.schedule.warmup_updates",
+        "pipeline.publish_every",
         "evaluation.every",
         "checkpoints.every",
     ]
@@ -65,6 +67,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["model.path=null"], "model", "model.path (a saved one)"),
         (["model.path=/no/such"], "model.path", "there is no folder /no/such"),
         (["model.path=~/no/such"], "model.path", "there is no folder"),
+        (["model.path=my model"], "model.path", "neither a folder nor a hub id"),
         (["model.chat_template=no/such.jinja"], "model.chat_template", "there is no file /"),
         (["task.use=my/tasks.py:reward"], "task.use", "`my.tasks:reward`"),
         (["task.use=nothing"], "task.use", "Ready tasks: chain_sum, spell_backward"),
@@ -104,6 +107,22 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["evaluation.prompts=300"], "evaluation.prompts", "Raise data.eval.size to 300"),
         (["rollout.engine_args={async_scheduling: true}"], "rollout.engine_args.async_scheduling", "Remove it"),
         (["trainer.gpus_per_rank=1"], "rollout.gpus_per_engine", "the engines are on CPU"),
+        (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),
+        (["tracking.register_model=m", "tracking.mlflow=false"], "tracking.register_model", "tracking.mlflow is false"),
+        (["checkpoints.keep_best=1"], "checkpoints.keep_best", "checkpoints.every is 0"),
+        (["checkpoints.keep_best=1", "checkpoints.every=2"], "checkpoints.keep_best", "evaluation.every is 0"),
+        (
+            ["checkpoints={keep_best: 1, every: 3}", "evaluation.every=4"],
+            "checkpoints.keep_best",
+            "every 3 and 4 steps meet at step 12",
+        ),
+        (["pipeline.max_staleness=10"], "pipeline.max_staleness", "Use less than 10"),
+        (["pipeline.publish_every=10"], "pipeline.publish_every", "rollouts of the initial weights"),
+        (["runs_dir=/dev/null"], "runs_dir", "/dev/null is a file"),
+        (["runs_dir=/dev/null/runs"], "runs_dir", "/dev/null is a file"),
+        (["task.options={a: [.nan]}"], "task.options.a.0", "must be a finite number"),
+        (["rollout.engine_args={a: .inf}"], "rollout.engine_args.a", "must be a finite number"),
+        (["data.train={path: 'hf:', split: train}"], "data.train.path", "names no data set of the hub"),
     ],
 )
 def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: str) -> None:
@@ -121,6 +140,46 @@ def test_the_same_file_cannot_hold_out_prompts(write: Write) -> None:
         )
     )
     assert problem.severity == "warning" and problem.path == "data.eval.path"
+
+
+@pytest.mark.parametrize("size", ["0", "-96", "big", "[64]", "true", ".nan", "1.5", "2147483648"])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_a_new_model_are_whole_numbers(write: Write, name: str, size: str) -> None:
+    path = write("model: {init: {architecture: qwen3}}\ntask: {use: math}\nstop: {steps: 10}\n")
+    problems = findings(path, f"model.init.config.{name}={size}")
+    assert {problem.path for problem in problems} == {f"model.init.config.{name}"}
+    assert "must be a whole number from 1" in problems[0].message
+
+
+def test_the_cache_holds_a_longest_rollout(write: Write) -> None:
+    config = "{hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2}"
+    path = write(
+        f"model: {{init: {{architecture: qwen3, config: {config}}}, max_length: 8192}}\n"
+        "task: {use: math}\nstop: {steps: 10}\n"
+    )
+    (problem,) = findings(path, "rollout.kv_cache_mb=7")
+    assert problem.path == "rollout.kv_cache_mb" and "Raise it to 8 or more" in problem.mend
+    assert findings(path, "rollout.kv_cache_mb=8") == findings(path) == []
+    assert findings(path, "rollout.kv_cache_mb=4", "rollout.dtype=bfloat16", "trainer.dtype=bfloat16") == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "localhost", "node-1.cluster.example", "_a"])
+def test_hosts_and_addresses_that_there_are(write: Write, host: str) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    for override in (f"rollout.gateway.host='{host}'", f"cluster.address='{shown}:6379'"):
+        assert findings(write(), override) == []
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "10.0.0.1:6379"])
+def test_addresses_of_clusters(write: Write, address: str) -> None:
+    assert findings(write(), f"cluster.address={address}") == []
+
+
+@pytest.mark.parametrize(
+    "uri", ["mlruns", "/srv/mlruns", "file:///srv", "sqlite:///a.db", "http://host:5000", "mysql+pymysql://u@h/d"]
+)
+def test_places_that_mlflow_can_log_to(write: Write, uri: str) -> None:
+    assert findings(write(), f"tracking.uri={uri}") == []
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])

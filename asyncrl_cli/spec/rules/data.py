@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
+from asyncrl_cli.data.hugging_face import HUB
 from asyncrl_cli.data.rows import template_columns
 from asyncrl_cli.data.sources import kind_of, names_a_file
 from asyncrl_cli.spec.problems import Problem
@@ -53,6 +55,8 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
             except ValueError as error:
                 mend = 'Write columns in braces, as in "Q: {question}"; `{{` is a brace.'
                 yield Problem(f"{key}.template", f"is no template: {error}", mend)
+        if kind == "hub" and not re.fullmatch(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?", split.path or ""):
+            yield Problem(f"{key}.path", f"`{split.path}` names no data set of the hub", "Write it as hf:owner/name.")
         if kind == "hub" and split.split is None:
             yield Problem(f"{key}.split", "a hub data set needs its split", "Set it, for example to `train`.")
         if kind != "hub" and split.config is not None:

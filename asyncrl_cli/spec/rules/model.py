@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule
+from asyncrl_cli.spec.section import LARGEST
 from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec
+
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "max_position_embeddings",
+)
+"""Keys of an architecture's config that rules read; most architectures have them."""
+HUB_ID = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
+
+
+def _sizes(spec: ExperimentSpec) -> dict[str, int]:
+    """Those of ``SIZES`` that `model.init.config` gives as sizes."""
+    config = spec.model.init.config if spec.model.init else {}
+    found = {name: config.get(name) for name in SIZES}
+    return {name: size for name, size in found.items() if type(size) is int and 1 <= size <= LARGEST}
 
 
 @rule
@@ -22,9 +38,12 @@ def one_model(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.path` or `model.init.tokenizer` that is a path exists and is a folder."""
-    if spec.model.path is not None and os.path.isabs(spec.model.path) and not os.path.isdir(spec.model.path):
-        mend = "Name a saved model's folder, or a hub id."
-        yield Problem("model.path", f"there is no folder {spec.model.path}", mend)
+    path = spec.model.path
+    mend = "Name a saved model's folder, or a hub id such as `Qwen/Qwen3-0.6B`."
+    if path is not None and os.path.isabs(path) and not os.path.isdir(path):
+        yield Problem("model.path", f"there is no folder {path}", mend)
+    elif path is not None and not os.path.isabs(path) and not re.fullmatch(HUB_ID, path):
+        yield Problem("model.path", f"`{path}` is neither a folder nor a hub id", mend)
     tokenizer = spec.model.init.tokenizer if spec.model.init else CHARACTERS
     if tokenizer != CHARACTERS and not os.path.isdir(tokenizer):
         mend = f"Name a saved tokenizer's folder, or `{CHARACTERS}`."
@@ -40,16 +59,22 @@ def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Sizes in `model.init.config` (`hidden_size`, `num_hidden_layers`, heads, `head_dim`, `max_position_embeddings`)
+    are whole numbers from 1."""
+    config, sizes = spec.model.init.config if spec.model.init else {}, _sizes(spec)
+    for name in SIZES:
+        # Some architectures read null as "follows from the others".
+        if config.get(name) is not None and name not in sizes:
+            yield Problem(f"model.init.config.{name}", f"must be a whole number from 1 to {LARGEST}", "Correct it.")
+
+
+@rule
 def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
     """In `model.init.config`, heads divide the hidden size (or `head_dim` is given), key-value heads divide heads."""
-    config = spec.model.init.config if spec.model.init else {}
-
-    def number(name: str) -> int:
-        value = config.get(name)
-        return value if isinstance(value, int) and value > 0 else 0
-
-    size, heads, kv_heads = map(number, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if size and heads and size % heads and not number("head_dim"):
+    number = _sizes(spec)
+    size, heads, kv_heads = map(number.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if size and heads and size % heads and not number.get("head_dim"):
         mend = f"Use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim."
         yield Problem("model.init.config.hidden_size", f"{size} cannot be split over {heads} heads", mend)
     if heads and kv_heads and heads % kv_heads:
@@ -60,7 +85,23 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def positions(spec: ExperimentSpec) -> Iterator[Problem]:
     """`model.max_length` is within `max_position_embeddings`, where the config has it."""
-    limit = spec.model.init.config.get("max_position_embeddings") if spec.model.init else None
-    if isinstance(limit, int) and limit < spec.model.max_length:
+    limit = _sizes(spec).get("max_position_embeddings")
+    if limit is not None and limit < spec.model.max_length:
         message = f"{spec.model.max_length} tokens are more than the model's {limit} positions"
         yield Problem("model.max_length", message, f"Lower it to {limit}, or raise max_position_embeddings.")
+
+
+@rule
+def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`rollout.kv_cache_mb` holds a sequence of `model.max_length`, as far as `model.init.config` tells its size."""
+    size, cache = _sizes(spec), spec.rollout.kv_cache_mb
+    heads, layers = size.get("num_attention_heads"), size.get("num_hidden_layers")
+    if cache is None or heads is None or layers is None or not ("head_dim" in size or "hidden_size" in size):
+        return
+    head_dim = size.get("head_dim") or size["hidden_size"] // heads
+    item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
+    needed = 2 * layers * size.get("num_key_value_heads", heads) * head_dim * item * spec.model.max_length
+    if cache * 2**20 < needed:
+        mend = f"Raise it to {-(-needed // 2**20)} or more, or leave it out."
+        message = f"{cache} MiB hold no sequence of model.max_length {spec.model.max_length}"
+        yield Problem("rollout.kv_cache_mb", message, mend)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.sections import ExperimentSpec
+
+TRIAL_STEPS = 8
+"""A run of fewer steps is a trial, which nobody expects to show asynchrony."""
 
 
 @rule
@@ -19,6 +23,37 @@ def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
     ):
         if every > steps:
             yield warning(path, f"{event}: {every} is more than the run's {steps} steps", f"Use {steps} or less.")
+
+
+@rule
+def versions(spec: ExperimentSpec) -> Iterator[Problem]:
+    """New weights are published while the run lasts, and `max_staleness` bounds it."""
+    steps, every, staleness = spec.stop.steps, spec.pipeline.publish_every, spec.pipeline.max_staleness
+    if steps < TRIAL_STEPS:
+        return
+    if every >= steps:
+        message = f"all {steps} steps train on rollouts of the initial weights"
+        yield warning("pipeline.publish_every", message, f"Lower it: {every} is not less than stop.steps.")
+    elif staleness * every >= steps:
+        message = f"bounds nothing: the run has {steps} steps, and may train all of them on its first rollouts"
+        yield warning("pipeline.max_staleness", message, f"Use less than {-(-steps // every)}, or more steps.")
+
+
+@rule
+def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`checkpoints.keep_best` needs checkpoints at steps that are evaluated."""
+    checkpoints, evaluated = spec.checkpoints, spec.evaluation.every
+    if not checkpoints.keep_best:
+        return
+    for path, every in (("checkpoints.every", checkpoints.every), ("evaluation.every", evaluated)):
+        if not every:
+            yield warning("checkpoints.keep_best", f"has no effect: {path} is 0", f"Set {path}, or remove it.")
+            return
+    common = math.lcm(checkpoints.every, evaluated)
+    if common >= spec.stop.steps:
+        message = f"no checkpoint before the last is evaluated: every {checkpoints.every} and {evaluated} steps meet "
+        mend = "Make checkpoints.every a multiple of evaluation.every."
+        yield warning("checkpoints.keep_best", f"{message}at step {common}", mend)
 
 
 @rule

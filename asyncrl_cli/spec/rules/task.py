@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule
+from asyncrl_cli.spec.section import MODULE_NAME
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 READY_TASKS = (
@@ -52,7 +53,7 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
     named += [(f"task.mix.{index}.use", member.use) for index, member in enumerate(spec.task.mix)]
     for path, use in named:
         if ":" in use:
-            if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", use):
+            if not re.fullmatch(MODULE_NAME, use):
                 module, _, name = use.partition(":")
                 dotted = module.removesuffix(".py").strip("./").replace("/", ".")
                 yield Problem(path, f"`{use}` is no module:name", f"Write it like an import, as `{dotted}:{name}`.")
