@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl_cli.buffer.queries import RolloutRecord
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.observe.decoding import Decoder
 from asyncrl_cli.rollout.records import GIVEN, sequence_of
 from asyncrl_cli.runs.terminal import printable
+
+REFERENCE_SHOWN = 600
+"""Characters of a reference answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,21 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
 
 def prompt_text(prompt: Prompt) -> str:
     """A prompt as text; a chat's messages with their roles."""
-    if isinstance(prompt.content, str):
-        return printable(prompt.content)
-    lines = (f"{message.get('role', '?')}: {message.get('content') or ''}" for message in prompt.content)
-    return printable("\n".join(lines))
+    return content_text(prompt.content)
+
+
+def content_text(content: Any) -> str:
+    """The same, of a prompt's content, whatever a file says that it is."""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    return "\n".join(
+        f"{message.get('role', '?')}: {message.get('content') or ''}" if isinstance(message, Mapping) else str(message)
+        for message in content
+    )
+
+
+def reference_text(fields: Mapping[str, Any]) -> str:
+    """The right answer, as far as a prompt's fields have it: ``answer``, or else all of them."""
+    known = fields.get("answer", fields)
+    text = known if isinstance(known, str) else json.dumps(known, default=str, ensure_ascii=False) if known else ""
+    return text if len(text) <= REFERENCE_SHOWN else f"{text[:REFERENCE_SHOWN]} …"

@@ -183,6 +183,8 @@ class Evaluator:
                 "finished": rollout is not None and rollout.finished,
                 "reward": sample.reward,
             }
+            if (answer := sample.prompt.fields.get("answer")) is not None:
+                row["answer"] = answer
             if result.samples > 1:
                 row["sample"] = place % result.samples
             if isinstance(score, RewardFailure):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.buffer.records import BufferSettings, Outcome
-from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.buffer.schema import FILE, open_for_writing
 from asyncrl_cli.observe.report.bottleneck import Part
 from asyncrl_cli.rollout.records import training_rollout_id
 from asyncrl_cli.runs.directory import RunDirectory
@@ -94,3 +95,13 @@ def made_run(
         recorded.step()
     recorded.book.journal.close()
     return run
+
+
+def vary_metrics(run: RunDirectory, names: Iterable[str]) -> None:
+    """Give each of these metrics another value in every step: what never changes is not drawn."""
+    journal = open_for_writing(run.path / FILE)
+    for step, text in journal.execute("SELECT step, metrics FROM batches WHERE metrics IS NOT NULL").fetchall():
+        values = {name: (step + 1) / 20 + at / 100 for at, name in enumerate(names)}
+        metrics = values | {"time/step_s": 10.0 + step / 10}
+        journal.execute("UPDATE batches SET metrics = ? WHERE step = ?", (json.dumps(json.loads(text) | metrics), step))
+    journal.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,25 @@ from asyncrl_cli.buffer.queries import snapshot
 from asyncrl_cli.buffer.schema import FILE, open_for_writing
 from asyncrl_cli.buffer.spans import step_spans
 from asyncrl_cli.observe.report import samples as samples_module
-from asyncrl_cli.observe.report.charts import curve_charts
-from asyncrl_cli.observe.report.curves import curves
-from asyncrl_cli.observe.report.distributions import histogram, length_and_reward
-from asyncrl_cli.observe.report.page import embedded, render, write
-from asyncrl_cli.observe.report.samples import samples
+from asyncrl_cli.observe.report.charts import SERIES, STALENESS, curve_charts
+from asyncrl_cli.observe.report.curves import Axis, Curves, Points, curves, smoothed
+from asyncrl_cli.observe.report.distributions import (
+    distinct_rewards,
+    group_shares,
+    histogram,
+    length_and_reward,
+    reward_shares,
+)
+from asyncrl_cli.observe.report.facts import clock
+from asyncrl_cli.observe.report.page import embedded, render, short_labels, write
+from asyncrl_cli.observe.report.recorded_files import GPU, PROCESSOR, evaluation_files, machine_samples, newest
+from asyncrl_cli.observe.report.run_charts import scatter_chart
+from asyncrl_cli.observe.report.samples import held_out_samples, samples
 from asyncrl_cli.observe.report.story import failed
 from asyncrl_cli.observe.report.summary import summarize
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
-from tests.observe.made_runs import SITUATIONS, made_run
+from tests.observe.made_runs import SITUATIONS, made_run, vary_metrics
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
 
@@ -59,13 +69,21 @@ class Elements(HTMLParser):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run with nasty text wherever a run has text of its own."""
     run = made_run(tmp_path, monkeypatch, SITUATIONS["slow engines"])
+    vary_metrics(run, SERIES)
     (run.path / "spec.yaml").write_text(f"name: {json.dumps(NASTY)}\nstop: {{steps: 12}}\n")
     journal = open_for_writing(run.path / FILE)
-    journal.execute("UPDATE groups SET uid = ?, prompt = ?", (NASTY, json.dumps(NASTY)))
+    journal.execute(
+        "UPDATE groups SET uid = ?, prompt = ?, fields = ?", (NASTY, json.dumps(NASTY), json.dumps({"answer": NASTY}))
+    )
     journal.execute("INSERT INTO failures (at, kind, part, message) VALUES (0, 'engine', 'engine-0', ?)", (NASTY,))
     for step, accuracy in ((0, 0.25), (10, 0.75)):
         journal.execute("INSERT INTO evaluations VALUES (?, 'greedy', 1790000100, ?, 0, 0, 8, 0, 0)", (step, accuracy))
     journal.close()
+    (run.path / "evaluations").mkdir()
+    for step, reward in ((0, 0.0), (10, 1.0)):
+        head = {"kind": "greedy", "step": step, "samples": 1, "pass_at": []}
+        row = {"uid": "a", "prompt": NASTY, "response": NASTY, "answer": NASTY, "reward": reward}
+        run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", f"{json.dumps(head)}\n{json.dumps(row)}\n")
     return run
 
 
@@ -79,11 +97,15 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
     tags = [tag for tag, _ in found.elements]
     assert tags.count("script") == 3 and "img" not in tags and "link" not in tags
     for _, attributes in found.elements:
-        assert not attributes.keys() & {"src", "href", "onerror", "onload"}
+        assert not attributes.keys() & {"src", "onerror", "onload"}
+        assert (attributes.get("href") or "#").startswith("#")
+    anchors = {attributes["href"] for tag, attributes in found.elements if tag == "a"}
+    assert len(anchors) > 6 and anchors <= {f"#{attributes.get('id')}" for _, attributes in found.elements}
     policy = next(a["content"] for _, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'")
     assert NASTY in found.text["td"], "a fault"
-    assert NASTY in found.text["p"], "a prompt"
+    assert found.text["p"].count(NASTY) >= 2, "a prompt and its reference"
+    assert found.text["div"].count(NASTY) == 4, "a held-out prompt, its reference and its answers"
     assert NASTY in found.text["pre"].replace('\\"', '"'), "the spec"
 
 
@@ -117,14 +139,18 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     runs = []
     for name, rate in (("fast", 0.1), ("slow", 0.2)):
         runs.append(made_run(tmp_path, monkeypatch, SITUATIONS["slow trainer"], run_id=name))
+        vary_metrics(runs[-1], SERIES)
         runs[-1].write_text("spec.yaml", f"seed: 1\ntrainer: {{rate: {rate}}}\n{name}: [1]\n")
     page = render([summarize(run) for run in runs])
     text = Elements(page).text
     assert "trainer.rate" in text["code"] and "0.10.2" in text["code"]
     assert "not set" in text["code"] and "seed" not in text["code"]
     reward = charts_of(page)["chart-0"]["data"]
-    assert [trace["name"] for trace in reward] == ["fast", "slow"]
-    assert reward[0]["line"]["color"] != reward[1]["line"]["color"]
+    by_run = {trace["name"].split(",")[0]: trace for trace in reward}
+    assert list(by_run) == ["fast", "slow"]
+    fast, slow = by_run["fast"], by_run["slow"]
+    assert fast["line"]["color"] != slow["line"]["color"]
+    assert fast["marker"]["symbol"] != slow["marker"]["symbol"], "not by colour alone"
 
 
 def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +249,7 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
     journal.close()
     with snapshot(run.path / FILE) as connection:
         spans = list(step_spans(connection, 1))
-        found = curves(connection, spans, ("reward/mean", "train/loss", "no/such"), points)
+        found = curves(connection, spans, ("reward/mean", "train/loss", "no/such"), points=points)
     size = -(-7 // points)
     parts = [np.array(rewards[at : at + size]) for at in range(0, 7, size)]
     expected = [np.nanmean(part) if np.isfinite(part).any() else None for part in parts]
@@ -231,35 +257,179 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
     assert set(found.series) == {"reward/mean", "train/loss"}
     assert found.axis.steps == tuple(min(at + size, 7) for at in range(0, 7, size))
     assert found.axis.tokens == tuple(10 * step for step in found.axis.steps)
-    where, accuracies = found.evaluations["greedy"]
-    assert (where.steps, where.tokens, where.hours, accuracies) == ((4,), (40.0,), (1.0,), (0.5,))
-    for chart in curve_charts({"run": found}):
+    held_out = found.evaluations["greedy", 8]
+    where = held_out.axis
+    assert (where.steps, where.tokens, where.hours, held_out.values) == ((4,), (40.0,), (1.0,), (0.5,))
+    for chart in curve_charts({"run": found}).charts:
         json.dumps(chart.document(), allow_nan=False)
 
 
 # -- rollouts to read
 
 
-def test_the_best_the_worst_and_the_most_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_different_rollouts_of_different_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), 4)
-    for _ in range(8):
+    for _ in range(12):
         run.step()
     with snapshot(tmp_path / FILE) as connection:
         found = samples(connection, None)
-        lag = connection.execute(
-            "SELECT max(b.version - r.oldest) FROM rollouts r JOIN groups g ON g.id = r.group_id "
-            "JOIN batches b ON b.step = g.step"
-        ).fetchone()[0]
+        lags = dict(
+            connection.execute(
+                "SELECT g.step + 1, max(b.version - r.oldest) FROM rollouts r JOIN groups g ON g.id = r.group_id "
+                "JOIN batches b ON b.step = g.step GROUP BY 1"
+            )
+        )
     of_kind = {kind: [one for one in found if one.kind == kind] for kind in samples_module.KINDS}
-    assert [len({one.rollout_id.split("-")[0] for one in some}) for some in of_kind.values()] == [3, 3, 3]
+    assert [len({(one.step - 1) // 4 for one in some}) for some in of_kind.values()] == [3, 3, 3, 3]
+    assert len({one.rollout_id.split("-")[0] for one in found}) == len(found) == 12, "no group is shown twice"
     assert {one.reward for one in of_kind["best"]} == {1.0} and {one.reward for one in of_kind["worst"]} == {0.0}
-    assert {one.lag for one in of_kind["most stale"]} == {lag} and lag > 0
+    assert all(one.lag == lags[one.step] for one in of_kind["stalest"]) and max(one.lag for one in found) > 0
     for one in found:
+        assert one.reference == "7"
         assert [token.text for token in one.shown] == ["5 ", "6 ", "7 ", "1 "]
         assert [token.logprob for token in one.shown] == [0.0, -0.25, -0.5, -0.75]
         assert one.shown[1].surprise == pytest.approx(1 - math.exp(-0.25))
         versions = [token.version for token in one.shown]
         assert [token.age for token in one.shown] == [sorted(set(versions)).index(version) for version in versions]
+
+
+def test_held_out_answers_are_those_that_were_learned_and_those_that_are_wrong(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    run = RunDirectory(tmp_path)
+    heads = {step: {"kind": "greedy", "step": step} for step in (0, 10)}
+    rewards = {"always": (1, 1), "learned": (0, 1), "never": (0, 0), "lost": (1, 0), "new": (None, 0)}
+    for at, (step, head) in enumerate(heads.items()):
+        rows = [
+            {"uid": uid, "prompt": [{"role": "user", "content": uid}], "response": f"{uid} {step}", "reward": both[at]}
+            for uid, both in rewards.items()
+            if both[at] is not None
+        ]
+        lines = [json.dumps(row) for row in (head, *rows)]
+        run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", "\n".join([*lines, '{"uid": "half a li']))
+    both = newest(evaluation_files(run), "greedy")
+    assert both is not None
+    found = held_out_samples(*both)
+    assert [one.uid for one in found] == ["learned", "never", "lost"]
+    assert found[0].prompt == "user: learned"
+    assert [(one.step, one.text, one.correct) for one in (found[0].before, found[0].after)] == [
+        (0, "learned 0", False),
+        (10, "learned 10", True),
+    ]
+
+
+def test_damaged_files_beside_the_journal_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    run = RunDirectory(tmp_path)
+    run.write_text("evaluations/a.jsonl", "no json\n")
+    run.write_text("evaluations/b.jsonl", '{"kind": "greedy", "step": "x"}\n')
+    run.write_text("evaluations/c.jsonl", '{"kind": "sampled", "step": 3, "pass_at": [0.5, 0.75]}\n')
+    (tmp_path / "evaluations/d.jsonl").mkdir()
+    run.write_text(
+        "system.jsonl",
+        'half\n[1]\n{"time": "x"}\n{"time": 5, "system/cpu_utilization_percentage": 50, '
+        '"system/gpu_0_utilization_percentage": 20, "system/gpu_11_utilization_percentage": 40, '
+        '"system/system_memory_usage_megabytes": "many"}\n{"time": 6, "sys',
+    )
+    assert [(one.step, one.pass_at) for one in evaluation_files(run)] == [(3, (0.5, 0.75))]
+    (sample,) = machine_samples(run)
+    assert (sample.at, sample.values) == (5.0, {PROCESSOR: 0.5, GPU: pytest.approx(0.3)})
+
+
+# -- what charts show
+
+
+@given(st.lists(st.none() | st.floats(-1, 1), max_size=120))
+def test_a_running_mean_is_a_mean_of_neighbours(values: list[float | None]) -> None:
+    found = smoothed(values)
+    if len(values) < 20:
+        assert found is None
+        return
+    assert found is not None and len(found) == len(values)
+    known = [value for value in values if value is not None]
+    for value, mean in zip(values, found, strict=True):
+        assert (mean is None) is (value is None)
+        assert mean is None or min(known) - 1e-9 <= mean <= max(known) + 1e-9
+
+
+def course(steps: int, **changes: Any) -> Curves:
+    axis = Axis(*(tuple(float(at) for at in range(steps)) for _ in range(3)))
+    varied = {name: tuple(at / steps + len(name) for at in range(steps)) for name in SERIES}
+    return replace(Curves(axis, varied, {}, max_staleness=2), **changes)
+
+
+def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:
+    (chart,) = [one for one in curve_charts({"run": course(30)}).charts if one.title == STALENESS]
+    assert [(shape["y0"], shape["y1"]) for shape in chart.layout["shapes"]] == [(2, 2)]
+    assert "bound 2" in chart.layout["annotations"][0]["text"]
+    widest, mean = (trace["line"]["width"] for trace in chart.data)
+    assert widest > 2 * mean and chart.data[0]["name"] == "max"
+
+
+def test_evaluations_on_other_prompts_are_not_joined() -> None:
+    def points(*steps: int) -> Points:
+        at = tuple(map(float, steps))
+        return Points(Axis(at, at, at), (0.5,) * len(at), ((0.4, 0.6),) * len(at))
+
+    evaluations = {("greedy", 128): points(10, 20, 30), ("greedy", 512): points(0, 40), ("sampled", 512): points(0, 40)}
+    chart = curve_charts({"run": course(30, evaluations=evaluations)}).charts[1]
+    assert chart.title == "Held-out accuracy"
+    assert [trace["mode"] for trace in chart.data] == ["lines+markers", "markers", "markers"]
+    assert [key.label for key in chart.key] == ["greedy, 128 prompts", "greedy, 512 prompts", "sampled, 512 prompts"]
+    assert chart.data[0]["error_y"]["array"] == pytest.approx([0.1] * 3)
+
+
+def test_what_never_changes_is_said_and_not_drawn() -> None:
+    flat = course(30).series | {"response/cut": (0.0,) * 30}
+    found = curve_charts({"run": course(30, series=flat)})
+    assert found.constant == {"Truncated responses (share)": 0.0}
+    assert "Truncated responses (share)" not in [chart.title for chart in found.charts]
+
+
+def test_rewards_of_few_values_are_shares_and_points_of_equal_reward_are_scattered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 1.0)
+    for _ in range(4):
+        run.step()
+    with snapshot(tmp_path / FILE) as connection:
+        few = distinct_rewards(connection)
+        rewards, groups = reward_shares(connection), group_shares(connection)
+        points = length_and_reward(connection)
+    assert few == [0.0, 1.0]
+    assert (
+        rewards is not None and rewards.shares == {"0": (0.5,) * 4, "1": (0.5,) * 4} and rewards.steps == (1, 2, 3, 4)
+    )
+    assert groups is not None and groups.shares == {"different": (1.0,) * 4}
+    chart = scatter_chart(points, few)
+    heights = chart.data[0]["y"]
+    assert len(set(heights)) == len(points) and chart.data[0]["customdata"] == [reward for _, reward, _ in points]
+    assert all(abs(shown - reward) <= 0.3 for shown, (_, reward, _) in zip(heights, points, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("run_ids", "labels"),
+    [
+        (["fast-20261122-060527-0582", "slow-20261122-060527-0583"], ["fast", "slow"]),
+        (["a-20261122-060527-0582", "a-20261122-060529-0583"], ["a 0582", "a 0583"]),
+        (["run-1", "run-2"], ["run-1", "run-2"]),
+        (["one"], ["one"]),
+    ],
+)
+def test_labels_are_as_short_as_they_stay_different(run_ids: list[str], labels: list[str]) -> None:
+    assert short_labels(run_ids) == labels
+
+
+def test_the_summary_has_the_setup_and_the_true_wall_time(run: RunDirectory) -> None:
+    run.write_text("spec.yaml", "task: {use: chain_sum}\ntrainer: {ranks: 2, optimizer: {learning_rate: 5.0e-4}}\n")
+    run.write_text("system.jsonl", '{"time": 1790000050, "system/system_memory_usage_megabytes": 4000}\n')
+    found = {name: value for group in summarize(run).facts.values() for name, value in group.items()}
+    assert found["task"] == "chain_sum" and found["learning rate"].startswith("0.0005")
+    assert found["trainer ranks"].startswith("2, each with")
+    assert found["memory"] == "mean 4.0 GB, peak 4.0 GB"
+    assert found["steps trained"] == "12 of 1,000"
+    assert clock(309.4) == "5 min 9 s" and clock(43) == "43 s" and clock(7500) == "2 h 5 min"
+    updated = run.state.updated
+    assert found["wall time"] == clock(updated - 1789997600.0)
 
 
 def test_what_an_episode_was_given_has_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

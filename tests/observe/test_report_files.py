@@ -13,9 +13,8 @@ from asyncrl_cli.observe.report.pictures import draw
 from asyncrl_cli.observe.report.summary import summarize
 from asyncrl_cli.observe.sender import Sender
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer import recorded_run
 from tests.buffer.recorded_run import settings
-from tests.observe.made_runs import Situation, made_run
+from tests.observe.made_runs import Situation, made_run, vary_metrics
 
 from .mlflow_runs import Logged, do_steps, evaluate, local, started_run
 
@@ -26,8 +25,8 @@ END_OF_PNG = b"IEND\xaeB`\x82"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run of twelve steps with every metric that a chart shows."""
-    monkeypatch.setattr(recorded_run, "METRICS", recorded_run.METRICS | dict.fromkeys(SERIES, 0.25))
     run = made_run(tmp_path / "runs", monkeypatch, Situation("training"), of=settings(max_staleness=2))
+    vary_metrics(run, SERIES)
     do_steps(run, 1, 12)
     run.update(phase="running")
     return run

@@ -111,6 +111,7 @@ def test_several_samples_of_each_prompt_are_counted_as_pass_at_k(tmp_path: Path)
     assert (samples[1]["reward"], samples[1]["failure"]) == (0.0, "no reward")
     assert (samples[5]["reward"], samples[5]["metrics"]) == (1.0, {"place": 5})
     assert (samples[0]["oldest"], samples[0]["newest"]) == (3, 4)
+    assert [row["answer"] for row in samples[::4]] == [0, 1, 2], "the prompts have reference answers"
 
 
 def test_greedy_responses_need_no_seed_and_no_more_than_one(tmp_path: Path) -> None:

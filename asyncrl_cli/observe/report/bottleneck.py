@@ -90,11 +90,13 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The part that is named, its share of the trainer's time, the sentence that says so, and what to change."""
+    """The part that is named, its share of the trainer's time, the sentence that says so, all parts, and what to
+    change."""
 
     part: Part
     share: float
     sentence: str
+    breakdown: str
     advice: str
 
 
@@ -131,10 +133,10 @@ def bottleneck(activity: Activity, run: Circumstances) -> Bottleneck:
     part = _part(activity.trainer)
     share = activity.trainer[part]
     advice = " ".join(_advice(part, activity, run))
-    sentences = [_sentence(part, share, run), _breakdown(activity.trainer)]
+    sentence = _sentence(part, share, run)
     if run.steps < FEW_STEPS:
-        sentences.append(f"Only {run.steps} step(s) are trained, so this is mostly the start of the run.")
-    return Bottleneck(part, share, " ".join(sentences), advice)
+        sentence += f" Only {run.steps} step(s) are trained, so this is mostly the start of the run."
+    return Bottleneck(part, share, sentence, _breakdown(activity.trainer), advice)
 
 
 def helpful(run: Circumstances) -> Estimate | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from asyncrl_cli.tasks.base import CORRECT
 
 COLUMNS = 60
 """Ranges of steps."""
@@ -12,6 +15,11 @@ BINS = 30
 """Ranges of values."""
 SCATTERED = 1500
 """Rollouts that a scatter plot shows, about."""
+FEW_REWARDS = 8
+"""Values up to which rewards are shown as shares of each value."""
+
+GROUP_NAMES = ("all equal, none correct", "different", "all correct")
+"""Kinds of groups by their rewards; ``different`` ones teach something."""
 
 Quantity = Literal["tokens", "reward"]
 
@@ -26,6 +34,14 @@ class Histogram:
     values: tuple[float, ...]
     steps: tuple[int, ...]
     shares: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares by name over ranges of steps, as of ``Histogram``; those of a range sum to 1."""
+
+    steps: tuple[int, ...]
+    shares: Mapping[str, tuple[float, ...]]
 
 
 _TRAINED = "groups g JOIN rollouts r ON r.group_id = g.id WHERE g.step IS NOT NULL"
@@ -58,6 +74,56 @@ def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram |
         values=tuple(origin + width * at + middle for at in range(bins)),
         steps=tuple(min(first + size * (column + 1), last + 1) for column in range(columns)),
         shares=tuple(tuple(count / total for count, total in zip(row, totals, strict=True)) for row in counts),
+    )
+
+
+def distinct_rewards(connection: sqlite3.Connection) -> list[float] | None:
+    """All rewards of trained rollouts, ascending; None when there are more than ``FEW_REWARDS``."""
+    rows = connection.execute(
+        f"SELECT DISTINCT r.reward FROM {_TRAINED} AND r.reward IS NOT NULL LIMIT {FEW_REWARDS + 1}"
+    ).fetchall()
+    return None if len(rows) > FEW_REWARDS else sorted(reward for (reward,) in rows)
+
+
+def reward_shares(connection: sqlite3.Connection) -> Shares | None:
+    """The share of rollouts by their reward, for rewards of few values; None without one."""
+    return _shares(
+        connection,
+        f"SELECT g.step, r.reward AS name FROM {_TRAINED} AND r.reward IS NOT NULL",
+        lambda name: f"{name:g}",
+    )
+
+
+def group_shares(connection: sqlite3.Connection) -> Shares | None:
+    """The share of groups whose rollouts have different rewards, from which there is something to learn, and of those
+    whose rewards are all the same; None without one."""
+    return _shares(
+        connection,
+        f"SELECT g.step, CASE WHEN min(r.reward) >= {CORRECT} THEN 2 WHEN min(r.reward) < max(r.reward) THEN 1 "
+        f"ELSE 0 END AS name FROM {_TRAINED} AND r.reward IS NOT NULL GROUP BY g.id",
+        lambda name: GROUP_NAMES[int(name)],
+    )
+
+
+def _shares(connection: sqlite3.Connection, rows: str, named: Callable[[float], str]) -> Shares | None:
+    """Of ``rows`` with a step and a number, the share of each number."""
+    first, last = connection.execute(f"SELECT min(step), max(step) FROM ({rows})").fetchone()
+    if first is None:
+        return None
+    size = -(-(last - first + 1) // COLUMNS)
+    counts: dict[float, list[int]] = {}
+    columns = (last - first) // size + 1
+    for column, name, count in connection.execute(
+        f"SELECT (step - {first}) / {size}, name, count(*) FROM ({rows}) GROUP BY 1, 2 ORDER BY 2"
+    ):
+        counts.setdefault(name, [0] * columns)[column] = count
+    totals = [sum(row[column] for row in counts.values()) or 1 for column in range(columns)]
+    return Shares(
+        steps=tuple(min(first + size * (column + 1), last + 1) for column in range(columns)),
+        shares={
+            named(name): tuple(count / total for count, total in zip(row, totals, strict=True))
+            for name, row in counts.items()
+        },
     )
 
 

@@ -21,4 +21,4 @@ def write_report(run: RunDirectory, folder: Path) -> None:
     """
     summary = summarize(run)
     write(render([summary]), folder / PAGE)
-    draw([*curve_charts({run.run_id: summary.curves}), *summary.charts], folder / PLOTS)
+    draw([*curve_charts({run.run_id: summary.curves}).charts, *summary.charts], folder / PLOTS)

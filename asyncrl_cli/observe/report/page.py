@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.observe.report.charts import Chart, curve_charts
+from asyncrl_cli.observe.pages import number
+from asyncrl_cli.observe.report.charts import Chart, curve_charts, sections
 from asyncrl_cli.observe.report.summary import RunSummary
 from asyncrl_cli.observe.resolved import flattened
 
 NOT_SET = "not set"
+RUN_ID = re.compile(r"^(.+)-\d{8}-\d{6}-(\w+)$")
+LABEL_LENGTH = 28
+"""Characters of a run's label in charts and tables."""
 
 
 def render(runs: Sequence[RunSummary]) -> str:
@@ -39,12 +44,16 @@ def render(runs: Sequence[RunSummary]) -> str:
         charts[name] = chart
         return name
 
-    common = [(drawn(chart), chart) for chart in curve_charts({run.run_id: run.curves for run in runs})]
+    labels = short_labels([run.run_id for run in runs])
+    course = curve_charts(dict(zip(labels, (run.curves for run in runs), strict=True)))
+    common = [(section, [(drawn(chart), chart) for chart in some]) for section, some in sections(course.charts)]
     own = {run.run_id: [(drawn(chart), chart) for chart in run.charts] for run in runs}
     folder = files("asyncrl_cli.observe.report") / "page"
     return environment.get_template("report.html.j2").render(
         runs=runs,
+        labels=labels,
         common=common,
+        constant={title: number(value) for title, value in course.constant.items()},
         own=own,
         differences=differences(runs),
         style=(folder / "report.css").read_text(encoding="utf-8"),
@@ -52,6 +61,22 @@ def render(runs: Sequence[RunSummary]) -> str:
         plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
         data=embedded({name: chart.document() for name, chart in charts.items()}),
     )
+
+
+def short_labels(run_ids: Sequence[str]) -> list[str]:
+    """Run ids as short as they stay different: the name, the name with the last part, or the whole id."""
+
+    def name(run_id: str) -> str:
+        return RUN_ID.sub(r"\1", run_id)
+
+    def with_last(run_id: str) -> str:
+        return RUN_ID.sub(r"\1 \2", run_id)
+
+    for shorten in (name, with_last):
+        labels = [shorten(run_id)[:LABEL_LENGTH] for run_id in run_ids]
+        if len(set(labels)) == len(labels):
+            return labels
+    return list(run_ids)
 
 
 def write(text: str, path: Path) -> None:

@@ -32,10 +32,12 @@ def draw(charts: Iterable[Chart], folder: Path) -> None:
         for axis, name in ((axes.xaxis, "xaxis"), (axes.yaxis, "yaxis")):
             axis.set_label_text(chart.layout.get(name, {}).get("title", {}).get("text", ""))
         heights: dict[float, float] = {}
-        for trace in chart.data:
-            _draw(axes, trace, heights)
-        if chart.layout.get("showlegend"):
-            axes.legend()
+        for at, trace in enumerate(chart.data):
+            _draw(axes, trace if chart.xs is None else trace | {"x": chart.xs["steps"][at]}, heights)
+        for shape in chart.layout.get("shapes", ()):
+            axes.axhline(shape["y0"], color=shape["line"]["color"], linestyle=":")
+        if chart.key:
+            figure.legend(loc="outside lower center", ncols=4, fontsize="small")
         figure.savefig(folder / f"{_file_name(chart.title)}.png")
 
 
@@ -52,13 +54,21 @@ def _draw(axes: Axes, trace: dict[str, Any], heights: dict[float, float]) -> Non
             width = min((later - at for at, later in pairwise(x)), default=1)
             axes.bar(x, y, width, below, color=trace["marker"]["color"], label=trace["name"])
             heights.update({at: base + height for at, base, height in zip(x, below, y, strict=True)})
-        case _, "markers":
+        case _, "markers" if "colorbar" in trace["marker"]:
             points = axes.scatter(x, y, s=8, c=trace["marker"]["color"], alpha=trace["marker"]["opacity"])
             axes.figure.colorbar(points, ax=axes, label=trace["marker"]["colorbar"]["title"]["text"])
         case _, mode:
             line = trace["line"]
             style, marker = DASHES[line["dash"]], "o" if "markers" in mode else None
-            axes.plot(x, y, style, marker=marker, markersize=3, color=line["color"], label=trace["name"])
+            raw = trace.get("hoverinfo") == "skip"  # values under their running mean, which has the name
+            axes.plot(
+                *(x, y, "" if mode == "markers" else style),
+                marker=marker,
+                markersize=4,
+                color=line["color"],
+                alpha=trace.get("opacity"),
+                label=None if raw else trace["name"],
+            )
 
 
 def _edges(centres: list[float]) -> list[float]:

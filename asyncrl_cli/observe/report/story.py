@@ -15,11 +15,12 @@ Tone = Literal["good", "bad", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question and its answer; ``tone`` says how it bodes."""
+    """A question and its answer, what stands behind it, and what to do; ``tone`` says how it bodes."""
 
     question: str
     answer: str
     tone: Tone
+    more: tuple[str, ...] = ()
 
 
 def held_back(found: Bottleneck | None) -> Answer:
@@ -27,7 +28,7 @@ def held_back(found: Bottleneck | None) -> Answer:
     question = "What held it back?"
     if found is None:
         return Answer(question, "No step is trained yet.", "plain")
-    return Answer(question, f"{found.sentence} {found.advice}", "plain")
+    return Answer(question, found.sentence, "plain", (found.breakdown, found.advice))
 
 
 def stale(report: Report) -> Answer:

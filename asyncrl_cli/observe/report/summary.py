@@ -6,36 +6,41 @@ Bounded for any length of run: rows of rollouts are counted and chosen in SQL, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.buffer.history import History, history
+from asyncrl_cli.buffer.history import history
 from asyncrl_cli.buffer.queries import snapshot
 from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.buffer.spans import StepSpan, step_spans
-from asyncrl_cli.buffer.staleness import staleness_report
+from asyncrl_cli.buffer.staleness import Report, staleness_report
 from asyncrl_cli.observe.decoding import open_decoder
-from asyncrl_cli.observe.pages import duration, moment, number
-from asyncrl_cli.observe.report.bottleneck import Activity, Bottleneck, bottleneck
-from asyncrl_cli.observe.report.charts import (
-    SERIES,
-    Chart,
+from asyncrl_cli.observe.pages import moment
+from asyncrl_cli.observe.report import distributions
+from asyncrl_cli.observe.report.bottleneck import Bottleneck, bottleneck
+from asyncrl_cli.observe.report.charts import SERIES, Chart
+from asyncrl_cli.observe.report.circumstances import circumstances
+from asyncrl_cli.observe.report.curves import Curves, curves
+from asyncrl_cli.observe.report.facts import Facts, Sources, facts
+from asyncrl_cli.observe.report.learning import learned
+from asyncrl_cli.observe.report.recorded_files import evaluation_files, machine_samples, newest
+from asyncrl_cli.observe.report.run_charts import (
     histogram_chart,
     scatter_chart,
+    shares_chart,
     staleness_chart,
     time_chart,
 )
-from asyncrl_cli.observe.report.circumstances import circumstances
-from asyncrl_cli.observe.report.curves import Curves, curves, mean
-from asyncrl_cli.observe.report.distributions import histogram, length_and_reward
-from asyncrl_cli.observe.report.learning import learned
-from asyncrl_cli.observe.report.samples import Sample, samples
+from asyncrl_cli.observe.report.samples import HeldOutSample, Sample, held_out_samples, samples
 from asyncrl_cli.observe.report.story import Answer, failed, held_back, stale
-from asyncrl_cli.observe.report.trainer_time import activity, trainer_time
+from asyncrl_cli.observe.report.trainer_time import StepTime, activity, trainer_time
 from asyncrl_cli.observe.resolved import resolved_spec
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.standing import standing
+
+if TYPE_CHECKING:
+    import sqlite3
 
 FAULTS_SHOWN = 100
 SHARES = ("share/engines_busy", "share/engines_paused", "share/journal_busy")
@@ -53,15 +58,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run. ``facts`` are short values by their names, the same names for every run."""
+    """One run. ``facts`` have the same names for every run; ``held_out`` are answers before and after training."""
 
     run_id: str
     answers: tuple[Answer, ...]
     bottleneck: Bottleneck | None
-    facts: Mapping[str, str]
+    facts: Facts
     curves: Curves
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
+    held_out: tuple[HeldOutSample, ...]
     decoded: bool
     faults: tuple[Fault, ...]
     faults_in_all: int
@@ -71,17 +77,17 @@ class RunSummary:
 
 def summarize(run: RunDirectory) -> RunSummary:
     """Read a run. Raises ``JournalError`` when it has no journal, or one that cannot be read."""
-    spec = resolved_spec(run)
+    spec, files, machine = resolved_spec(run), evaluation_files(run), machine_samples(run)
     with snapshot(run.path / FILE) as connection:
         past = history(connection)
-        spans = list(step_spans(connection, past.standing.settings.publish_every))
-        lags = staleness_report(connection)
         settings = past.standing.settings
+        spans = list(step_spans(connection, settings.publish_every))
+        lags = staleness_report(connection)
         times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, _shares(spans))
         known = circumstances(connection, spec, spans, settings.max_staleness)
         found = bottleneck(spent, known) if spent and known else None
-        course = curves(connection, spans, SERIES)
+        course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
         decoder = open_decoder(run)
         faults = [
             Fault(moment(at), kind, part, message)
@@ -89,21 +95,12 @@ def summarize(run: RunDirectory) -> RunSummary:
                 f"SELECT at, kind, part, message FROM failures ORDER BY id LIMIT {FAULTS_SHOWN}"
             )
         ]
-        charts = [time_chart(times)] if times else []
-        if lags.steps:
-            charts.append(staleness_chart(lags.steps))
-        for title, values in (
-            ("Length of responses (tokens)", histogram(connection, "tokens")),
-            ("Rewards", histogram(connection, "reward")),
-        ):
-            if values is not None:
-                charts.append(histogram_chart(title, values))
-        if points := length_and_reward(connection):
-            charts.append(scatter_chart(points))
+        charts = tuple(_charts(connection, times, lags))
         chosen = samples(connection, decoder)
     phase = standing(run)
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
     first = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
+    both = newest(files, "greedy")
     return RunSummary(
         run_id=run.run_id,
         answers=(
@@ -113,10 +110,11 @@ def summarize(run: RunDirectory) -> RunSummary:
             failed(phase, run.state.reason, past.failures_by_kind, first),
         ),
         bottleneck=found,
-        facts=_facts(run, phase, past, spent, rewards),
+        facts=facts(Sources(run, phase, past, spans, spent, spec, files, machine)),
         curves=course,
-        charts=tuple(charts),
+        charts=charts,
         samples=tuple(chosen),
+        held_out=tuple(held_out_samples(*both)) if both else (),
         decoded=decoder is not None,
         faults=tuple(faults),
         faults_in_all=sum(past.failures_by_kind.values()),
@@ -125,7 +123,25 @@ def summarize(run: RunDirectory) -> RunSummary:
     )
 
 
-def _shares(spans: list[StepSpan]) -> dict[str, float]:
+def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], lags: Report) -> Iterator[Chart]:
+    if times:
+        yield time_chart(times)
+    if lags.steps:
+        yield staleness_chart(lags.steps)
+    few = distributions.distinct_rewards(connection)
+    if few and (shares := distributions.reward_shares(connection)) is not None:
+        yield shares_chart("Rollouts by reward", shares)
+    elif few is None and (rewards := distributions.histogram(connection, "reward")) is not None:
+        yield histogram_chart("Rewards", rewards)
+    if (groups := distributions.group_shares(connection)) is not None:
+        yield shares_chart("Groups by their rewards", groups)
+    if (lengths := distributions.histogram(connection, "tokens")) is not None:
+        yield histogram_chart("Length of responses (tokens)", lengths)
+    if points := distributions.length_and_reward(connection):
+        yield scatter_chart(points, few)
+
+
+def _shares(spans: Sequence[StepSpan]) -> dict[str, float]:
     """Means of the shares that were recorded, weighted by the length of their windows."""
     found = {}
     for name in SHARES:
@@ -137,38 +153,6 @@ def _shares(spans: list[StepSpan]) -> dict[str, float]:
         if total := math.fsum(seconds for _, seconds in known):
             found[name] = math.fsum(share * seconds for share, seconds in known) / total
     return found
-
-
-def _facts(
-    run: RunDirectory, phase: str, past: History, spent: Activity | None, rewards: list[float]
-) -> dict[str, str]:
-    work, manifest = past.work, run.manifest
-    best = max((one.accuracy for one in past.evaluations if one.kind == "greedy"), default=None)
-    tail = mean(rewards[-max(1, len(rewards) // 10) :]) if rewards else None
-    return {
-        "state": phase,
-        "started": f"{manifest.get('started', '?')} on {manifest.get('host', '?')}",
-        "steps trained": f"{work.steps:,} of {past.standing.settings.total_steps:,}",
-        "time": f"{duration(work.seconds)}"
-        + (f", {number(work.seconds / work.steps)} s per step" if work.steps else ""),
-        "tokens trained": f"{work.trained_tokens:,}",
-        "tokens generated": f"{work.generated_tokens:,}"
-        + (f", {work.generated_tokens / work.seconds:,.0f}/s" if work.seconds else ""),
-        "reward, last tenth": "–" if tail is None else number(tail),
-        "best held-out accuracy": "–" if best is None else f"{best:.3f}",
-        "trainer": "–"
-        if spent is None
-        else ", ".join(f"{part} {share:.0%}" for part, share in spent.trainer.items() if share >= 0.005),
-        "engines": _engines(spent),
-        "starts": f"{len(past.starts)}",
-        "code": f"asyncrl {manifest.get('asyncrl', '?')}, Python {manifest.get('python', '?')}",
-    }
-
-
-def _engines(spent: Activity | None) -> str:
-    if spent is None or spent.engines_busy is None:
-        return "–"
-    return f"busy {spent.engines_busy:.0%}, paused {spent.engines_paused or 0.0:.0%}"
 
 
 def _spec_text(run: RunDirectory) -> str:

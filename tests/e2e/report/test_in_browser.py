@@ -19,6 +19,11 @@ DRAWN = "document.querySelectorAll('.chart > .plot-container .main-svg').length 
 TICKS = "[...document.querySelectorAll('#chart-0 .xtitle')].map((one) => one.textContent).join()"
 TOKEN = "getComputedStyle(document.querySelector('.tokens i[style*=\"--p:0.5\"]')).backgroundColor"
 GROUND = "getComputedStyle(document.body).backgroundColor"
+FONTS = (
+    "[getComputedStyle(document.querySelector('#chart-0 .xtick text')).fontFamily, "
+    "getComputedStyle(document.body).fontFamily].map((one) => one.split(',')[0])"
+)
+ANCHORS = "[...document.querySelectorAll('nav a')].map((one) => document.querySelector(one.hash) !== null)"
 INK = "getComputedStyle(document.querySelector('#chart-0 .xtick text')).fill"
 
 
@@ -61,6 +66,9 @@ def test_it_is_drawn_and_its_controls_work(report: Path, tmp_path: Path, width: 
             charts = await shown.evaluate("document.querySelectorAll('.chart').length")
             assert charts == await shown.evaluate("document.querySelectorAll('.chart > .plot-container').length") > 20
             assert await shown.evaluate("document.querySelectorAll('#differences tbody tr').length") == 1
+            fonts, anchors = await shown.evaluate(FONTS), await shown.evaluate(ANCHORS)
+            assert fonts[0] == fonts[1], "charts are in the page's font"
+            assert len(anchors) > 5 and all(anchors)
             await shown.screenshot(tmp_path / "report.png", whole=True)
         assert found["drawn"] is True
         assert (found["step"], found["tokens"], found["hours"]) == ("step", "trained tokens", "hours since the start")

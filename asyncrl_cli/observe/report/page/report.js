@@ -5,18 +5,20 @@
   const root = document.documentElement;
   const AXES = { steps: "step", tokens: "trained tokens", hours: "hours since the start" };
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  let against = "steps";
 
   const dressed = (layout) => {
     const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true };
+    const titled = (one) => ({ ...axis, ...one, title: { ...one?.title, font: { size: 11, color: colour("--faint") } } });
     return {
       ...layout,
-      xaxis: { ...axis, ...layout.xaxis },
-      yaxis: { ...axis, ...layout.yaxis },
+      xaxis: titled(layout.xaxis),
+      yaxis: titled(layout.yaxis),
       paper_bgcolor: "transparent",
       plot_bgcolor: "transparent",
-      font: { color: colour("--ink"), size: 12 },
-      margin: { l: 45, r: 10, t: layout.showlegend ? 40 : 10, b: 35 },
-      legend: { orientation: "h", y: 1, yanchor: "bottom", traceorder: "normal", font: { size: 11 } },
+      font: { family: getComputedStyle(document.body).fontFamily, color: colour("--ink"), size: 11 },
+      margin: { l: 45, r: 12, t: 12, b: 35 },
+      showlegend: false,
       hoverlabel: { font: { size: 12 } },
     };
   };
@@ -24,8 +26,12 @@
 
   const draw = () => {
     for (const [id, chart] of Object.entries(charts)) {
-      const data = chart.data.map((trace) => (trace.type === "heatmap" ? { ...trace, colorscale: scale() } : trace));
-      Plotly.react(id, data, dressed(chart.layout), { responsive: true, displayModeBar: false });
+      const data = chart.data.map((trace, at) => {
+        const x = chart.xs ? { x: chart.xs[against][at] } : {};
+        return { ...trace, ...x, ...(trace.type === "heatmap" ? { colorscale: scale() } : {}) };
+      });
+      const layout = chart.xs ? { ...chart.layout, xaxis: { title: { text: AXES[against] } } } : chart.layout;
+      Plotly.react(id, data, dressed(layout), { responsive: true, displayModeBar: false });
     }
   };
 
@@ -39,11 +45,7 @@
     useTheme(root.classList.contains("dark") ? "light" : "dark");
   });
   document.getElementById("axis")?.addEventListener("change", (event) => {
-    for (const chart of Object.values(charts)) {
-      if (!chart.xs) continue;
-      chart.data.forEach((trace, at) => { trace.x = chart.xs[event.target.value][at]; });
-      chart.layout.xaxis = { title: { text: AXES[event.target.value] } };
-    }
+    against = event.target.value;
     draw();
   });
   for (const choice of document.querySelectorAll(".colouring")) {
