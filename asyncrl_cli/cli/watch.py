@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterator
@@ -19,17 +20,24 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """Seconds between two looks."""
-OLDER, NEWER = (b"p", b"\x1b[D"), (b"n", b"\x1b[C")
+OLDER, NEWER = (b"p", b"\x1b[D", b"\x1bOD"), (b"n", b"\x1b[C", b"\x1bOC")
 """Keys: letters, and what terminals send for the arrows to the left and the right."""
-KEYS = "p older rollout · n newer · c colours · b back · q quit"
+KEYS = "p older rollout · n newer · f all, right or wrong · 12g to step 12 · c colours · b back · q quit"
+KEY = re.compile(rb"\x1b\[[0-9;]*[^0-9;]|\x1bO.|\x1b(?=[^\[O])|[^\x1b]", re.DOTALL)
+"""What terminals send for one key: a byte, or an escape sequence."""
+MOST_DIGITS = 9
+"""Of a step to go to."""
+READ_BYTES = 1024
+"""Keys that arrive together are read together."""
 
 
 def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
     """Watch a run that is running, stopped or dead: reward, accuracy, length, loss and staleness, what trainer and
     engines do, the groups in the buffer against their deadlines, the last faults.
 
-    Keys: p and n (or the arrows) page through rollouts, c colours their tokens by log-prob or weight version, b goes
-    back, q quits. Where the output is no terminal, one look is printed.
+    Keys: p and n (or the arrows) page through rollouts, f shows all of them or those that are right or wrong, a
+    number and g go to the rollouts of that step, c colours tokens by log-prob or weight version, b goes back, q quits.
+    Where the output is no terminal, one look is printed.
     """
     from rich.console import Console
 
@@ -57,13 +65,24 @@ class Screen:
         self._run = run
         self._pager = Pager(run)
         self._paging = False
+        self._digits = ""
 
     def press(self, key: bytes) -> bool:
         """Take a key in; False when it quits."""
+        if key.isdigit():
+            self._digits = (self._digits + key.decode())[-MOST_DIGITS:]
+            return True
+        digits, self._digits = self._digits, ""
         if key == b"q":
             return False
         if key in (*OLDER, *NEWER):
             self._pager.turn(older=key in OLDER)
+            self._paging = True
+        elif key == b"g" and digits:
+            self._pager.go_to(int(digits))
+            self._paging = True
+        elif key == b"f":
+            self._pager.filter()
             self._paging = True
         elif key == b"c":
             self._pager.recolour()
@@ -86,34 +105,52 @@ class Screen:
 def _stay(screen: Screen, console: Console) -> None:
     from rich.live import Live
 
-    with _keys() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _keys() as next_keys, Live(console=console, screen=True, auto_refresh=False) as live:
         going = True
         while going:
             live.update(screen.draw(), refresh=True)
-            key = next_key(LOOK_S)
-            going = key is None or screen.press(key)
+            going = all(screen.press(key) for key in next_keys(LOOK_S))
+
+
+def split_keys(data: bytes) -> tuple[list[bytes], bytes]:
+    """The keys in what a terminal sent, and the rest: an escape sequence that has not arrived whole."""
+    keys, at = [], 0
+    while found := KEY.match(data, at):
+        keys.append(found[0])
+        at = found.end()
+    return keys, data[at:]
 
 
 @contextmanager
-def _keys() -> Iterator[Callable[[float], bytes | None]]:
-    """A function that waits so many seconds for a key. Meanwhile the terminal gives keys at once, and shows none."""
+def _keys() -> Iterator[Callable[[float], list[bytes]]]:
+    """A function that waits so many seconds for keys, and returns all that have arrived. Meanwhile the terminal gives
+    keys at once, and shows none."""
     import termios
     import tty
 
     source = sys.stdin.fileno()
+    rest = b""
 
-    def no_key(seconds: float) -> None:
+    def no_keys(seconds: float) -> list[bytes]:
         select.select([], [], [], seconds)
+        return []
 
-    def next_key(seconds: float) -> bytes | None:
-        return os.read(source, 8) if select.select([source], [], [], seconds)[0] else None
+    def next_keys(seconds: float) -> list[bytes]:
+        nonlocal rest
+        if not select.select([source], [], [], seconds)[0]:
+            rest = b""  # the escape key alone
+            return []
+        if not (data := os.read(source, READ_BYTES)):
+            return [b"q"]  # the terminal is gone
+        keys, rest = split_keys(rest + data)
+        return keys
 
     if not os.isatty(source):  # nobody can press anything
-        yield no_key
+        yield no_keys
         return
     before = termios.tcgetattr(source)
     try:
         tty.setcbreak(source)
-        yield next_key
+        yield next_keys
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)

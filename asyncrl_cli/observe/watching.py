@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -18,11 +19,12 @@ from asyncrl_cli.buffer.schema import FILE, JournalError
 from asyncrl_cli.observe.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
 from asyncrl_cli.observe.decoding import Decoder, open_decoder
 from asyncrl_cli.observe.pages import duration, moment, number
-from asyncrl_cli.observe.tokens import TokenShown, prompt_text, tokens_of
+from asyncrl_cli.observe.tokens import TokenShown, prompt_text, reference_text, tokens_of
 from asyncrl_cli.rollout.records import training_rollout_id
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.standing import UNDER_WAY
 from asyncrl_cli.runs.standing import standing as phase_of
+from asyncrl_cli.tasks.base import CORRECT
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -33,7 +35,12 @@ UNLIKELY = ((0.9, "bold red"), (0.5, "dark_orange"), (0.1, "yellow"))
 """Colours of tokens whose probability was at most 1 minus the number."""
 VERSION_COLOURS = ("blue", "magenta", "green", "cyan", "yellow", "red")
 
+SEARCHED = 10_000
+"""Rollouts that are looked through for one that passes the filter."""
+
 Colouring = Literal["log-prob", "weight version"]
+Wanted = Literal["all", "right", "wrong"]
+_WANTED: dict[Wanted, str] = {"all": "1", "right": f"reward >= {CORRECT}", "wrong": f"reward < {CORRECT}"}
 Place = tuple[int, int]
 """A group's id and a rollout's place in it."""
 
@@ -113,15 +120,34 @@ class Pager:
 
     def __init__(self, run: RunDirectory) -> None:
         self.colouring: Colouring = "log-prob"
+        self.wanted: Wanted = "all"
         self._run = run
         self._place: Place | None = None
+        self._note = ""
         self._decoder: Decoder | None = None
         self._decoder_sought = False
 
     def turn(self, older: bool) -> None:
-        """Go to the next older rollout, or newer one; stay where there is none. First the newest that has ended."""
+        """Go to the next older rollout that is wanted, or newer one; stay where there is none. First the newest that
+        has ended."""
+        self._find(lambda connection: neighbour(connection, self._place, older, self.wanted))
+
+    def filter(self) -> None:
+        """Want all rollouts, the right ones or the wrong ones, in turn; and go to the newest of them."""
+        kinds = list(_WANTED)
+        self.wanted = kinds[(kinds.index(self.wanted) + 1) % len(kinds)]
+        self._find(lambda connection: neighbour(connection, None, True, self.wanted))
+
+    def go_to(self, step: int) -> None:
+        """Go to a wanted rollout of a step, counted from 1; stay where there is none."""
+        self._find(lambda connection: of_step(connection, step, self.wanted), f"of step {step}")
+
+    def _find(self, found_in: Callable[[sqlite3.Connection], Place | None], where: str = "") -> None:
         with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel says what is wrong
-            self._place = neighbour(connection, self._place, older) or self._place
+            found = found_in(connection)
+            kind = "" if self.wanted == "all" else f"{self.wanted} "
+            self._note = "" if found else f"there is no further {kind}rollout {where}".rstrip()
+            self._place = found or self._place
 
     def recolour(self) -> None:
         """Colour by the other of log-prob and version."""
@@ -132,24 +158,39 @@ class Pager:
         from rich.text import Text
 
         if self._place is None:
-            return Text("no rollout has ended yet")
+            return Text(self._note if self.wanted != "all" else "no rollout has ended yet")
         if not self._decoder_sought:
             self._decoder, self._decoder_sought = open_decoder(self._run), True
         with snapshot(self._run.path / FILE) as connection:
             group = group_record(connection, self._place[0])
-        return rollout_text(group, self._place, self._decoder, self.colouring)
+        shown = "" if self.wanted == "all" else f"{self.wanted} rollouts only"
+        text = rollout_text(group, self._place, self._decoder, self.colouring)
+        return text.append("".join(f"\n{line}" for line in (shown, self._note) if line), style="bold")
 
 
-def neighbour(connection: sqlite3.Connection, place: Place | None, older: bool) -> Place | None:
-    """The ended rollout next to a place, by group and place in it; next to None the newest one. None without one."""
+def neighbour(connection: sqlite3.Connection, place: Place | None, older: bool, wanted: Wanted = "all") -> Place | None:
+    """The ended rollout next to a place, by group and place in it; next to None the newest one. None without one, and
+    without a wanted one among the next ``SEARCHED``."""
     if place is None:
         where, order, place = "(group_id, place) > (?, ?)", "DESC", (-1, -1)
     else:
         where, order = ("(group_id, place) < (?, ?)", "DESC") if older else ("(group_id, place) > (?, ?)", "ASC")
+    ordered = f"ORDER BY group_id {order}, place {order}"
     found: Place | None = connection.execute(
-        f"SELECT group_id, place FROM rollouts WHERE {where} AND finish_reason IS NOT NULL "
-        f"ORDER BY group_id {order}, place {order} LIMIT 1",
+        f"SELECT group_id, place FROM (SELECT group_id, place, reward FROM rollouts WHERE {where} "
+        f"AND finish_reason IS NOT NULL {ordered} LIMIT {1 if wanted == 'all' else SEARCHED}) "
+        f"WHERE {_WANTED[wanted]} {ordered} LIMIT 1",
         place,
+    ).fetchone()
+    return found
+
+
+def of_step(connection: sqlite3.Connection, step: int, wanted: Wanted = "all") -> Place | None:
+    """The newest wanted rollout of a step's batch, counted from 1."""
+    found: Place | None = connection.execute(
+        "SELECT group_id, place FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = ?) "
+        f"AND finish_reason IS NOT NULL AND {_WANTED[wanted]} ORDER BY group_id DESC, place DESC LIMIT 1",
+        (step - 1,),
     ).fetchone()
     return found
 
@@ -172,6 +213,8 @@ def rollout_text(group: GroupRecord, place: Place, decoder: Decoder | None, colo
         text.append("(its tokens are not in the journal any more)")
     if left_out:
         text.append(f"\n({left_out} more tokens)")
+    if reference := reference_text(group.prompt.fields):
+        text.append("\n\nreference  ", style="dim").append(reference)
     versions = dict.fromkeys((token.age, token.version) for token in shown if token.version is not None)
     text.append(f"\n\ncolours: {colouring}", style="dim")
     for age, version in versions if colouring == "weight version" else ():

@@ -10,13 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.style import Style
 
 from asyncrl_cli.buffer.queries import group_record, overview, snapshot
 from asyncrl_cli.buffer.schema import FILE, open_for_writing
+from asyncrl_cli.cli.watch import split_keys
 from asyncrl_cli.observe.dashboard import TREND_STEPS
 from asyncrl_cli.observe.tokens import TokenShown
-from asyncrl_cli.observe.watching import Pager, _style, look, neighbour, rollout_text
+from asyncrl_cli.observe.watching import Pager, _style, look, neighbour, of_step, rollout_text
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
 from tests.buffer.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
@@ -157,6 +160,44 @@ def test_paging_goes_through_every_ended_rollout(run: RunDirectory, recorded: Re
         assert neighbour(connection, seen[0], older=False) is None
 
 
+def test_a_filter_and_a_step_choose_among_the_rollouts(run: RunDirectory, recorded: RecordedRun) -> None:
+    pager = Pager(run)
+    assert (pager.filter(), pager.wanted) == (None, "right")
+    with snapshot(run.path / FILE) as connection:
+        rewards = {
+            (group_id, place): reward
+            for group_id, place, reward in connection.execute("SELECT group_id, place, reward FROM rollouts")
+        }
+        for wanted, reward in (("right", 1.0), ("wrong", 0.0)):
+            seen, place = [], None
+            while (place := neighbour(connection, place, True, wanted)) is not None:
+                seen.append(place)
+            assert seen == sorted((one for one, of in rewards.items() if of == reward), reverse=True)
+        places = [of_step(connection, step) for step in (1, 3, 99)]
+        steps = dict(connection.execute("SELECT id, step + 1 FROM groups WHERE step IS NOT NULL"))
+    assert [steps.get(place[0]) if place else None for place in places] == [1, 3, None]
+    assert "reward 1" in pager.page().plain and "right rollouts only" in pager.page().plain
+    assert "reference  7" in pager.page().plain
+    pager.go_to(2)
+    assert ", step 2," in pager.page().plain
+    pager.go_to(99)
+    assert ", step 2," in pager.page().plain and "no further right rollout of step 99" in pager.page().plain
+    pager.filter()
+    assert pager.wanted == "wrong" and "reward 0" in pager.page().plain
+
+
+KEYS = st.sampled_from([b"p", b"n", b"7", b"g", b"\x1b[D", b"\x1b[C", b"\x1bOD", b"\x1b[1;5C", b"\xc3"])
+
+
+@given(st.lists(KEYS), st.data())
+def test_keys_that_arrive_together_or_in_pieces_are_all_taken(keys: list[bytes], data: st.DataObject) -> None:
+    sent = b"".join(keys)
+    cut = data.draw(st.integers(0, len(sent)))
+    first, rest = split_keys(sent[:cut])
+    second, left = split_keys(rest + sent[cut:])
+    assert [*first, *second] == keys and left == b""
+
+
 def test_a_page_has_the_rollout_in_colours(run: RunDirectory, recorded: RecordedRun) -> None:
     pager = Pager(run)
     assert "no rollout" in pager.page().plain
@@ -220,6 +261,7 @@ def test_keys_page_recolour_and_quit(run: RunDirectory, recorded: RecordedRun) -
     try:
         until(b"weight version 3")
         for key, answer in (
+            *((b"1g", b"step 1,"), (b"b1gppp", b"rollout "), (b"b", b"weight version 3")),
             *((b"p", b"colours: log-prob"), (b"c", b"colours: weight version"), (b"\x1b[D", b"rollout ")),
             (b"b", b"weight version 3"),
         ):

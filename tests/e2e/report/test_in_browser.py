@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.observe.report.charts import SERIES
 from asyncrl_cli.observe.report.page import render, write
 from asyncrl_cli.observe.report.summary import summarize
 from tests.e2e.report.browser import Page, installed, page
-from tests.observe.made_runs import SITUATIONS, made_run
+from tests.observe.made_runs import SITUATIONS, made_run, vary_metrics
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="there is no Chromium")
 
@@ -29,8 +30,10 @@ INK = "getComputedStyle(document.querySelector('#chart-0 .xtick text')).fill"
 
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    runs = [made_run(tmp_path, monkeypatch, SITUATIONS[name], run_id=name.replace(" ", "-")) for name in SITUATIONS]
+    names = ("slow trainer", "tight bound")
+    runs = [made_run(tmp_path, monkeypatch, SITUATIONS[name], run_id=name.replace(" ", "-")) for name in names]
     for run in runs:
+        vary_metrics(run, SERIES)
         (run.path / "spec.yaml").write_text(f"name: {run.run_id}\n")
     write(render([summarize(run) for run in runs]), tmp_path / "report.html")
     return tmp_path / "report.html"
