@@ -29,7 +29,7 @@ from asyncrl_cli.pipeline.follower import Follower
 from asyncrl_cli.pipeline.groups import GroupSource
 from asyncrl_cli.pipeline.metrics import StepClock, batch_digest, step_metrics
 from asyncrl_cli.pipeline.prompting import PromptSource
-from asyncrl_cli.pipeline.publisher import Publisher, PublishReport
+from asyncrl_cli.pipeline.publisher import TOLERANCE, Publisher, PublishReport
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.pipeline.watchdog import GENERATION, Wait, Watchdog
@@ -95,6 +95,7 @@ class Conductor:
         self._evaluating: set[int] = set()  # steps whose evaluation is under way
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._clock = StepClock(parts.client)
+        self._gap_warned = False
 
     async def run(self) -> None:
         """Train until the last step. Raises ``RunError`` with the first cause when the run cannot go on."""
@@ -355,10 +356,21 @@ class Conductor:
         if prompts.pools is not None:
             metrics["data/retired_prompts"] = float(prompts.pools.retired)
         step = taken.batch.step
+        self._warn_of_gap(step + 1, report)
         self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())
         self._reported = step + 1
         self._untold[step] = StepRecord(step, batch_digest(taken.batch), metrics)
         return self._tell()
+
+    def _warn_of_gap(self, step: int, report: StepReport) -> None:
+        """Say once that an engine's log-probs are further from the trainer's than rounding explains."""
+        gap, limit = report.metrics.get("engine/logprob_gap_max", 0.0), TOLERANCE["float32"]
+        if self._spec.trainer.dtype == self._spec.rollout.dtype == "float32" and gap > limit and not self._gap_warned:
+            self._gap_warned = True
+            self._parts.reporter.warn(
+                f"step {step}: an engine's log-probs are up to {gap:.2g} nats from the trainer's for the same weights; "
+                f"in float32 {limit:g} is the most that rounding explains (metric engine/logprob_gap_max)"
+            )
 
     async def _tell(self) -> None:
         """Return when the journal has every step that was reported."""

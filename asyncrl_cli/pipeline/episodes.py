@@ -1,8 +1,8 @@
 """Episodes from the driver: one rollout is played until it has a score or a reason why it has none.
 
-Every playing has a session of its own, under a URL that nobody else has, and ends with it: what an agent of before
-still sends is refused. What was generated is kept from one playing to the next, unless the agent itself failed; then
-it starts over, with other random numbers.
+Every playing has a session of its own in the gateway, under a URL and a key that nobody else has, and ends with it:
+what an agent of before still sends is refused. What was generated is kept from one playing to the next, unless the
+agent itself failed; then it starts over, with other random numbers.
 
 Invariant: ``play`` returns, whatever the agent does: a playing has limits (``task.episode``), and each that is
 repeated for the agent's sake counts against ``rollout.retries``; one that is repeated for another reason has a runner,
@@ -14,17 +14,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.pipeline.runners import Runners
 from asyncrl_cli.pipeline.scoring import Scoring
-from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.gateway.crossing import SessionEnd, SessionOpening
 from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.session import Limits, Session, Sessions
-from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.rollout.session import Limits
 from asyncrl_cli.tasks.episode_owner import Played
 from asyncrl_cli.tasks.scoring import RewardFailure, Scored
 
@@ -36,24 +36,13 @@ LOOK_S = 10.0
 """Seconds between two looks at an episode under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """Where episodes find the policy: the sessions that the gateway serves, and how to get there."""
-
-    chat: ChatFormat
-    sessions: Sessions
-    session_url: Callable[[str], str]
-    api_key: str
-    model: str
-
-
 class Episodes:
     """Plays the episodes of one task."""
 
     def __init__(
         self,
         client: GenerationClient,
-        service: Service,
+        gateway: GatewayClient,
         runners: Runners,
         scoring: Scoring,
         *,
@@ -65,7 +54,7 @@ class Episodes:
         episode has ended, and now and then that some are busy with something else than the policy: tools may take
         their time, which is bounded."""
         self._client = client
-        self._service = service
+        self._gateway = gateway
         self._runners = runners
         self._scoring = scoring
         self._limits = limits
@@ -100,18 +89,15 @@ class Episodes:
         self._open += 1
         try:
             while True:
-                session = Session(
+                opening = SessionOpening(
+                    f"{rollout_id}~{playing}" if playing else rollout_id,
                     rollout_id,
-                    self._service.chat,
-                    self._generate,
                     replace(sampling, seed=_seed(sampling.seed, attempt)),
                     replace(self._limits, max_call_tokens=sampling.max_tokens),
-                    fixed_sampling=True,
                     priority=priority,
-                    recorded=told.recorded,
-                    on_segments=told.add,
+                    recorded=dict(told.recorded),
                 )
-                played = await self._play(session, prompt, f"{rollout_id}~{playing}" if playing else rollout_id, apart)
+                played, end = await self._play(opening, told, prompt, apart)
                 playing += 1
                 if played.again == "anew" and attempt < self._retries:
                     attempt += 1
@@ -119,41 +105,48 @@ class Episodes:
                 elif played.again in ("on", "apart"):
                     apart = apart or played.again == "apart"
                 else:
-                    return await self._judged(prompt, session, played)
+                    return await self._judged(prompt, end, played)
         finally:
             self._open -= 1
             self._on_progress()
 
-    async def _play(self, session: Session, prompt: Prompt, name: str, apart: bool) -> Played:
-        service = self._service
-        async with self._runners.place(apart) as place:
-            service.sessions.open(session, name)
-            try:
-                access = ModelAccess(service.session_url(name), service.api_key, service.model, session.rollout_id)
-                return await self._patiently(place.play(name, prompt, access))
-            finally:
-                service.sessions.close(name)
-
-    async def _patiently(self, work: Coroutine[Any, Any, Played]) -> Played:
-        playing = asyncio.create_task(work)
+    async def _play(
+        self, opening: SessionOpening, told: _Told, prompt: Prompt, apart: bool
+    ) -> tuple[Played, SessionEnd]:
         try:
-            while not (await asyncio.wait([playing], timeout=LOOK_S))[0]:
+            async with (
+                self._runners.place(apart) as place,
+                self._gateway.session(opening, told.add, self._generate) as session,
+            ):
+                played = await self._patiently(place.play(opening.name, prompt, session.access), session)
+                return played, await session.finish()
+        except GatewayLost as lost:  # whatever the episode made of it
+            return Played(RewardFailure(f"the gateway: {lost}"), "on"), SessionEnd(opening.number)
+
+    async def _patiently(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
+        """What the work comes to. Raises ``GatewayLost`` as soon as there is no gateway any more."""
+        playing = asyncio.create_task(work)
+        first: set[asyncio.Future[Any]] = {playing, session.end}
+        try:
+            while not (await asyncio.wait(first, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if self.resting:
                     self._on_progress()
-            return playing.result()
+            if not playing.done():
+                session.end.result()
+            return await playing
         finally:
             playing.cancel()
 
     async def _judged(
-        self, prompt: Prompt, session: Session, played: Played
+        self, prompt: Prompt, end: SessionEnd, played: Played
     ) -> tuple[Rollout | None, Scored | RewardFailure]:
-        rollout, score = session.rollout(), played.score
+        rollout, score = end.rollout, played.score
         if rollout is None and not isinstance(score, RewardFailure):
-            nothing = f": {session.failure}" if session.failure else ""
+            nothing = f": {end.failure}" if end.failure else ""
             score = RewardFailure(f"the episode of prompt {prompt.uid!r} got no reply of the model{nothing}")
         if score is None:
             assert rollout is not None
-            (score,) = await self._scoring.score([(prompt, session.last_text, rollout.finished)])
+            (score,) = await self._scoring.score([(prompt, end.last_text, rollout.finished)])
         return rollout, score
 
     async def _generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:

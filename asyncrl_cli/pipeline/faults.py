@@ -7,7 +7,7 @@ from typing import Literal
 
 from asyncrl_cli.runs.directory import RunError
 
-Part = Literal["engine", "trainer", "buffer", "scorer", "runner"]
+Part = Literal["engine", "trainer", "buffer", "scorer", "runner", "gateway"]
 
 
 class Faults:

@@ -84,6 +84,14 @@ class ActorFactory:
         options = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=_here(), max_concurrency=MANY)
         return options.remote(name, task, str(self.search_path), self._logs)
 
+    def gateway(self) -> Any:
+        import ray
+
+        from asyncrl_cli.rollout.gateway.actor import GatewayActor
+
+        # Where the driver is, there are the runners.
+        return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=_here()).remote(self._logs)
+
     def buffer(self) -> Any:
         import ray
 

@@ -26,10 +26,11 @@ from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.checkpoints import Checkpoints, unrecorded
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.conductor import Conductor, Parts
-from asyncrl_cli.pipeline.episodes import Episodes, Service
+from asyncrl_cli.pipeline.episodes import Episodes
 from asyncrl_cli.pipeline.evaluation import Evaluator, HeldOut
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_fleet
+from asyncrl_cli.pipeline.gateway_client import GatewayClient
 from asyncrl_cli.pipeline.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.pipeline.playing import Playing
 from asyncrl_cli.pipeline.preflight import check_machine
@@ -38,7 +39,6 @@ from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, start_tracker
 from asyncrl_cli.pipeline.trainers import TrainerRanks
 from asyncrl_cli.pipeline.watchdog import Watchdog
-from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, Phase, RunDirectory, RunError
@@ -49,7 +49,7 @@ from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.prepare import skeleton
-from asyncrl_cli.train.tokenizer import end_tokens, load_tokenizer
+from asyncrl_cli.train.tokenizer import load_tokenizer
 
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may spend on saving where it is."""
@@ -277,13 +277,12 @@ async def _start(
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
     chosen = spec.data.pools
     pools = None if chosen is None else Pools(chosen.retire_after, chosen.revisit, spec.seed)
-    service: Service | None = None
+    gateway: GatewayClient | None = None
     if experiment.episodic:
-        ends = await asyncio.to_thread(end_tokens, model_dir, tokenizer)
-        service = await playing.open(client, ChatFormat(tokenizer, spec.rollout.tool_parser, end_tokens=ends))
+        gateway = await playing.open(client, model_dir, faults)
     episodes: Episodes | None = None
-    if service is not None and runners is not None:
-        episodes = playing.episodes(spec.task, client, service, runners, scoring, watchdog.progress)
+    if gateway is not None and runners is not None:
+        episodes = playing.episodes(spec.task, client, gateway, runners, scoring, watchdog.progress)
 
     def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
         chosen = spec.evaluation.sets.get(name)
@@ -293,10 +292,10 @@ async def _start(
         if chosen is None or chosen.task is None:
             return HeldOut(encoded, scoring, episodes)
         own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), faults)
-        if service is None or name not in experiment.episodic:
+        if gateway is None or name not in experiment.episodic:
             return HeldOut(encoded, own_scoring)
         own_runners = playing.runners(chosen.task, faults, f"runner-{name}")
-        player = playing.episodes(chosen.task, client, service, own_runners, own_scoring, watchdog.progress)
+        player = playing.episodes(chosen.task, client, gateway, own_runners, own_scoring, watchdog.progress)
         return HeldOut(encoded, own_scoring, player)
 
     sets = {name: held_out(name, prompts) for name, prompts in experiment.sets.items()}

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from asyncrl_cli.pipeline.episodes import Episodes, Service
+from asyncrl_cli.pipeline.episodes import Episodes
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory
+from asyncrl_cli.pipeline.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.pipeline.runners import Runners
 from asyncrl_cli.pipeline.scoring import Scoring
-from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.session import Limits, Sessions
+from asyncrl_cli.rollout.session import Limits
 from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
-
-if TYPE_CHECKING:
-    from asyncrl_cli.rollout.gateway.server import Gateway
 
 
 class Playing:
@@ -28,7 +24,8 @@ class Playing:
         self._spec = spec
         self._factory = factory
         self._runners: list[Runners] = []
-        self._gateway: Gateway | None = None
+        self._gateway: GatewayClient | None = None
+        self._keeping: asyncio.Task[None] | None = None
 
     def runners(self, task: TaskSpec, faults: Faults, name: str = "runner") -> Runners:
         """The runners of a task, yet to be started; ``name`` is what their logs are called."""
@@ -36,23 +33,21 @@ class Playing:
         self._runners.append(runners)
         return runners
 
-    async def open(self, client: GenerationClient, chat: ChatFormat) -> Service:
-        """Start the gateway. Raises ``GatewayError``."""
-        from asyncrl_cli.pipeline.serving import new_session
-        from asyncrl_cli.rollout.gateway.server import start_gateway
-
-        sessions = Sessions()
-        model = self._spec.name
-        spec = self._spec.rollout.gateway
-        gateway = await start_gateway(spec, chat, sessions, new_session(self._spec, chat, client), model)
-        self._gateway = gateway
-        return Service(chat, sessions, gateway.session_url, gateway.api_key, model)
+    async def open(self, client: GenerationClient, model_folder: str, faults: Faults) -> GatewayClient:
+        """Start the gateway, with the tokenizer in ``model_folder``. Raises ``UserError``."""
+        setup = setup_of(self._spec, model_folder, self._spec.name)
+        gateway = self._gateway = GatewayClient(setup, self._factory.gateway, client.generate, faults)
+        await gateway.start()
+        self._keeping = asyncio.create_task(gateway.keep())
+        # Whoever has a session gets its error, which ends the run.
+        self._keeping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+        return gateway
 
     def episodes(
         self,
         task: TaskSpec,
         client: GenerationClient,
-        service: Service,
+        gateway: GatewayClient,
         runners: Runners,
         scoring: Scoring,
         on_progress: Callable[[], None],
@@ -66,11 +61,14 @@ class Playing:
             max_sampled_tokens=task.episode.max_tokens,
         )
         return Episodes(
-            client, service, runners, scoring, limits=limits, retries=rollout.retries, on_progress=on_progress
+            client, gateway, runners, scoring, limits=limits, retries=rollout.retries, on_progress=on_progress
         )
 
     async def stop(self) -> None:
         """Stop everything, in bounded time; agents first, so that none finds nobody there."""
         await asyncio.gather(*(runners.stop() for runners in self._runners), return_exceptions=True)
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
         if self._gateway is not None:
             await self._gateway.stop()

@@ -6,8 +6,8 @@ The engines load the model from its folder, and its weights count as one version
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
+import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,11 @@ from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.engines import EngineKeeper
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_engine
+from asyncrl_cli.pipeline.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.pipeline.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
+from asyncrl_cli.pipeline.prompting import PromptEncoder
 from asyncrl_cli.pipeline.publisher import Engine
-from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.records import Sampling
-from asyncrl_cli.rollout.session import Limits, Session, Sessions
 from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
 from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
@@ -110,8 +109,6 @@ async def _serve(
     warn: Callable[[str], None],
     stop: Stop,
 ) -> None:
-    from asyncrl_cli.rollout.gateway.server import start_gateway
-
     spec = served.spec
     stop.attach()
 
@@ -119,27 +116,36 @@ async def _serve(
         """No journal records what happens here."""
 
     async def work(temporary: Path) -> None:
+        from asyncrl_cli.train.tokenizer import load_tokenizer
+
         status("reading the model")
         folder = await asyncio.to_thread(served.model, temporary / "model")
-        chat = await asyncio.to_thread(_chat_format, spec, folder)
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder, spec.model.chat_template)
+        encoder = PromptEncoder(tokenizer, spec.model.max_length, episodic=False)
         client = GenerationClient(
             engines,
             slots=spec.rollout.max_running_rollouts,
             retries=spec.rollout.retries,
             hang_s=spec.rollout.hang_seconds,
-            decode=chat.decode,
+            decode=encoder.decode,
         )
         keeper = EngineKeeper(client, _OwnWeights(), faults, folder, lambda: None)
-        for_one_call = new_session(spec, chat, client)
-        gateway = await start_gateway(spec.rollout.gateway, chat, Sessions(), for_one_call, served.name)
-        async with gateway, asyncio.TaskGroup() as group:
-            status("starting engines")
-            there: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-            there.set_result(folder)
-            await asyncio.gather(*(start_engine(engine, there, faults) for engine in engines))
-            for engine in client.engines:
-                group.create_task(keeper.keep(engine))
-            ready(Address(gateway.base_url, gateway.api_key, served.name))
+        api_key = secrets.token_urlsafe(32)
+        setup = setup_of(spec, str(folder), served.name, api_key)
+        gateway = GatewayClient(setup, factory.gateway, client.generate, faults)
+        url = await gateway.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(gateway.keep())
+                status("starting engines")
+                there: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+                there.set_result(folder)
+                await asyncio.gather(*(start_engine(engine, there, faults) for engine in engines))
+                for engine in client.engines:
+                    group.create_task(keeper.keep(engine))
+                ready(Address(f"{url}/v1", api_key, served.name))
+        finally:
+            await gateway.stop()
 
     faults = Faults(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
@@ -159,30 +165,6 @@ class _OwnWeights:
 
     async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
         serve()
-
-
-def new_session(spec: ExperimentSpec, chat: ChatFormat, client: GenerationClient) -> Callable[[], Session]:
-    """Makes the sessions of calls that belong to no rollout, sampled as they ask."""
-    limits = Limits(
-        max_length=spec.model.max_length, max_call_tokens=spec.model.max_length, max_calls=None, max_sampled_tokens=None
-    )
-    sampling = Sampling(temperature=1.0, max_tokens=spec.model.max_length)
-    numbers = itertools.count()
-
-    def make() -> Session:
-        number = next(numbers)
-        return Session(
-            f"serve-{number}", chat, client.generate, sampling, limits, fixed_sampling=False, priority=number
-        )
-
-    return make
-
-
-def _chat_format(spec: ExperimentSpec, folder: Path) -> ChatFormat:
-    from asyncrl_cli.train.tokenizer import end_tokens, load_tokenizer
-
-    tokenizer = load_tokenizer(folder, spec.model.chat_template)
-    return ChatFormat(tokenizer, spec.rollout.tool_parser, end_tokens=end_tokens(folder, tokenizer))
 
 
 def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:

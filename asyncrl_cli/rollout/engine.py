@@ -101,7 +101,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
             "block_size": BLOCK_SIZE,
-            "kv_cache_memory_bytes": kv_cache_bytes(spec, AutoConfig.from_pretrained(model_dir)),
+            "kv_cache_memory_bytes": kv_cache_bytes(spec, AutoConfig.from_pretrained(model_dir).get_text_config()),
             # vLLM's CPU sampler cannot split a seeded request over chunks of its prompt.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.model.max_length, 2048),

@@ -5,19 +5,19 @@ as they were; every other call begins a branch (docs/gateway.md, "Conversations 
 tokens, chat.py makes them of messages, and here is what happens in a call: it finds its place, is checked against the
 limits, and is generated, or handed out as it was recorded.
 
-Between two awaits nothing else runs, so a call takes its place and its sequence at once: calls may well come at the
-same time.
+A call is rendered first (``place_chat``, ``place_text``, ``place_ids``), which may take a thread of its own, and takes
+its sequence only when it is answered: between two awaits nothing else runs, so calls may well come at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,21 @@ Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
 OnText = Callable[[int, str], None]
 """Gets the choice that a piece of text belongs to, and the piece."""
 
-ENDED_KEPT = 10_000
-"""Sessions of which it is remembered that they ended."""
+ALWAYS_RENDERED = 64 * 2**10
+"""Characters that are rendered whatever the model's length: a template may leave most of them out."""
+
+T = TypeVar("T")
+
+
+class Render(Protocol):
+    """Where work is done that takes as long as a text is."""
+
+    async def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+async def at_once(work: Callable[[], T]) -> T:
+    """Renders right here."""
+    return work()
 
 
 class SessionError(Exception):
@@ -96,15 +109,43 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A call with its place: the sequence that it goes on with (None: a branch), all its prompt's tokens, and how its
-    conversation is found again after the reply."""
+class Asked:
+    """A call that has been rendered: all its prompt's tokens, the place in a sequence that it goes on from (None: it
+    begins a branch), and how its conversation is found again after the reply."""
 
-    sequence: TokenSequence | None
     prompt_ids: tuple[int, ...]
+    after: tuple[TokenSequence, Turn] | None = None
     tools: Tools | None = None
     messages: tuple[str, ...] | None = None
     text: str | None = None
+
+    @property
+    def sequence(self) -> TokenSequence | None:
+        """The sequence that it can go on with right now; None for a branch."""
+        return self.after[0] if self.after is not None and self.after[0].extends(self.after[1]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """Messages in the form that they are compared in, with a key of the tools and of each message."""
+
+    messages: list[Message]
+    keys: tuple[str, ...]
+    characters: int
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: Tools | None) -> _Conversation:
+        """Raises ``ChatError``."""
+        same = [normal(message) for message in messages]
+        if not same:
+            raise ChatError("there are no messages")
+        texts = [key(list(tools or ())), *map(key, same)]
+        return cls(same, tuple(map(_digest, texts)), sum(map(len, texts)))
+
+    def covers(self, _: TokenSequence, turn: Turn) -> int | None:
+        """How much of it an earlier turn covers."""
+        said = turn.messages
+        return len(said) if said is not None and self.keys[: len(said)] == said else None
 
 
 class Session:
@@ -158,21 +199,15 @@ class Session:
         options: CallOptions,
         on_text: OnText | None = None,
     ) -> list[Reply]:
-        """The next message of a conversation, ``options.n`` times.
-
-        Raises ``SessionError`` for a call that cannot be answered, and what ``generate`` raises.
-        """
-        return await self._answer(lambda: self._place_chat(messages, tools or None), options, on_text)
+        """``place_chat`` and ``answer``."""
+        return await self.answer(await self.place_chat(messages, tools), options, on_text)
 
     async def complete(
         self, prompt: str | Sequence[int], options: CallOptions, on_text: OnText | None = None
     ) -> list[Reply]:
-        """What follows a text, or token ids; as ``chat``."""
-
-        def place() -> _Asked:
-            return self._place_text(prompt) if isinstance(prompt, str) else self._place_ids(prompt)
-
-        return await self._answer(place, options, on_text)
+        """``place_text`` or ``place_ids``, and ``answer``."""
+        place = self.place_text(prompt) if isinstance(prompt, str) else self.place_ids(prompt)
+        return await self.answer(await place, options, on_text)
 
     def close(self) -> None:
         """The end: calls under way are cancelled, later ones refused. What they refuse with is a ``SessionError``."""
@@ -186,13 +221,12 @@ class Session:
 
     # -- a call
 
-    async def _answer(self, place: Callable[[], _Asked], options: CallOptions, on_text: OnText | None) -> list[Reply]:
-        if self._closed:
-            raise self._ended()
-        try:
-            asked = place()
-        except ChatError as error:
-            raise SessionError(400, "invalid_value", str(error)) from error
+    async def answer(self, asked: Asked, options: CallOptions, on_text: OnText | None = None) -> list[Reply]:
+        """The reply to a call, ``options.n`` times.
+
+        Raises ``SessionError`` for a call that cannot be answered, and what ``generate`` raises.
+        """
+        self._refuse_if_ended()
         if not asked.prompt_ids:
             raise SessionError(400, "invalid_value", "the prompt is empty")
         sampling = self._sampling_of(options, len(asked.prompt_ids))
@@ -212,7 +246,7 @@ class Session:
                 self._transcript.give_up(call, keep=self.fixed_sampling)  # unless it has ended
 
     async def _reply(
-        self, call: Call, asked: _Asked, sampling: Sampling, index: int, on_text: Callable[[str], None] | None
+        self, call: Call, asked: Asked, sampling: Sampling, index: int, on_text: Callable[[str], None] | None
     ) -> Reply:
         stream = None if on_text is None else TextStream(self._chat.decode, sampling.stop, on_text)
         whole = self._whole(call, sampling)
@@ -222,7 +256,7 @@ class Session:
         turn = Turn(
             call.first + len(ids),
             ids[-1],
-            None if asked.messages is None else (*asked.messages, key(normal(message))),
+            None if asked.messages is None else (*asked.messages, _digest(key(normal(message)))),
             None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
         )
         self._transcript.end(call, tokens, finish, turn)
@@ -297,67 +331,59 @@ class Session:
 
     # -- where a call belongs
 
-    def _place_chat(self, messages: Sequence[Message], tools: Tools | None) -> _Asked:
-        same = [normal(message) for message in messages]
-        if not same:
-            raise ChatError("there are no messages")
-        self._refuse_flood(message["content"] for message in same)
-        keys = (key(list(tools or ())), *(key(message) for message in same))
+    async def place_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render = at_once) -> Asked:
+        """Find where the next message of a conversation belongs, and render what is new of it.
 
-        def covers(_: TokenSequence, turn: Turn) -> int | None:
-            said = turn.messages
-            return len(said) if said is not None and keys[: len(said)] == said else None
+        Raises ``SessionError`` for what cannot be rendered.
+        """
+        self._refuse_if_ended()
+        tools = tools or None
+        with _chat_errors():
+            said = await render(partial(_Conversation.of, messages, tools))
+            self._refuse_flood(said.characters)
+            if found := self._transcript.longest(said.covers):
+                sequence, turn = found
+                assert turn.messages is not None
+                covered = len(turn.messages) - 1  # the tools are no message
+                new, before = said.messages[covered:], said.messages[covered - 1]
+                try:
+                    rest = await render(partial(self._chat.continue_, new, tools, turn.last_token, before))
+                except ChatError:
+                    pass  # the template cannot go on from here: a conversation of its own
+                else:
+                    return Asked((*_until(sequence, turn), *rest), found, tools, said.keys)
+            ids = await render(partial(self._chat.render, said.messages, tools))
+        return Asked(tuple(ids), None, tools, said.keys)
 
-        if found := self._transcript.longest(covers):
-            sequence, turn = found
-            assert turn.messages is not None
-            covered = len(turn.messages) - 1  # the tools are no message
-            try:
-                rest = self._chat.continue_(same[covered:], tools, turn.last_token, same[covered - 1])
-            except ChatError:
-                pass  # the template cannot go on from here: a conversation of its own
-            else:
-                return self._asked(sequence, turn, rest, tools=tools, messages=keys)
-        return _Asked(None, tuple(self._chat.render(same, tools)), tools=tools, messages=keys)
-
-    def _place_text(self, prompt: str) -> _Asked:
-        self._refuse_flood([prompt])
+    async def place_text(self, prompt: str, render: Render = at_once) -> Asked:
+        """As ``place_chat``, for a text that is to go on."""
+        self._refuse_if_ended()
+        self._refuse_flood(len(prompt))
 
         def covers(_: TokenSequence, turn: Turn) -> int | None:
             return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
 
-        if found := self._transcript.longest(covers):
-            sequence, turn = found
-            rest = self._chat.encode(prompt[len(turn.text or "") :])
-            return self._asked(sequence, turn, rest, text=prompt)
-        return _Asked(None, tuple(self._chat.encode_prompt(prompt)), text=prompt)
+        with _chat_errors():
+            if found := self._transcript.longest(covers):
+                sequence, turn = found
+                rest = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
+                return Asked((*_until(sequence, turn), *rest), found, text=prompt)
+            return Asked(tuple(await render(partial(self._chat.encode_prompt, prompt))), text=prompt)
 
-    def _place_ids(self, prompt: Sequence[int]) -> _Asked:
+    async def place_ids(self, prompt: Sequence[int]) -> Asked:
+        """As ``place_text``, for token ids."""
+        self._refuse_if_ended()
+        if len(prompt) > self._limits.max_length:
+            raise self._too_long(f"{len(prompt)} tokens")
         if any(not 0 <= token < self._chat.vocabulary for token in prompt):
-            raise ChatError(f"token ids must be from 0 to {self._chat.vocabulary - 1}")
+            raise SessionError(400, "invalid_value", f"token ids must be from 0 to {self._chat.vocabulary - 1}")
         ids = np.asarray(prompt, np.int32)
 
         def covers(sequence: TokenSequence, turn: Turn) -> int | None:
             known = sequence.known.response_ids[: turn.end]
             return turn.end if np.array_equal(known, ids[: turn.end]) else None
 
-        if found := self._transcript.longest(covers):
-            sequence, turn = found
-            return self._asked(sequence, turn, ids[turn.end :].tolist())
-        return _Asked(None, tuple(ids.tolist()))
-
-    def _asked(
-        self,
-        sequence: TokenSequence,
-        turn: Turn,
-        rest: Sequence[int],
-        *,
-        tools: Tools | None = None,
-        messages: tuple[str, ...] | None = None,
-        text: str | None = None,
-    ) -> _Asked:
-        before = sequence.known.response_ids[: turn.end].tolist()
-        return _Asked(sequence if sequence.extends(turn) else None, (*before, *rest), tools, messages, text)
+        return Asked(tuple(ids.tolist()), self._transcript.longest(covers))
 
     # -- limits and sampling
 
@@ -374,11 +400,7 @@ class Session:
             )
         room = limits.max_length - prompt_tokens
         if room < 1:
-            raise self._refused(
-                "context_length_exceeded",
-                f"This model's maximum context length is {limits.max_length} tokens, and the messages have "
-                f"{prompt_tokens}",
-            )
+            raise self._too_long(f"{prompt_tokens} tokens")
         if limits.max_calls is not None and self.calls + options.n > limits.max_calls:
             raise self._refused("max_calls_exceeded", f"this session has had its {limits.max_calls} calls")
         if limits.max_sampled_tokens is not None:
@@ -405,60 +427,46 @@ class Session:
             seed = int.from_bytes(digest, "big") >> 1
         return replace(sampling, seed=seed)
 
-    def _refuse_flood(self, texts: Iterable[str]) -> None:
-        """What is too long by its characters alone is not tokenized: megabytes of it would take the event loop seconds,
-        and the process gigabytes."""
-        characters, longest = sum(map(len, texts)), self._limits.max_length
-        if characters > longest * self._chat.longest_token:
-            raise self._refused(
-                "context_length_exceeded",
-                f"This model's maximum context length is {longest} tokens, and this has {characters} characters",
-            )
+    def _refuse_flood(self, characters: int) -> None:
+        """What is too long by its characters alone is not rendered: megabytes would take seconds, and gigabytes."""
+        if characters > max(self._limits.max_length * self._chat.longest_token, ALWAYS_RENDERED):
+            raise self._too_long(f"{characters} characters")
+
+    def _too_long(self, size: str) -> SessionError:
+        longest = self._limits.max_length
+        message = f"This model's maximum context length is {longest} tokens, and the messages have {size}"
+        return self._refused("context_length_exceeded", message)
 
     def _refused(self, code: str, message: str) -> SessionError:
         self.failure = self.failure or message
         return SessionError(400, code, message)
 
+    def _refuse_if_ended(self) -> None:
+        if self._closed:
+            raise self._ended()
+
     def _ended(self) -> SessionError:
         return SessionError(410, "session_ended", f"session {self.rollout_id} has ended")
 
 
-class Sessions:
-    """The sessions that are open, by their id: that of their rollout, if it has but one session."""
+@contextmanager
+def _chat_errors() -> Iterator[None]:
+    """What cannot be rendered is the program's error."""
+    try:
+        yield
+    except ChatError as error:
+        raise SessionError(400, "invalid_value", str(error)) from error
 
-    def __init__(self) -> None:
-        self._open: dict[str, Session] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def open(self, session: Session, session_id: str | None = None) -> None:
-        """Take calls for a session from now on, under its rollout's id or another. Raises ``ValueError`` when one of
-        that id is open."""
-        session_id = session.rollout_id if session_id is None else session_id
-        if session_id in self._open:
-            raise ValueError(f"session {session_id} is open already")
-        self._ended.pop(session_id, None)
-        self._open[session_id] = session
+def _digest(text: str) -> str:
+    """Stands for a text that is only compared: sessions keep one of every message of every turn."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
-    def get(self, session_id: str) -> Session:
-        """An open session. Raises ``SessionError``: 410 for one that has ended, 404 for one that never was."""
-        if session_id in self._open:
-            return self._open[session_id]
-        if session_id in self._ended:
-            raise SessionError(410, "session_ended", f"session {session_id} has ended")
-        raise SessionError(404, "session_not_found", f"there is no session {session_id}")
 
-    def close(self, session_id: str) -> None:
-        """End a session, if it is open."""
-        session = self._open.pop(session_id, None)
-        if session is not None:
-            session.close()
-            self._ended[session_id] = None
-            if len(self._ended) > ENDED_KEPT:
-                self._ended.popitem(last=False)
-
-    def __len__(self) -> int:
-        """How many are open."""
-        return len(self._open)
+def _until(sequence: TokenSequence, turn: Turn) -> list[int]:
+    """The tokens of a sequence up to the end of a turn."""
+    before: list[int] = sequence.known.response_ids[: turn.end].tolist()
+    return before
 
 
 async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:

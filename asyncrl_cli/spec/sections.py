@@ -268,7 +268,7 @@ class GatewaySpec(Section):
         "127.0.0.1", description="Address to listen on. Others than loopback can be seen by other hosts."
     )
     port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    max_body_mb: Count = Field(16, description="Largest body of a request in MiB.")
+    max_body_mb: Count = Field(2, description="Largest body of a request in MiB.")
 
 
 class RolloutSpec(Section):

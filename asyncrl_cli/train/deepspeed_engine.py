@@ -13,7 +13,7 @@ import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train.lora import PlainWeight, add_adapters, plain_weights
-from asyncrl_cli.train.policy import Policy, check_policy
+from asyncrl_cli.train.policy import Policy, PolicyError, check_policy
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; whoever started them waits less."""
@@ -217,14 +217,22 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
     """Give position embeddings their float32 frequencies back.
 
     With bfloat16 weights DeepSpeed rounds these, too, when it shards a model and when it takes one over. An engine
-    keeps them, so at position 1000 the two could turn by angles a radian apart.
+    keeps them, so at position 1000 the two could turn by angles a radian apart. Raises ``PolicyError`` where they
+    cannot be had.
     """
     for part in module.modules():
-        rounded = dict(part.named_buffers(recurse=False))
-        if "inv_freq" in rounded:
+        # One each, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
+        rounded = {name: buffer for name, buffer in part.named_buffers(recurse=False) if name.endswith("inv_freq")}
+        if rounded and hasattr(part, "config"):
             exact = dict(type(part)(config=part.config).named_buffers(recurse=False))
             for name, buffer in rounded.items():
                 buffer.data = exact[name].to(buffer.device)
+        elif any(buffer.dtype != torch.float32 for buffer in rounded.values()):
+            raise PolicyError(
+                f"DeepSpeed has rounded the rotary frequencies of this model ({type(part).__name__}), and they cannot "
+                "be computed again",
+                mend="set trainer.dtype to float32, or use another model",
+            )
 
 
 def _is_local(model_dir: str) -> bool:

@@ -60,7 +60,7 @@ def estimate(
     critic: Critic | None,
     minibatches: Sequence[Minibatch],
     rewards: Tensor,
-    updates: int,
+    keep_start: bool,
 ) -> None:
     """Fill in what is known of every micro-batch; collective over the ranks.
 
@@ -71,14 +71,14 @@ def estimate(
         critic: for ``gae``.
         minibatches: of the step.
         rewards: float64 [groups, group_size], of all rollouts of the step.
-        updates: optimizer updates of the step.
+        keep_start: whether log-probs at the start of the step are needed after its first update.
 
     Raises:
         ValueError: a user's estimator returned something else than advantages.
     """
     algorithm = objective.algorithm
     in_reward = reference is not None and algorithm.kl_in == "reward"
-    needs_start = in_reward or (updates > 1 and algorithm.correction.proximal == "recomputed")
+    needs_start = in_reward or keep_start
     rows: list[PaddedRows] = []
     known: list[Known] = []
     penalties: list[Tensor] = []

@@ -59,7 +59,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         for first in range(0, size * trainer.minibatches, size)
     ]
     per_step = trainer.epochs * trainer.minibatches
-    estimate(learner.objective, learner.engine, learner.reference, learner.critic, minibatches, rewards, per_step)
+    keep_start = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
+    estimate(learner.objective, learner.engine, learner.reference, learner.critic, minibatches, rewards, keep_start)
 
     sums: UpdateSums | None = None
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
@@ -94,6 +95,14 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics |= over_ranks(sums, learner.engine.device).summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
     return StepReport(metrics, time.monotonic() - started, trained), updates
+
+
+def _is_exact(spec: ExperimentSpec) -> bool:
+    """Whether equal rollouts must give equal bits: every update then needs the trainer's own log-probs, as an engine's
+    last bits depend on how it happened to batch."""
+    pipeline = spec.pipeline
+    float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
+    return float32 and pipeline.max_staleness == 0 and pipeline.publish_every == 1
 
 
 def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:

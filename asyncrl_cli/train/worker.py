@@ -15,9 +15,6 @@ from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
 
-PROBE_TOKENS = 24
-"""Length of the sequence whose log-probs prove which weights an engine serves."""
-
 
 class TrainerWorker:
     """One rank. Methods run one at a time, except ``progress``."""
@@ -67,8 +64,10 @@ class TrainerWorker:
         from asyncrl_cli.train.critic import start_critic
         from asyncrl_cli.train.finite import SkipLimit
         from asyncrl_cli.train.objective import Objective
+        from asyncrl_cli.train.probe import PROBE_TOKENS, probe_ids
         from asyncrl_cli.train.reference import Copy, load_reference
         from asyncrl_cli.train.step import Learner
+        from asyncrl_cli.train.tokenizer import load_tokenizer
 
         trainer = self._spec.trainer
         if trainer.gpus_per_rank == 0:
@@ -94,6 +93,9 @@ class TrainerWorker:
         limit = SkipLimit(trainer.max_skipped_updates)
         self._learner = Learner(self._spec, self._rank, objective, self._engine, limit, reference, critic)
         self._mapping: Any = None
+        tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
+        vocabulary = self._model.config.get_text_config().vocab_size
+        self._probe_ids = probe_ids(tokenizer, vocabulary, min(PROBE_TOKENS, self._spec.model.max_length - 1))
         for part, source in sources.items():
             engine = critic.engine if critic is not None and part == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
@@ -162,10 +164,7 @@ class TrainerWorker:
     def _probe(self) -> tuple[tuple[int, ...], Any]:
         import torch
 
-        vocabulary = self._model.config.vocab_size
-        length = min(PROBE_TOKENS, self._spec.model.max_length - 1)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocabulary, (1, length), generator=generator)
+        ids = torch.tensor([self._probe_ids])
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, 0] = False
         device = self._engine.device

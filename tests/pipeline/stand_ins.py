@@ -22,7 +22,11 @@ from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import buffer_settings
+from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.gateway.actor import GatewayActor, GatewaySetup
+from asyncrl_cli.rollout.gateway.crossing import News, Orders
+from asyncrl_cli.rollout.gateway.sessions import Sessions
 from asyncrl_cli.rollout.records import (
     Delivery,
     EngineActivity,
@@ -111,6 +115,39 @@ class remote:
 
     def __get__(self, actor: Actor, owner: type) -> RemoteMethod:
         return RemoteMethod(actor, partial(self._function, actor))
+
+
+# -- the gateway
+
+
+class StandInGateway(Actor):
+    """The real gateway in the test's own loop, but for its server: agents find their sessions in ``sessions``."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        super().__init__()
+        with patch("asyncrl_cli.rollout.gateway.actor.redirect_output"):
+            self.inner = GatewayActor("")
+        self.inner._chat = chat
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.inner._sessions
+
+    @remote
+    async def start(self, setup: GatewaySetup, port: int) -> tuple[None, str]:
+        return None, f"http://host:{port or 7}"
+
+    @remote
+    async def tell(self, orders: Orders) -> None:
+        await self.inner.tell(orders)
+
+    @remote
+    async def collect(self, timeout_s: float) -> News:
+        return await self.inner.collect(timeout_s)
+
+    @remote
+    async def stop(self) -> None:
+        await self.inner.stop()
 
 
 # -- engines

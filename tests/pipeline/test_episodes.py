@@ -6,17 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
+from urllib.parse import quote
 
 import numpy as np
 import pytest
-from stand_ins import run
+from stand_ins import StandInGateway, run, spec
+from stand_ins import turns as turns_of_the_loop
 
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.episodes import Episodes, Service
+from asyncrl_cli.pipeline.episodes import Episodes
+from asyncrl_cli.pipeline.faults import Faults
+from asyncrl_cli.pipeline.gateway_client import GatewayClient
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.continuation import cut, join
+from asyncrl_cli.rollout.gateway.actor import GatewaySetup
+from asyncrl_cli.rollout.gateway.keys import session_key
+from asyncrl_cli.rollout.gateway.sessions import Sessions
 from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError, Sessions
+from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError
+from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.tasks.episode_owner import Played
 from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
@@ -26,6 +35,7 @@ from tests.rollout.conversation_stand_ins import end_of
 CHAT = ChatFormat(character_tokenizer(4096))
 PROMPT = Prompt("row/1", "begin")
 SAMPLING = Sampling(temperature=1.0, max_tokens=8, seed=5)
+SECRET = b"secret"
 FINE = Played(Scored(1.0, {"turns": 2.0}))
 
 Agent = Callable[[Session], Awaitable[Played]]
@@ -60,14 +70,28 @@ class Scene:
     def __init__(self, *agents: Agent, retries: int = 2, **limits: Any) -> None:
         self.agents = list(agents)
         self.model = Model()
-        self.sessions = Sessions()
         self.played: list[tuple[str, bool]] = []
         self.judged: list[Response] = []
         self.told: list[Segment] = []
-        service = Service(CHAT, self.sessions, lambda name: f"http://host/sessions/{name}/v1", "key", "policy")
+        self.actors: list[StandInGateway] = []
+        self.faults: list[str] = []
         anyone: Any = self
+        setup = GatewaySetup(spec(), lambda: CHAT, "policy", SECRET)
+        restarts = Faults(limits.pop("max_restarts", 2), self._record, lambda _: None)
+        self.gateway = GatewayClient(setup, self._gateway_actor, self.generate, restarts)
         limit = Limits(max_length=limits.pop("max_length", 200), max_call_tokens=1, **limits)
-        self.episodes = Episodes(anyone, service, anyone, anyone, limits=limit, retries=retries)
+        self.episodes = Episodes(anyone, self.gateway, anyone, anyone, limits=limit, retries=retries)
+
+    def _gateway_actor(self) -> StandInGateway:
+        self.actors.append(StandInGateway(CHAT))
+        return self.actors[-1]
+
+    async def _record(self, kind: str, part: str, message: str) -> None:
+        self.faults.append(f"{part}: {message}")
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.actors[-1].sessions
 
     def generate(self, *arguments: Any) -> Awaitable[Rollout]:
         return self.model.generate(*arguments)
@@ -81,7 +105,8 @@ class Scene:
         return await self.agents.pop(0)(self.sessions.get(name))
 
     async def play(self, name: str, prompt: Prompt, access: ModelAccess) -> Played:
-        assert access == ModelAccess(f"http://host/sessions/{name}/v1", "key", "policy", "12-3")
+        url = f"http://host:7/sessions/{quote(name, safe='')}/v1"
+        assert access == ModelAccess(url, session_key(SECRET, name), "policy", "12-3")
         self.played.append((name, self.apart))
         return await self.play_at(name)
 
@@ -90,7 +115,14 @@ class Scene:
         return [Scored(0.5)]
 
     async def run(self, **options: Any) -> tuple[Rollout | None, Scored | RewardFailure]:
-        return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.told.extend, **options)
+        with patch("ray.kill"):
+            await self.gateway.start()
+            keeping = asyncio.create_task(self.gateway.keep())
+            try:
+                return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.told.extend, **options)
+            finally:
+                await turns_of_the_loop()
+                keeping.cancel()
 
 
 def turns(count: int, then: Played = FINE) -> Agent:
@@ -259,5 +291,73 @@ def test_a_cancelled_episode_leaves_no_session() -> None:
         assert len(scene.sessions) == 0
         with pytest.raises(SessionError, match="has ended"):
             scene.sessions.get("12-3")
+
+    run(test())
+
+
+def test_a_gateway_that_dies_is_replaced_and_its_episodes_go_on() -> None:
+    async def test() -> None:
+        whole, _ = await Scene(turns(3)).run()
+
+        async def killed(session: Session) -> Played:
+            await turns(2)(session)
+            await turns_of_the_loop(20)  # the driver has heard of it
+            scene.actors[-1].die()
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def fails_with_it(session: Session) -> Played:
+            await turns(2)(session)
+            scene.actors[-1].die()
+            return failed("no connection", "anew")
+
+        scene = Scene(killed, fails_with_it, turns(3), retries=0)
+        rollout, score = await scene.run()
+        assert score == FINE.score
+        assert rollout is not None and whole is not None
+        assert np.array_equal(rollout.response_ids, whole.response_ids)
+        assert np.array_equal(rollout.logprobs, whole.logprobs) and np.array_equal(rollout.versions, whole.versions)
+        assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
+        assert [name for name, _ in scene.played] == ["12-3", "12-3~1", "12-3~2"]
+        assert scene.faults == ["gateway: the process died"] * 2
+
+    run(test())
+
+
+def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
+    async def test() -> None:
+        async def killed(session: Session) -> Played:
+            scene.actors[-1].die()
+            return FINE
+
+        scene = Scene(killed, killed, max_restarts=1)
+        with pytest.raises(RunError, match="gateway: restarted 1 times"):
+            await scene.run()
+
+    run(test())
+
+
+def test_what_was_asked_for_by_a_gateway_that_died_is_not_generated_any_more() -> None:
+    async def test() -> None:
+        async def killed(session: Session) -> Played:
+            scene.model.held.clear()
+            asyncio.ensure_future(turns(1)(session)).add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )
+            while not scene.model.asked:
+                await asyncio.sleep(0)
+            scene.actors[-1].die()
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def goes_on(session: Session) -> Played:
+            assert scene.episodes.resting == 1, "nothing is asked for"
+            scene.model.held.set()
+            return await turns(1)(session)
+
+        scene = Scene(killed, goes_on)
+        rollout, _ = await scene.run()
+        assert rollout is not None
+        first, second = scene.model.asked
+        assert first.rollout_id == second.rollout_id
+        assert (first.generated, second.generated) == (0, 0), "what it had was not told yet"
 
     run(test())

@@ -12,8 +12,9 @@ import pytest
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import cut
+from asyncrl_cli.rollout.gateway.sessions import Sessions
 from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError, Sessions
+from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError
 from asyncrl_cli.rollout.transcript import OnSegments
 from asyncrl_cli.train.tokenizer import character_tokenizer
 from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of

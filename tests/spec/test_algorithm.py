@@ -75,11 +75,20 @@ def test_what_is_said_beside_a_preset_wins_and_what_was_said_below_it_is_dropped
         ),
         (["algorithm.correction.preset=geometric", "algorithm.correction.reject_by=null"], "without reject_by"),
         (["rollout.group_size=1"], "one rollout has nothing to be compared with"),
+        (
+            ["rollout.group_size=1", "algorithm.preset=reinforce_pp", "algorithm.uniform_groups=reject"],
+            "reject leaves out every group",
+        ),
     ],
 )
 def test_choices_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         load_spec(QUICKSTART, overrides)
+
+
+@pytest.mark.parametrize("preset", ["ppo", "reinforce_pp"])
+def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
+    load_spec(QUICKSTART, ["rollout.group_size=1", f"algorithm.preset={preset}"])
 
 
 @pytest.mark.parametrize(

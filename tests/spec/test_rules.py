@@ -23,6 +23,11 @@ def findings(path: Path, *overrides: str) -> list[Problem]:
         return list(error.problems)
 
 
+def test_harmless_engine_arguments_are_accepted() -> None:
+    args = "{pipeline_parallel_size: 1, distributed_executor_backend: mp, quantization: null}"
+    assert not findings(ROOT / "specs/quickstart.yaml", f"rollout.engine_args={args}")
+
+
 def test_broken_rules_yaml_breaks_most_of_them() -> None:
     problems = findings(ROOT / "tests/data/broken_rules.yaml")
     assert [(p.line, p.path) for p in problems if p.severity == "error"] == [
@@ -36,7 +41,6 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (11, "task.use"),
         (13, "data.train.path"),
         (14, "data.eval"),
-        (18, "rollout.group_size"),
         (23, "rollout.engine_args.max-model-len"),
         (23, "rollout.engine_args.seed"),
         (23, "rollout.engine_args.scheduler_cls"),
@@ -106,6 +110,17 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["pipeline.mode=sync", "pipeline.weight_update=keep"], "pipeline.weight_update", "means drain, not keep"),
         (["evaluation.prompts=300"], "evaluation.prompts", "Raise data.eval.size to 300"),
         (["rollout.engine_args={async_scheduling: true}"], "rollout.engine_args.async_scheduling", "Remove it"),
+        (
+            ["rollout.engine_args={pipeline_parallel_size: 2}"],
+            "rollout.engine_args.pipeline_parallel_size",
+            "2 cannot work",
+        ),
+        (
+            ["rollout.engine_args={distributed-executor-backend: ray}"],
+            "rollout.engine_args.distributed-executor-backend",
+            "set it to mp",
+        ),
+        (["rollout.engine_args={quantization: fp8}"], "rollout.engine_args.quantization", "publishes"),
         (["trainer.gpus_per_rank=1"], "rollout.gpus_per_engine", "the engines are on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),
         (["tracking.register_model=m", "tracking.mlflow=false"], "tracking.register_model", "tracking.mlflow is false"),

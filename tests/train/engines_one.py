@@ -41,8 +41,10 @@ def main() -> None:
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+    gemma = Path(f"{out}.gemma")
+    build_gemma(gemma)
     ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
-    results = {}
+    results: dict[Any, Any] = {"far": {stage: far(spec, gemma, stage) for stage in (0, 3)}}
     for setting in SETTINGS:
         trainer = spec.trainer.model_copy(update=setting)
         changed = spec.model_copy(update={"trainer": trainer})
@@ -57,6 +59,32 @@ def main() -> None:
         changed = spec.model_copy(update={"trainer": trainer})
         results["slow", stage] = {count: train(changed, folder, int(rank), ["good"] * count) for count in (0, 1, 30)}
     torch.save(results, out)
+
+
+def build_gemma(folder: Path) -> None:
+    """A model with two sets of rotary frequencies. Made before ranks join, as only the first of them would write."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3, "sliding_window": 512}
+    kinds = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model("gemma3_text", **sizes, layer_types=kinds, max_position_embeddings=4096)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def far(spec: ExperimentSpec, folder: Path, zero_stage: int) -> Any:
+    """Log-probs in bfloat16 at positions where rounded rotary frequencies give other angles."""
+    import torch
+
+    trainer = spec.trainer.model_copy(update={"zero_stage": zero_stage, "dtype": "bfloat16"})
+    engine = ds.start_engine(spec.model_copy(update={"trainer": trainer}), str(folder))
+    ids = torch.randint(3, 90, (1, 2000), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logprobs = engine(ids, torch.arange(2000)[None] > 1900)[0, 1901:]
+    engine.destroy()
+    return logprobs
 
 
 def rows(rank: int, microbatch: int) -> tuple[Any, Any, Any]:

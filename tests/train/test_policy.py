@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl_cli.train.deepspeed_engine import recompute_activations
+from asyncrl_cli.train.deepspeed_engine import _restore_rotary_frequencies, recompute_activations
 from asyncrl_cli.train.policy import Policy, PolicyError, check_policy
 
 SIZES = {
@@ -163,3 +163,27 @@ def test_activations_are_computed_again_and_change_nothing() -> None:
     again = scored(policy, *rows())
     assert calls == 3, "once forward, once backward"
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+def test_every_rotary_frequency_is_restored(architecture: str) -> None:
+    """Gemma 3 has one set of frequencies for each kind of layer, each under a name of its own."""
+    policy, whole = make(architecture), make(architecture)
+    exact = {name: buffer for name, buffer in whole.named_buffers() if name.endswith("inv_freq")}
+    assert len(exact) == (4 if architecture == "gemma3_text" else 2)
+    for name, buffer in policy.named_buffers():
+        if name in exact:
+            buffer.data = buffer.to(torch.bfloat16)
+            assert not torch.equal(buffer.float(), exact[name])
+    _restore_rotary_frequencies(policy)
+    restored = dict(policy.named_buffers())
+    assert all(restored[name].dtype == torch.float32 and torch.equal(restored[name], exact[name]) for name in exact)
+
+
+def test_rotary_frequencies_that_stay_rounded_are_refused() -> None:
+    policy = make("qwen3")
+    rotary = policy.model.model.rotary_emb
+    rotary.inv_freq.data = rotary.inv_freq.to(torch.bfloat16)
+    del rotary.config
+    with pytest.raises(PolicyError, match="has rounded the rotary frequencies"):
+        _restore_rotary_frequencies(policy)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from test_train_episodes import BATCH, CONFIG, OneRank, experiment, sequence
 
+from asyncrl_cli.rollout.records import Rollout
 from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.spec.algorithm import PRESETS
+from asyncrl_cli.spec.algorithm import CORRECTION_PRESETS, PRESETS
 from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
 from asyncrl_cli.train.critic import Critic, ValueModel
 from asyncrl_cli.train.finite import SkipLimit
@@ -171,6 +172,51 @@ def test_epochs_are_further_updates_on_the_same_rows(models: Any) -> None:
     _, both = step(models, twice, batch_of(4), rate=0.1)
     assert (first["train/updates"], both["train/updates"]) == (2, 4)
     assert both["train/kl_proximal"] > first["train/kl_proximal"] > 0
+
+
+def recorded_by(policy: Policy, noise: float) -> TrainingBatch:
+    """Groups of version 4 alone, with the log-probs that the policy itself gives their tokens, and some noise."""
+    random = np.random.default_rng(1)
+
+    def recorded(rollout: Rollout) -> Rollout:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
+        mask = torch.arange(ids.shape[1])[None] >= len(rollout.prompt_ids)
+        with torch.no_grad():
+            logprobs = policy(ids, mask)[0, len(rollout.prompt_ids) :].numpy()
+        signs = random.choice(np.array([-1, 1], np.float32), len(logprobs))
+        versions = np.full_like(rollout.versions, 4)
+        return replace(rollout, versions=versions, logprobs=logprobs + np.float32(noise) * signs)
+
+    groups = (replace(group, rollouts=tuple(map(recorded, group.rollouts)), version=4) for group in batch_of(4).groups)
+    return TrainingBatch(4, 4, tuple(groups))
+
+
+@pytest.mark.parametrize("preset", sorted(CORRECTION_PRESETS))
+def test_without_staleness_an_engines_last_bits_reach_no_weight(models: Any, preset: str) -> None:
+    spec = experiment_of(
+        algorithm={"correction": {"preset": preset}},
+        trainer={"minibatches": 2, "epochs": 2},
+        pipeline={"mode": "sync", "groups_per_step": 4},
+    )
+    exact, metrics = step(models, spec, recorded_by(models[0], 0.0), rate=0.5)
+    noisy, _ = step(models, spec, recorded_by(models[0], 1e-5), rate=0.5)
+    assert torch.equal(exact, noisy)
+    assert metrics["train/kl_proximal"] > 1e-3, "the later updates are of other weights"
+    assert metrics["engine/logprob_gap_max"] < 1e-4, "which is no gap of the engine's"
+
+
+def test_an_engine_that_is_wrong_is_corrected_and_shown(models: Any) -> None:
+    _, metrics = step(models, experiment_of(), recorded_by(models[0], 0.5))
+    assert metrics["engine/logprob_gap_max"] == pytest.approx(0.5, abs=1e-3)
+    assert metrics["correction/importance_max"] == pytest.approx(np.exp(0.5), rel=1e-3)
+
+
+def test_no_gap_is_shown_where_none_was_measured(models: Any) -> None:
+    batch = batch_of(4)
+    older = replace(batch, version=6, step=6)
+    _, metrics = step(models, experiment_of(), older)
+    assert "correction/logprob_gap_max" in metrics
+    assert not any(name.startswith("engine/") for name in metrics)
 
 
 def test_a_kl_penalty_in_the_reward_is_taken_off_the_whole_rollout(models: Any) -> None:

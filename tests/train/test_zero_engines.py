@@ -62,3 +62,8 @@ def test_updates_smaller_than_bfloat16_can_show_add_up(results: Any, stage: int)
     large = start.abs() > 0.04
     assert torch.equal(once[large], start[large])
     assert (often[large] != start[large]).float().mean() > 0.9
+
+
+def test_position_embeddings_are_as_exact_when_a_model_is_sharded(results: Any) -> None:
+    whole, sharded = results[0]["far"][0], results[0]["far"][3]
+    assert (whole - sharded).abs().mean() < 1e-3, "nats"

@@ -10,12 +10,12 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from asyncrl_cli.rollout.gateway.protocol import ChatRequest, CompletionRequest
 from asyncrl_cli.rollout.session import Reply
 
 LEAST_LOGPROB = -9999.0
@@ -195,6 +195,15 @@ def usage(prompts: Sequence[Sequence[Reply]]) -> Usage:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants to be told beside the text. The request itself need not be kept for it."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    top_logprobs: bool = False
+
+
 class TokenTexts:
     """The text of single tokens."""
 
@@ -208,8 +217,8 @@ class TokenTexts:
 class ChatAnswer:
     """Answers one chat request."""
 
-    def __init__(self, request: ChatRequest, model: str, texts: TokenTexts) -> None:
-        self._request, self._model, self._texts = request, model, texts
+    def __init__(self, wanted: Wanted, model: str, texts: TokenTexts) -> None:
+        self._wanted, self._model, self._texts = wanted, model, texts
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
     def whole(self, prompts: Sequence[Sequence[Reply]]) -> ChatCompletion:
@@ -231,7 +240,7 @@ class ChatAnswer:
                 "logprobs": self._logprobs(reply),
                 "finish_reason": reply.finish_reason,
             }
-            if self._request.return_token_ids:
+            if self._wanted.token_ids:
                 choice["token_ids"] = list(reply.token_ids)
             choices.append(choice)
         answer: ChatCompletion = {
@@ -242,7 +251,7 @@ class ChatAnswer:
             "choices": choices,
             "usage": usage(prompts),
         }
-        if self._request.return_token_ids:
+        if self._wanted.token_ids:
             answer["prompt_token_ids"] = list(replies[0].prompt_ids)
         return answer
 
@@ -264,7 +273,7 @@ class ChatAnswer:
         last = self._chunk(choice, {})
         last["choices"][0]["finish_reason"] = reply.finish_reason
         last["choices"][0]["logprobs"] = self._logprobs(reply)
-        if self._request.return_token_ids:
+        if self._wanted.token_ids:
             last["choices"][0]["token_ids"] = list(reply.token_ids)
             last["prompt_token_ids"] = list(reply.prompt_ids)
         yield event(last)
@@ -286,7 +295,7 @@ class ChatAnswer:
         }
 
     def _logprobs(self, reply: Reply) -> ChatLogprobs | None:
-        if not self._request.logprobs:
+        if not self._wanted.logprobs:
             return None
         content: list[TokenLogprob] = []
         for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
@@ -296,15 +305,15 @@ class ChatAnswer:
                 "logprob": max(float(logprob), LEAST_LOGPROB),
                 "bytes": list(text.encode()),
             }
-            content.append({**own, "top_logprobs": [own] if self._request.top_logprobs else []})
+            content.append({**own, "top_logprobs": [own] if self._wanted.top_logprobs else []})
         return {"content": content, "refusal": None}
 
 
 class TextAnswer:
     """Answers one request of `/v1/completions`; choices count over all prompts."""
 
-    def __init__(self, request: CompletionRequest, model: str, texts: TokenTexts) -> None:
-        self._request, self._model, self._texts = request, model, texts
+    def __init__(self, wanted: Wanted, model: str, texts: TokenTexts) -> None:
+        self._wanted, self._model, self._texts = wanted, model, texts
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
 
     def whole(self, prompts: Sequence[Sequence[Reply]]) -> Completion:
@@ -349,13 +358,13 @@ class TextAnswer:
             "logprobs": self._logprobs(reply),
             "finish_reason": finish,
         }
-        if self._request.return_token_ids:
+        if self._wanted.token_ids:
             choice["token_ids"] = list(reply.token_ids)
             choice["prompt_token_ids"] = list(reply.prompt_ids)
         return choice
 
     def _logprobs(self, reply: Reply) -> TextLogprobs | None:
-        if self._request.logprobs is None:
+        if not self._wanted.logprobs:
             return None
         tokens = [self._texts(token) for token in reply.token_ids]
         values = [max(float(logprob), LEAST_LOGPROB) for logprob in reply.logprobs]
@@ -363,7 +372,7 @@ class TextAnswer:
         for text in tokens:
             offsets.append(at)
             at += len(text)
-        top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self._request.logprobs else None
+        top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self._wanted.top_logprobs else None
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 

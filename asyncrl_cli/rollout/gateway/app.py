@@ -7,14 +7,12 @@ limits and by the engines' watch over each other; it is cancelled when its clien
 # Annotations are not postponed here: FastAPI reads those of functions inside of functions.
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Path, Request
+from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.responses import Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,10 +20,20 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from asyncrl_cli import __version__
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.gateway import document, errors
-from asyncrl_cli.rollout.gateway.answers import ChatAnswer, Model, ModelList, TextAnswer, TokenTexts, encoded, usage
-from asyncrl_cli.rollout.gateway.bodies import read_body
+from asyncrl_cli.rollout.gateway.answers import (
+    ChatAnswer,
+    Model,
+    ModelList,
+    TextAnswer,
+    TokenTexts,
+    Wanted,
+    encoded,
+    usage,
+)
+from asyncrl_cli.rollout.gateway.bodies import Bodies
 from asyncrl_cli.rollout.gateway.calls import Calls, OnText, Pieces, Prompts, stream
 from asyncrl_cli.rollout.gateway.errors import ApiError
+from asyncrl_cli.rollout.gateway.keys import same_key, session_key
 from asyncrl_cli.rollout.gateway.metrics import Metrics, Watched
 from asyncrl_cli.rollout.gateway.protocol import (
     ChatRequest,
@@ -33,7 +41,8 @@ from asyncrl_cli.rollout.gateway.protocol import (
     GenerationRequest,
     refuse_unsupported,
 )
-from asyncrl_cli.rollout.session import CallOptions, Session, Sessions
+from asyncrl_cli.rollout.gateway.sessions import Sessions
+from asyncrl_cli.rollout.session import Asked, CallOptions, Render, Session
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of `/v1/completions` when it is left out, as OpenAI has it."""
@@ -45,21 +54,36 @@ class Service:
 
     Args:
         sessions: the rollouts that have a session.
+        secret: what their keys are derived from.
         new_session: makes the session of a call that names none; it is closed after the call.
+        api_key: the bearer token of such calls; None where there are none of them.
         chat: the model's chat format.
         model: the name that clients use.
-        api_key: the bearer token that they need.
-        max_body_bytes: larger bodies are refused.
+        bodies: reads requests.
     """
 
     sessions: Sessions
+    secret: bytes
     new_session: Callable[[], Session]
+    api_key: str | None
     chat: ChatFormat
     model: str
-    api_key: str
-    max_body_bytes: int = 16 * 2**20
+    bodies: Bodies
     calls: Calls = field(default_factory=Calls)
     metrics: Metrics = field(default_factory=Metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is left of a request once its prompts are tokens."""
+
+    session: Session
+    asked: list[Asked]
+    options: CallOptions
+    answer: ChatAnswer | TextAnswer
+    stream: bool
+    with_usage: bool
+    in_pieces: bool
 
 
 def create_app(service: Service) -> FastAPI:
@@ -74,121 +98,168 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     document.install(app)
     app.add_middleware(Watched, metrics=service.metrics)
-    key = Depends(_key_needed(service.api_key))
-    app.include_router(_openai(service, _named_in_header), prefix="/v1", tags=["OpenAI"], dependencies=[key])
-    app.include_router(
-        _openai(service, _named_in_path), prefix="/sessions/{session_id:path}/v1", tags=["sessions"], dependencies=[key]
-    )
+    _add_sessions(app, service)
+    if service.api_key is not None:
+        _add_plain(app, service, service.api_key)
 
     @app.get("/health", tags=["operation"])
     async def health() -> dict[str, str]:
         """Whether the gateway is up. Needs no key."""
         return {"status": "ok"}
 
-    @app.get("/metrics", tags=["operation"], dependencies=[key], responses=document.METRICS)
+    return app
+
+
+def _add_sessions(app: FastAPI, service: Service) -> None:
+    """The paths of sessions, each of which has a key of its own."""
+    Id = Annotated[str, Path(description="The session that the call belongs to.")]
+
+    async def check(session_id: Id, credentials: Credentials) -> None:
+        _check_key(credentials, session_key(service.secret, session_id))
+
+    async def named(session_id: Id) -> Session:
+        return service.sessions.get(session_id)
+
+    router = _openai(service, named)
+    app.include_router(
+        router, prefix="/sessions/{session_id:path}/v1", tags=["sessions"], dependencies=[Depends(check)]
+    )
+
+
+def _add_plain(app: FastAPI, service: Service, api_key: str) -> None:
+    """The paths of calls that belong to no session, and the server's metrics."""
+
+    async def check(credentials: Credentials) -> None:
+        _check_key(credentials, api_key)
+
+    async def none() -> None:
+        return None
+
+    key = [Depends(check)]
+    app.include_router(_openai(service, none), prefix="/v1", tags=["OpenAI"], dependencies=key)
+
+    @app.get("/metrics", tags=["operation"], dependencies=key, responses=document.METRICS)
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    return app
+
+Credentials = Annotated[
+    HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False, description="The API key."))
+]
 
 
-async def _named_in_header(
-    x_asyncrl_session: Annotated[str | None, Header(description="The session that the call belongs to.")] = None,
-) -> str | None:
-    return x_asyncrl_session
+def _check_key(credentials: HTTPAuthorizationCredentials | None, right: str) -> None:
+    given = credentials.credentials if credentials else ""
+    if not same_key(given, right):
+        what = "wrong API key" if given else "no API key: send it as `Authorization: Bearer KEY`"
+        raise ApiError(401, what, code="invalid_api_key")
 
 
-async def _named_in_path(session_id: Annotated[str, Path(description="The session that the call belongs to.")]) -> str:
-    return session_id
-
-
-def _key_needed(api_key: str) -> Callable[..., Awaitable[None]]:
-    bearer = HTTPBearer(auto_error=False, description="The run's API key.")
-
-    async def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
-        given = credentials.credentials if credentials else ""
-        if not secrets.compare_digest(given.encode(), api_key.encode()):
-            what = "wrong API key" if given else "no API key: send it as `Authorization: Bearer KEY`"
-            raise ApiError(401, what, code="invalid_api_key")
-
-    return check
-
-
-def _openai(service: Service, session_name: Callable[..., Awaitable[str | None]]) -> APIRouter:
-    """The paths that OpenAI's API has. ``session_name`` is the dependency that says which session a call names."""
+def _openai(service: Service, session_of: Callable[..., Awaitable[Session | None]]) -> APIRouter:
+    """The paths that OpenAI's API has. ``session_of`` is the dependency that finds a call's session; None: it has
+    none."""
     router = APIRouter()
     texts = TokenTexts(service.chat.decode)
     created = int(time.time())
-    SessionName = Annotated[str | None, Depends(session_name)]
-
-    def described(session_name: str | None) -> Model:
-        if session_name is not None:
-            service.sessions.get(session_name)  # says it when there is none
-        return {"id": service.model, "object": "model", "created": created, "owned_by": "asyncrl"}
+    OwnSession = Annotated[Session | None, Depends(session_of)]
+    described: Model = {"id": service.model, "object": "model", "created": created, "owned_by": "asyncrl"}
 
     @router.get("/models", responses=document.ERRORS | document.SESSION_ERRORS)
-    async def models(session: SessionName) -> ModelList:
+    async def models(session: OwnSession) -> ModelList:
         """The one model there is."""
-        return {"object": "list", "data": [described(session)]}
+        return {"object": "list", "data": [described]}
 
     @router.get("/models/{model:path}", responses=document.ERRORS | document.SESSION_ERRORS)
-    async def model(model: str, session: SessionName) -> Model:
+    async def model(model: str, session: OwnSession) -> Model:
         """The model, by its name."""
         _check_model(service, model)
-        return described(session)
+        return described
 
     @router.post("/chat/completions", **document.CHAT)
-    async def chat_completions(request: Request, session: SessionName) -> Response:
+    async def chat_completions(request: Request, session: OwnSession) -> Response:
         """The model's reply to a conversation."""
-        body = await read_body(request, ChatRequest, service.max_body_bytes)
-        _check_model(service, body.model)
-        options = _options(body, body.max_completion_tokens or body.max_tokens)
-        messages, tools = [message.plain() for message in body.messages], body.offered_tools()
-
-        async def generate(on_text: OnText | None) -> Prompts:
-            with _session(service, session, body) as one:
-                return [await one.chat(messages, tools, options, on_text)]
-
-        # What a tool call looks like is known only when it is whole.
-        return await _answer(service, request, body, generate, ChatAnswer(body, service.model, texts), tools is None)
+        async with service.bodies.read(request, ChatRequest) as (body, render):
+            prepared = await _prepare_chat(service, session, body, render, texts)
+            del body
+        return await _answer(service, request, prepared, own=session is None)
 
     @router.post("/completions", **document.COMPLETION)
-    async def completions(request: Request, session: SessionName) -> Response:
+    async def completions(request: Request, session: OwnSession) -> Response:
         """Text that goes on from a prompt."""
-        body = await read_body(request, CompletionRequest, service.max_body_bytes)
-        _check_model(service, body.model)
-        options = _options(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
-
-        async def generate(on_text: OnText | None) -> Prompts:
-            with _session(service, session, body) as one:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(one.complete(prompt, options, _counted(on_text, index * options.n)))
-                        for index, prompt in enumerate(body.prompts())
-                    ]
-                return [task.result() for task in tasks]
-
-        return await _answer(service, request, body, generate, TextAnswer(body, service.model, texts), True)
+        async with service.bodies.read(request, CompletionRequest) as (body, render):
+            prepared = await _prepare_text(service, session, body, render, texts)
+            del body
+        return await _answer(service, request, prepared, own=session is None)
 
     return router
 
 
-async def _answer(
-    service: Service,
-    request: Request,
-    body: GenerationRequest,
-    generate: Callable[[OnText | None], Coroutine[Any, Any, Prompts]],
-    answer: ChatAnswer | TextAnswer,
-    in_pieces: bool,
-) -> Response:
+async def _prepare_chat(
+    service: Service, named: Session | None, body: ChatRequest, render: Render, texts: TokenTexts
+) -> _Prepared:
+    _check_model(service, body.model)
+    session = named or service.new_session()
+    refuse_unsupported(body, session.fixed_sampling)
+    tools = body.offered_tools()
+    asked = await session.place_chat([message.plain() for message in body.messages], tools, render)
+    wanted = Wanted(bool(body.return_token_ids), bool(body.logprobs), bool(body.top_logprobs))
+    return _Prepared(
+        session,
+        [asked],
+        _options(body, body.max_completion_tokens or body.max_tokens),
+        ChatAnswer(wanted, service.model, texts),
+        bool(body.stream),
+        body.with_usage,
+        in_pieces=tools is None,  # what a tool call looks like is known only when it is whole
+    )
+
+
+async def _prepare_text(
+    service: Service, named: Session | None, body: CompletionRequest, render: Render, texts: TokenTexts
+) -> _Prepared:
+    _check_model(service, body.model)
+    session = named or service.new_session()
+    refuse_unsupported(body, session.fixed_sampling)
+    asked = [
+        await (session.place_text(prompt, render) if isinstance(prompt, str) else session.place_ids(prompt))
+        for prompt in body.prompts()
+    ]
+    wanted = Wanted(bool(body.return_token_ids), body.logprobs is not None, bool(body.logprobs))
+    return _Prepared(
+        session,
+        asked,
+        _options(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS),
+        TextAnswer(wanted, service.model, texts),
+        bool(body.stream),
+        body.with_usage,
+        in_pieces=True,
+    )
+
+
+async def _answer(service: Service, request: Request, prepared: _Prepared, own: bool) -> Response:
+    """Generate, and answer. A session of the call's ``own`` ends with it."""
+    session, options, answer = prepared.session, prepared.options, prepared.answer
+
     def used(prompts: Prompts) -> None:
         service.metrics.used(usage(prompts))
 
-    if body.stream:
+    async def generate(on_text: OnText | None) -> Prompts:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(session.answer(asked, options, _counted(on_text, index * options.n)))
+                    for index, asked in enumerate(prepared.asked)
+                ]
+            return [task.result() for task in tasks]
+        finally:
+            if own:
+                session.close()
+
+    if prepared.stream:
         pieces = Pieces()
-        call = service.calls.begin(request, generate(pieces.on_text if in_pieces else None))
-        return await stream(call, pieces, answer, body.with_usage, used)
+        call = service.calls.begin(request, generate(pieces.on_text if prepared.in_pieces else None))
+        return await stream(call, pieces, answer, prepared.with_usage, used)
     prompts = await service.calls.begin(request, generate(None)).result()
     used(prompts)
     return Response(encoded(answer.whole(prompts)), media_type="application/json")
@@ -198,17 +269,6 @@ def _check_model(service: Service, name: str | None) -> None:
     if name not in (None, service.model):
         message = f"the model {name!r} does not exist; there is {service.model!r}"
         raise ApiError(404, message, code="model_not_found", param="model")
-
-
-@contextmanager
-def _session(service: Service, name: str | None, body: GenerationRequest) -> Iterator[Session]:
-    session = service.new_session() if name is None else service.sessions.get(name)
-    try:
-        refuse_unsupported(body, session.fixed_sampling)
-        yield session
-    finally:
-        if name is None:
-            session.close()
 
 
 def _options(body: GenerationRequest, max_tokens: int | None) -> CallOptions:

@@ -1,8 +1,11 @@
-"""A request's body: it has a limit, a deadline, and a form."""
+"""A request's body: it has a limit, a deadline, and a form; and only so many large ones are in memory at a time."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -10,28 +13,72 @@ from starlette.requests import ClientDisconnect, Request
 
 from asyncrl_cli.rollout.gateway.errors import CLIENT_GONE, ApiError, invalid
 from asyncrl_cli.rollout.gateway.protocol import Wire
+from asyncrl_cli.rollout.session import Render
 
-BODY_S = 60.0
-"""Seconds in which a request's body must arrive."""
+LARGE = 64 * 2**10
+"""Bytes above which a body counts as large."""
+LARGE_AT_ONCE = 16
+"""Large bodies that are read, parsed or rendered at a time."""
 
+T = TypeVar("T")
 W = TypeVar("W", bound=Wire)
 
 
-async def read_body(request: Request, kind: type[W], limit: int) -> W:
-    """The request's body, of at most ``limit`` bytes. Raises ``ApiError`` when it is too large, late, or wrong."""
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise ApiError(413, f"the body has more than {limit} bytes", code="request_too_large")
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s", code="request_timeout") from None
-    except ClientDisconnect:
-        raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone") from None
-    try:
-        return kind.model_validate_json(b"".join(parts))
-    except ValidationError as error:
-        raise invalid(error) from None
+class Bodies:
+    """Reads bodies of up to ``limit`` bytes, each within ``seconds``."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._room = asyncio.Semaphore(LARGE_AT_ONCE)
+        # What is large waits for what is large, and holds nobody else up; one at a time bounds the memory.
+        self._threads = {large: ThreadPoolExecutor(1, thread_name_prefix="render") for large in (False, True)}
+
+    @asynccontextmanager
+    async def read(self, request: Request, kind: type[W]) -> AsyncIterator[tuple[W, Render]]:
+        """A request's body, and where to render it; the block is to end when it has been rendered.
+
+        Raises ``ApiError`` when it is too large, late, or wrong.
+        """
+        async with AsyncExitStack() as room:
+            data = await self._read(request, room)
+            try:
+                body = kind.model_validate_json(data)
+            except ValidationError as error:
+                raise invalid(error) from None
+            yield body, self._render(len(data) > LARGE)
+
+    def close(self) -> None:
+        """Begin to render nothing more."""
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, request: Request, room: AsyncExitStack) -> bytes:
+        said = request.headers.get("content-length", "")
+        parts, size = [], 0
+        try:
+            self._check(int(said) if said.isdecimal() and len(said) < 20 else 0)
+            async with asyncio.timeout(self._seconds):
+                async for part in request.stream():
+                    self._check(size + len(part))
+                    if size <= LARGE < size + len(part):
+                        await room.enter_async_context(self._room)
+                    size += len(part)
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._seconds:g} s", code="request_timeout") from None
+        except ClientDisconnect:
+            raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone") from None
+        return b"".join(parts)
+
+    def _check(self, size: int) -> None:
+        if size > self._limit:
+            raise ApiError(413, f"the body has more than {self._limit} bytes", code="request_too_large")
+
+    def _render(self, large: bool) -> Render:
+        threads = self._threads[large]
+
+        async def render(work: Callable[[], T]) -> T:
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+        return render

@@ -17,6 +17,10 @@ from asyncrl_cli.rollout.gateway.errors import ApiError
 
 MAX_CHOICES = 1024
 """Choices of one request, over all its prompts."""
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+MAX_CALLS = 512
+"""Messages and tools of one request, and calls of tools of one message."""
 
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -94,8 +98,10 @@ class ChatMessage(Wire):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = Field(None, description="For role `assistant`.")
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
+        None, description="For role `assistant`."
+    )
     tool_call_id: Text | None = Field(None, description="For role `tool`: the call that this answers.")
     name: Text | None = None
 
@@ -136,8 +142,8 @@ class NamedTool(Wire):
 class ChatRequest(GenerationRequest):
     """A request of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
     )
@@ -164,7 +170,7 @@ class ChatRequest(GenerationRequest):
 
 
 Prompt = Annotated[str, Field(min_length=1, strict=True)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):

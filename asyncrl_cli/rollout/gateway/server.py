@@ -1,29 +1,29 @@
-"""The HTTP server round the application, in the event loop of whoever starts it."""
+"""The HTTP server around the application, in the event loop of whoever starts it."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from urllib.parse import quote
+from typing import Any
 
 import uvicorn
 
 from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.gateway.app import Service, create_app
-from asyncrl_cli.rollout.session import Session, Sessions
+from asyncrl_cli.rollout.gateway.bodies import Bodies
+from asyncrl_cli.rollout.gateway.connections import ConnectionLimits, Connections
+from asyncrl_cli.rollout.gateway.sessions import Sessions
+from asyncrl_cli.rollout.session import Session
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.spec.sections import GatewaySpec
 
 START_S = 10.0
 STOP_S = 5.0
 """Seconds that starting and stopping may take."""
-BACKLOG = 4096
-"""Connections that may wait to be accepted, as far as the kernel allows."""
-KEEP_ALIVE_S = 75
-"""Seconds that a connection may be idle: longer than clients keep theirs, so that it is they who close it."""
+BACKLOG = 128
+"""Connections that may wait to be accepted, and that are accepted at a time."""
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that mean every interface, and how to reach them from this host."""
 
@@ -33,7 +33,7 @@ class GatewayError(UserError):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the driver, and says when it serves."""
+    """Leaves signals to the process, and says when it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -51,36 +51,28 @@ class _Server(uvicorn.Server):
 class Gateway:
     """A gateway that serves until ``stop``."""
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
+    def __init__(self, service: Service, listener: socket.socket, limits: ConnectionLimits) -> None:
         self._service = service
         self._listener = listener
         host, port = listener.getsockname()[:2]
         host = ANYWHERE.get(host, host)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self.api_key = service.api_key
+        connections: Any = Connections(limits)
         config = uvicorn.Config(
             create_app(service),
+            http=connections.protocol,
             log_config=None,
-            log_level="critical",  # what clients do wrong is told to them, not to the driver's terminal
+            log_level="critical",  # what clients do wrong is told to them
             access_log=False,
             lifespan="off",
             ws="none",
             backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=limits.idle_s,
             timeout_graceful_shutdown=1,
             server_header=False,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def base_url(self) -> str:
-        """What clients take as their base URL."""
-        return f"{self.url}/v1"
-
-    def session_url(self, session_id: str) -> str:
-        """The base URL of a session."""
-        return f"{self.url}/sessions/{quote(session_id, safe='')}/v1"
 
     async def start(self) -> None:
         """Serve from now on. Raises ``GatewayError`` when that does not work."""
@@ -102,6 +94,7 @@ class Gateway:
         await asyncio.wait({self._task}, timeout=STOP_S)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._service.bodies.close()
 
     async def __aenter__(self) -> Gateway:
         return self
@@ -111,22 +104,30 @@ class Gateway:
 
 
 async def start_gateway(
-    spec: GatewaySpec, chat: ChatFormat, sessions: Sessions, new_session: Callable[[], Session], model: str
+    spec: GatewaySpec,
+    chat: ChatFormat,
+    sessions: Sessions,
+    new_session: Callable[[], Session],
+    model: str,
+    *,
+    secret: bytes,
+    api_key: str | None,
+    limits: ConnectionLimits,
 ) -> Gateway:
-    """A gateway that serves, in this event loop, under a new API key.
+    """A gateway that serves, in this event loop.
 
-    ``new_session`` makes the session of a call that names none; ``model`` is the name that clients use. Raises
-    ``GatewayError`` when the address cannot be had.
+    The arguments are those of ``app.Service``. Raises ``GatewayError`` when the address cannot be had.
     """
     service = Service(
         sessions=sessions,
+        secret=secret,
         new_session=new_session,
+        api_key=api_key,
         chat=chat,
         model=model,
-        api_key=secrets.token_urlsafe(32),
-        max_body_bytes=spec.max_body_mb * 2**20,
+        bodies=Bodies(spec.max_body_mb * 2**20, limits.body_s),
     )
-    gateway = Gateway(service, listen(spec.host, spec.port))
+    gateway = Gateway(service, listen(spec.host, spec.port), limits)
     await gateway.start()
     return gateway
 

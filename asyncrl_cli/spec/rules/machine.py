@@ -18,6 +18,9 @@ OWN_ENGINE_ARGS = {
     "seed": "seed",
     "tensor_parallel_size": "rollout.gpus_per_engine",
     "data_parallel_size": "rollout.engines",
+    "load_format": None,
+    "generation_config": None,
+    "worker_cls": None,
     "worker_extension_cls": None,
     "weight_transfer_config": None,
     "logprobs_mode": None,
@@ -25,6 +28,27 @@ OWN_ENGINE_ARGS = {
     "async_scheduling": None,
 }
 """vLLM arguments that asyncrl sets itself, each with the key to use instead; every `schedul…` argument is one too."""
+
+_ONE_ACTOR = "an engine is one process group on one host, with the GPUs of rollout.gpus_per_engine alone"
+_EXACT = "engines must compute with the weights that the trainer publishes, and prove it by log-probs"
+IMPOSSIBLE_ENGINE_ARGS = {
+    "pipeline_parallel_size": ((1,), _ONE_ACTOR, "Use rollout.gpus_per_engine, which is tensor parallelism."),
+    "prefill_context_parallel_size": ((1,), _ONE_ACTOR, "Use rollout.gpus_per_engine."),
+    "nnodes": ((1,), _ONE_ACTOR, "Use rollout.engines for more engines."),
+    "data_parallel_external_lb": ((False,), _ONE_ACTOR, "Use rollout.engines for more engines."),
+    "data_parallel_hybrid_lb": ((False,), _ONE_ACTOR, "Use rollout.engines for more engines."),
+    "distributed_executor_backend": (
+        ("mp", "uni"),
+        "vLLM's other executors ask for GPUs that the engine's own actor already holds",
+        "Remove it, or set it to mp.",
+    ),
+    "quantization": ((), _EXACT, "Remove it; rollout.dtype: bfloat16 halves the memory of float32."),
+    "quantization_config": ((), _EXACT, "Remove it."),
+    "runner": (("auto", "generate"), "only a generating engine can produce rollouts", "Remove it."),
+    "convert": (("auto", "none"), "only a generating engine can produce rollouts", "Remove it."),
+    "skip_tokenizer_init": ((False,), "engines need the tokenizer to stop at rollout.sampling.stop", "Remove it."),
+}
+"""vLLM arguments with which no run can work: the values that do no harm, why, and what to do. None is always one."""
 
 
 @rule
@@ -68,10 +92,15 @@ def threads(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.engine_args` leaves alone what asyncrl sets itself."""
-    for argument in spec.rollout.engine_args:
+    """`rollout.engine_args` leaves alone what asyncrl sets itself, and what no run can work with."""
+    for argument, value in spec.rollout.engine_args.items():
         name = argument.strip("-").replace("-", "_").lower()
+        path = f"rollout.engine_args.{argument}"
         if name in OWN_ENGINE_ARGS or name.startswith("schedul"):
             key = OWN_ENGINE_ARGS.get(name)
             mend = f"Use {key} instead." if key else "Remove it; the pipeline depends on its own value."
-            yield Problem(f"rollout.engine_args.{argument}", "asyncrl sets this itself", mend)
+            yield Problem(path, "asyncrl sets this itself", mend)
+        elif name in IMPOSSIBLE_ENGINE_ARGS:
+            harmless, reason, mend = IMPOSSIBLE_ENGINE_ARGS[name]
+            if value is not None and value not in harmless:
+                yield Problem(path, f"{value!r} cannot work: {reason}", mend)

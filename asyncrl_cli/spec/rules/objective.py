@@ -9,6 +9,9 @@ from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
+"""Advantages that compare a rollout with the others of its group."""
+
 
 @rule
 def correction(spec: ExperimentSpec) -> Iterator[Problem]:
@@ -51,7 +54,12 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
 def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
     """Groups whose rewards are all equal are left out only where they teach nothing: with a group as the baseline."""
     algorithm = spec.algorithm
-    if algorithm.advantage in ("none", GAE) and algorithm.uniform_groups == "skip":
+    if algorithm.uniform_groups == "train" or algorithm.advantage in GROUP_BASELINES:
+        return
+    if spec.rollout.group_size == 1:
+        message = f"the rewards of a group of one are all equal, so {algorithm.uniform_groups} leaves out every group"
+        yield Problem("algorithm.uniform_groups", message, "Set it to train, or raise rollout.group_size.")
+    elif algorithm.advantage in ("none", GAE) and algorithm.uniform_groups == "skip":
         message = f"with advantage {algorithm.advantage}, groups with equal rewards teach, and skip leaves them out"
         yield warning("algorithm.uniform_groups", message, "Set it to train.")
 
@@ -59,9 +67,10 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
     """An advantage relative to a group takes groups of two rollouts or more."""
-    if spec.algorithm.advantage in ("group_norm", "group_mean", "leave_one_out") and spec.rollout.group_size < 2:
+    if spec.algorithm.advantage in GROUP_BASELINES and spec.rollout.group_size < 2:
         message = f"one rollout has nothing to be compared with, as advantage {spec.algorithm.advantage} does"
-        yield Problem("rollout.group_size", message, "Raise it to 2 or more, or set algorithm.advantage to none.")
+        mend = "Raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae."
+        yield Problem("rollout.group_size", message, mend)
 
 
 @rule

@@ -31,13 +31,6 @@ def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
-def group_has_advantage(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A group has two rollouts or more: alone, a rollout equals its group's mean and teaches nothing."""
-    if spec.rollout.group_size < 2:
-        yield Problem("rollout.group_size", "a group of one has no advantage", "Use 2 or more; 8 is usual.")
-
-
-@rule
 def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
     """A run ends, and is checkpointed, at a published version: these steps are multiples of `publish_every`."""
     every = spec.pipeline.publish_every

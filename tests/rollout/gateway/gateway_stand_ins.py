@@ -17,14 +17,19 @@ import numpy as np
 import openai
 
 from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.rollout.gateway.connections import ConnectionLimits
+from asyncrl_cli.rollout.gateway.keys import session_key, session_url
 from asyncrl_cli.rollout.gateway.server import Gateway, start_gateway
+from asyncrl_cli.rollout.gateway.sessions import Sessions
 from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.session import Limits, Session, Sessions
+from asyncrl_cli.rollout.session import Limits, Session
 from asyncrl_cli.spec.sections import GatewaySpec
 from asyncrl_cli.train.tokenizer import character_tokenizer
 from tests.rollout.conversation_stand_ins import end_of
 
 MODEL = "tiny"
+KEY = "the-key-of-calls-without-a-session"
+SECRET = b"of this gateway"
 MAX_LENGTH = 2048
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -126,13 +131,19 @@ class Served:
 
     def client(self, session: str | None = None, **options: Any) -> openai.AsyncOpenAI:
         """OpenAI's own client, which does not ask a second time."""
-        base_url = self.gateway.session_url(session) if session else self.gateway.base_url
-        return openai.AsyncOpenAI(
-            **({"base_url": base_url, "api_key": self.gateway.api_key, "max_retries": 0} | options)
-        )
+        base_url = session_url(self.gateway.url, session) if session else f"{self.gateway.url}/v1"
+        return openai.AsyncOpenAI(**({"base_url": base_url, "api_key": key_of(session), "max_retries": 0} | options))
 
-    async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+    async def post(self, path: str, body: Any = None, session: str | None = None, **options: Any) -> httpx.Response:
+        """Send a request, under the right key."""
+        options["headers"] = {"Authorization": f"Bearer {key_of(session)}"} | options.get("headers", {})
+        path = path if session is None else f"/sessions/{session}{path}"
         return await self.http.post(path, **({"json": body} if body is not None else {}), **options)
+
+
+def key_of(session: str | None) -> str:
+    """What opens a session, or all calls without one."""
+    return KEY if session is None else session_key(SECRET, session)
 
 
 def new_session(name: str, engine: Engine, fixed_sampling: bool = False, **limits: Any) -> Session:
@@ -147,8 +158,10 @@ def new_session(name: str, engine: Engine, fixed_sampling: bool = False, **limit
 
 
 @asynccontextmanager
-async def served(engine: Engine | None = None, **settings: Any) -> AsyncIterator[Served]:
-    """A gateway on a free port, for the length of the block."""
+async def served(
+    engine: Engine | None = None, limits: ConnectionLimits | None = None, plain: bool = True, **settings: Any
+) -> AsyncIterator[Served]:
+    """A gateway on a free port, for the length of the block; with calls that belong to no session, if ``plain``."""
     engine = engine or Engine()
     sessions = Sessions()
     opened: list[Session] = []
@@ -157,10 +170,15 @@ async def served(engine: Engine | None = None, **settings: Any) -> AsyncIterator
         opened.append(new_session(f"call-{len(opened)}", engine))
         return opened[-1]
 
-    gateway = await start_gateway(GatewaySpec(**settings), chat_format(), sessions, for_one_call, MODEL)
-    headers = {"Authorization": f"Bearer {gateway.api_key}"}
-    limits = httpx.Limits(max_connections=None)
-    async with gateway, httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30, limits=limits) as http:
+    gateway = await start_gateway(
+        *(GatewaySpec(**settings), chat_format(), sessions, for_one_call, MODEL),
+        secret=SECRET,
+        api_key=KEY if plain else None,
+        limits=limits or ConnectionLimits(),
+    )
+    headers = {"Authorization": f"Bearer {KEY}"}
+    most = httpx.Limits(max_connections=None)
+    async with gateway, httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30, limits=most) as http:
         yield Served(gateway, engine, sessions, http, opened)
 
 

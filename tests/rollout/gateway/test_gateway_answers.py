@@ -171,12 +171,11 @@ def test_tool_calls(stream: bool) -> None:
 def test_a_call_belongs_to_the_session_that_it_names() -> None:
     async def test() -> None:
         async with served() as there:
-            by_path, by_header = there.session("7-0"), there.session("eval:3/1 ü")
+            by_path, other = there.session("7-0"), there.session("eval:3/1 ü")
             await there.client("7-0").chat.completions.create(model=MODEL, messages=HELLO)
             await there.client("eval:3/1 ü").chat.completions.create(model=MODEL, messages=HELLO)
-            options = {"extra_headers": {"X-Asyncrl-Session": "7-0"}}
-            await there.client().completions.create(model=MODEL, prompt="x", temperature=0.1, top_p=0.5, **options)
-            assert (by_path.calls, by_header.calls) == (2, 1)
+            await there.client("7-0").completions.create(model=MODEL, prompt="x", temperature=0.1, top_p=0.5)
+            assert (by_path.calls, other.calls) == (2, 1)
             assert not there.opened
             assert {request.sampling.temperature for request in there.engine.asked} == {1.0}, "the session's own"
 

@@ -10,7 +10,9 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from gateway_stand_ins import MODEL, Engine, Served, in_time, served, until
+from gateway_stand_ins import MODEL, Engine, Served, in_time, key_of, served, until
+
+from asyncrl_cli.rollout.gateway.keys import session_url
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
@@ -58,7 +60,7 @@ def test_a_client_that_goes_is_not_generated_for(stream: bool) -> None:
         async with served(engine) as there:
             session = there.session("7-0")
             async with httpx.AsyncClient(
-                base_url=there.gateway.session_url("7-0"), headers=there.http.headers
+                base_url=session_url(there.gateway.url, "7-0"), headers={"Authorization": f"Bearer {key_of('7-0')}"}
             ) as client:
                 call = asyncio.create_task(_read_on(client, CHAT | {"stream": stream}))
                 await until(lambda: engine.running == 1)
@@ -89,7 +91,7 @@ def test_a_session_that_ends_ends_its_calls() -> None:
         engine = Engine(held=asyncio.Event())
         async with served(engine) as there:
             there.session("7-0")
-            call = asyncio.create_task(there.post("/sessions/7-0" + PATH, CHAT))
+            call = asyncio.create_task(there.post(PATH, CHAT, "7-0"))
             await until(lambda: engine.running == 1)
             there.sessions.close("7-0")
             answer = await call
@@ -103,7 +105,9 @@ def test_a_failure_in_the_midst_of_a_stream_is_told_in_it() -> None:
         engine = Engine(held=asyncio.Event())
         async with served(engine) as there:
             there.session("7-0")
-            async with there.http.stream("POST", "/sessions/7-0" + PATH, json=CHAT | {"stream": True}) as answer:
+            key = {"Authorization": f"Bearer {key_of('7-0')}"}
+            body = CHAT | {"stream": True}
+            async with there.http.stream("POST", "/sessions/7-0" + PATH, json=body, headers=key) as answer:
                 assert answer.status_code == 200
                 there.sessions.close("7-0")
                 lines = [line async for line in answer.aiter_lines() if line]

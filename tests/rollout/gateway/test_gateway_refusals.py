@@ -6,16 +6,22 @@ import asyncio
 import socket
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import openai
 import pytest
-from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, in_time, served
+from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, in_time, key_of, served
 
+from asyncrl_cli.rollout.chat import ChatFormat
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.gateway.server import GatewayError, listen
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def key_header(session: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key_of(session)}"}
 
 
 def chat(**changes: Any) -> dict[str, Any]:
@@ -59,7 +65,6 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", "unsupported_parameter"),
     (CHAT, chat(top_p=0.5), 400, "top_p", "unsupported_parameter"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * MAX_LENGTH}]), 400, None, "context_length_exceeded"),
-    (CHAT, chat(messages=[{"role": "user", "content": "x" * 15_000_000}]), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt="x" * 15_000_000), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt=[1] * 5_000_000), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt=""), 400, None, "invalid_value"),
@@ -81,13 +86,69 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
 """Path, body, and status, param and code of the error (None: whichever)."""
 
 
+def tool(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def call(**function: Any) -> dict[str, Any]:
+    named = {"name": "f", "arguments": "{}"} | function
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": named}]}
+
+
+MUCH = "x" * 1_500_000
+FLOODS: list[tuple[dict[str, Any], str | None, str]] = [
+    (chat(messages=[{"role": "user", "content": MUCH}]), None, "context_length_exceeded"),
+    (chat(messages=[{"role": "user", "content": "x", "name": MUCH}]), None, "context_length_exceeded"),
+    (chat(messages=[{"role": "tool", "content": "x", "tool_call_id": MUCH}]), None, "context_length_exceeded"),
+    (chat(messages=[call(arguments=MUCH)]), None, "context_length_exceeded"),
+    (chat(messages=[call(arguments="[" * 1_500_000)]), None, "context_length_exceeded"),
+    (chat(messages=[call(name=MUCH)]), None, "context_length_exceeded"),
+    (chat(messages=[{"role": "user", "content": ""}] * 100_000), "messages", "invalid_value"),
+    (chat(messages=[call() | {"tool_calls": call()["tool_calls"] * 150_000}]), None, "invalid_value"),
+    (chat(messages=[{"role": "user", "content": ""}] * 4096), None, "context_length_exceeded"),
+    (chat(tools=[tool(f"f{n}") for n in range(50_000)]), "tools", "invalid_value"),
+    (chat(tools=[tool(description=MUCH)]), None, "context_length_exceeded"),
+    (chat(tools=[tool(parameters={MUCH: 1})]), None, "context_length_exceeded"),
+    (chat(tools=[tool(strict=[MUCH])]), None, "context_length_exceeded"),
+]
+"""Requests that would take seconds and gigabytes to render; code and param of the error."""
+
+
+def test_nothing_is_rendered_without_a_bound() -> None:
+    async def test() -> None:
+        rendered: list[int] = []
+        original = ChatFormat._text
+
+        def counted(self: Any, messages: Any, tools: Any, reply: bool = False) -> str:
+            rendered.append(len(messages))
+            return original(self, messages, tools, reply)
+
+        async with served(max_body_mb=16) as there:
+            there.session("7-0")
+            with patch.object(ChatFormat, "_text", counted):
+                for body, param, code in FLOODS:
+                    answer = await there.post(CHAT, body, "7-0")
+                    error = answer.json()["error"]
+                    case = f"{str(body)[:100]}: {answer.text[:300]}"
+                    assert (answer.status_code, error["code"]) == (400, code), case
+                    assert param in (None, error["param"]), case
+                assert not rendered
+                assert (await there.post(CHAT, chat(), "7-0")).status_code == 200, "it goes on"
+                assert rendered == [1]
+        async with served() as there:
+            assert (await there.post(TEXT, text(prompt=2 * MUCH))).status_code == 413, "by default"
+
+    in_time(test, 120)
+
+
 def test_requests_that_are_wrong() -> None:
     async def test() -> None:
-        async with served() as there:
+        async with served(max_body_mb=16) as there:
             there.session("8-0")
             there.sessions.close("8-0")
             for (path, body, status, param, code), stream in product(WRONG, (False, True)):
-                answer = await there.post(path, {"stream": stream, **body})
+                session = path.split("/")[2] if path.startswith("/sessions") else None
+                answer = await there.post(path, {"stream": stream, **body}, headers=key_header(session))
                 case = f"{path} {str(body)[:100]}: {answer.text}"
                 assert answer.status_code == status, case
                 error = answer.json()["error"]
@@ -141,8 +202,6 @@ def test_keys_methods_sizes_and_sessions_by_header() -> None:
             assert wrong_method.json()["error"]["code"] == "method_not_allowed"
             too_large = await there.post(TEXT, content=b"x" * (2**20 + 1))
             assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
-            unknown = await there.post(TEXT, text(), headers={"x-asyncrl-session": "9-9"})
-            assert unknown.status_code == 404
             with pytest.raises(openai.NotFoundError, match="there is no session"):
                 await there.client("9-9").models.list()
             assert (await there.post(TEXT, text())).status_code == 200, "it goes on"

@@ -1,0 +1,143 @@
+"""What a client may cost by its connection alone: time, and a descriptor.
+
+uvicorn closes a connection only between two requests. Here the head of a request has a deadline, a client that does not
+read its answer has one, and there are so many connections at most: of more, the one that has been idle longest goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MOST_CONNECTIONS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Seconds for a request's head, from its first byte (or the connection's start) to its end; for its body; that a
+    connection may be idle between requests, which is longer than clients keep theirs, so that it is they who close it;
+    and that a client may not read. ``most`` connections are open at a time."""
+
+    head_s: float = 10.0
+    body_s: float = 60.0
+    idle_s: int = 75
+    unread_s: float = 60.0
+    most: int = MOST_CONNECTIONS
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files as it may; returns how many of them may be connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft // 2, MOST_CONNECTIONS)
+
+
+class Connections:
+    """The open connections of a server, and which of them are idle: those that serve no request."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # the longest idle first
+
+    def protocol(self, **arguments: Any) -> Connection:
+        """Makes the protocol of a new connection, for uvicorn."""
+        return Connection(self, **arguments)
+
+    def opened(self, connection: Connection) -> None:
+        """Count a connection, and close the one that is idle longest if there are too many: maybe this one."""
+        self._open.add(connection)
+        self._idle[connection] = None
+        if len(self._open) > self.limits.most:
+            next(iter(self._idle)).abort()
+
+    def note(self, connection: Connection) -> None:
+        """A connection may have begun to serve, or ended."""
+        if connection.serving:
+            self._idle.pop(connection, None)
+        elif connection in self._open:
+            self._idle.setdefault(connection)
+
+    def closed(self, connection: Connection) -> None:
+        """Count it no more."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+
+class Connection(H11Protocol):
+    """One connection. h11 refuses heads of more than 16 KiB."""
+
+    def __init__(self, connections: Connections, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._connections = connections
+        self._head: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def abort(self) -> None:
+        """Close it at once."""
+        self._connections.closed(self)
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head = self.loop.call_later(self._connections.limits.head_s, self.abort)
+        self._connections.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.serving:
+            self._stop_head()
+        elif self._head is None:
+            self._head = self.loop.call_later(self._connections.limits.head_s, self.abort)
+        self._connections.note(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._connections.note(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.closed(self)
+        self._stop_head()
+        self._stop_unread()
+        super().connection_lost(exc)
+
+    def _await_reading(self, unread: int) -> None:
+        """Close it unless its client reads some of the ``unread`` bytes in time, and so on until it has read enough."""
+
+        def look() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left < unread:
+                self._await_reading(left)
+            else:
+                self.abort()
+
+        self._unread = self.loop.call_later(self._connections.limits.unread_s, look)
+
+    def _stop_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
