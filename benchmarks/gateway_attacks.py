@@ -1,6 +1,6 @@
 """What requests that are meant to harm do to the driver and to the gateway.
 
-    python benchmarks/gateway_attacks.py [--mb N] [--at-once N]
+    python benchmarks/gateway_attacks.py [--mb N] [--at-once N] [--rounds N]
 
 A gateway as training has it, in a process of its own, with a byte-level tokenizer and a chat template in the manner of
 Qwen3's; only the tokens come from the driver instead of an engine. Against it, over loopback and from processes of
@@ -136,7 +136,7 @@ def client(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 # -- the driver
 
 
-async def measure(folder: Path, mb: int, at_once: int) -> None:
+async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     """Start the gateway, attack it, and print a table."""
     import psutil
 
@@ -182,7 +182,7 @@ async def measure(folder: Path, mb: int, at_once: int) -> None:
         """Nothing is recorded here."""
 
     sampling, limits = Sampling(1.0, 64, seed=1), Limits(MAX_LENGTH, 64)
-    for kind in ("nothing", "silent", *kinds(MIB)):
+    for kind in ("nothing", "silent", *kinds(MIB)) * rounds:
         openings = [SessionOpening(f"{kind}-{who}", f"{who}", sampling, limits) for who in ("bad", "good")]
         async with (
             gateway.session(openings[0], told, generate) as bad,
@@ -229,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=16, help="rollout.gateway.max_body_mb; requests are as large")
     parser.add_argument("--at-once", type=int, default=10, help="large requests at once")
+    parser.add_argument("--rounds", type=int, default=1, help="times that everything is done")
     arguments = parser.parse_args()
 
     import ray
@@ -239,7 +240,7 @@ def main() -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         ray.init(num_cpus=2, include_dashboard=False, logging_level="error")
         try:
-            asyncio.run(measure(folder, arguments.mb, arguments.at_once))
+            asyncio.run(measure(folder, arguments.mb, arguments.at_once, arguments.rounds))
         finally:
             ray.shutdown()
 

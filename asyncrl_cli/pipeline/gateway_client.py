@@ -2,12 +2,13 @@
 
 The driver holds one ``collect`` at the actor all the time and sends what it has to say in one ``tell`` after another
 (``rollout/gateway/crossing.py``). When the actor dies or does not answer, the generations that it asked for are
-cancelled, its sessions end with ``GatewayLost``, and another actor takes its place at the same port.
+cancelled, its sessions end with ``GatewayLost``, and another actor takes its place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -30,6 +31,8 @@ from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import ModelAccess
+
+log = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
 """Its name, which is that of its log file."""
@@ -58,6 +61,7 @@ class RemoteSession:
         self.generate = generate
         self.calls: set[asyncio.Task[None]] = set()
         self.closing = False
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.end: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
         """What it came to once it is closed, or ``GatewayLost`` at any time."""
 
@@ -80,7 +84,6 @@ class _Link:
         self._group = asyncio.TaskGroup()
         self._orders = Orders()
         self._ordered = asyncio.Event()
-        self._taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> RunError:
         """Work until the actor is lost; returns why."""
@@ -96,11 +99,12 @@ class _Link:
     def lose(self, cause: str) -> None:
         """There is no actor any more: its sessions have ended, and none can be opened."""
         self._cause = cause
-        waiting: list[asyncio.Future[Any]] = [self._taken, *(session.end for session in self._sessions.values())]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(GatewayLost(cause))
-                future.exception()  # maybe nobody asks
+        for session in self._sessions.values():
+            waiting: list[asyncio.Future[Any]] = [session.opened, session.end]
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(GatewayLost(cause))
+                    future.exception()  # maybe nobody asks
 
     async def open(
         self, opening: SessionOpening, access: ModelAccess, told: OnSegments, generate: Generate
@@ -112,7 +116,7 @@ class _Link:
         session = self._sessions[number] = RemoteSession(self, number, access, told, generate)
         self._order().sessions.append(replace(opening, number=number))
         try:
-            await asyncio.shield(self._taken)
+            await asyncio.shield(session.opened)
         except BaseException:
             self.close(session)
             raise
@@ -135,10 +139,10 @@ class _Link:
             await self._ordered.wait()
             self._ordered.clear()
             orders, self._orders = self._orders, Orders()
-            taken = self._taken
             await wait_for(self.actor.tell.remote(orders), GATEWAY, ANSWER_S)
-            self._taken = asyncio.get_running_loop().create_future()
-            taken.set_result(None)
+            for change in orders.sessions:
+                if isinstance(change, SessionOpening) and change.number in self._sessions:
+                    self._sessions[change.number].opened.set_result(None)
 
     async def _collect(self) -> None:
         while True:
@@ -175,6 +179,9 @@ class _Link:
             result = await generate(generation.request, grown)
         except GenerationFailed as error:
             result = RolloutFailure(generation.request.rollout_id, str(error))
+        except Exception as error:  # a bug costs the call, not the run
+            log.error("a generation failed", exc_info=error)
+            result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
         self._order().results.append((generation.number, result))
 
 
@@ -216,7 +223,8 @@ class GatewayClient:
                 self._kill(actor, None)
                 raise
             else:
-                self._port = int(url.rpartition(":")[2])  # clients may know it
+                if self._setup.api_key is not None:  # clients know the address
+                    self._port = int(url.rpartition(":")[2])
                 self._link.set_result(_Link(actor, pid, url, self._generate))
                 return str(url)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -42,11 +43,13 @@ class Bodies:
         """
         async with AsyncExitStack() as room:
             data = await self._read(request, room)
+            large = len(data) > LARGE
+            render, validate = self._render(large), partial(kind.model_validate_json, data)
             try:
-                body = kind.model_validate_json(data)
+                body = await render(validate) if large else validate()
             except ValidationError as error:
                 raise invalid(error) from None
-            yield body, self._render(len(data) > LARGE)
+            yield body, render
 
     def close(self) -> None:
         """Begin to render nothing more."""

@@ -15,6 +15,7 @@ TITLES: dict[str, str] = {
     "trainer": "ray::TrainerWorker",
     "engine": "ray::RolloutWorker",
     "core": "VLLM::EngineCore",
+    "gateway": "ray::GatewayActor",
 }
 """How the command line of each part's processes begins. ``engine`` is the actor, ``core`` the process behind it."""
 

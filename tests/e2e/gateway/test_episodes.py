@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import textwrap
 from contextlib import closing
@@ -17,6 +19,7 @@ import pytest
 from asyncrl_cli.buffer.schema import FILE, open_for_reading
 from asyncrl_cli.rollout.records import GIVEN
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
+from tests.e2e.faults.parts import processes_of_part
 
 pytestmark = pytest.mark.stack
 
@@ -243,6 +246,17 @@ def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
     try:
         until(lambda: in_the_midst() or process.poll() is not None, "episodes in their midst")
         mark = mark_of(process.pid)
+        (gateway,) = processes_of_part(mark, "gateway")
+        os.kill(gateway, signal.SIGKILL)
+        taken = sum(one.state == "taken" for one in played(run).values())
+        until(
+            lambda: (
+                (sum(one.state == "taken" for one in played(run).values()) > taken + 32 and in_the_midst())
+                or process.poll() is not None
+            ),
+            "training to go on with another gateway",
+        )
+        assert processes_of_part(mark, "gateway") not in ([], [gateway])
     finally:
         process.kill()
         process.communicate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from ..conftest import Runs, mark_of, processes_of, until
+from ..faults.parts import processes_of_part
 
 pytestmark = pytest.mark.stack
 
@@ -125,6 +127,16 @@ def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
                 return [answer.choices[0].message.content or "" for answer in await asyncio.gather(*answers)]
 
         assert asyncio.run(many()) == texts[:2] * 100, "more than the engine runs at once, and each as if alone"
+        (gateway,) = processes_of_part(server.mark, "gateway")
+        os.kill(gateway, signal.SIGKILL)
+
+        def answers() -> bool:
+            try:
+                return client.chat.completions.create(**asked, seed=1).choices[0].message.content == texts[0]
+            except openai.APIConnectionError:
+                return False
+
+        until(answers, "another gateway at the same address, under the same key", 120)
         assert server.end(signal.SIGINT) == 130
 
 
