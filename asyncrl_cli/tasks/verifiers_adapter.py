@@ -12,8 +12,9 @@ import asyncio
 import contextvars
 import importlib
 import os
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, islice
 from typing import Any
 
 from asyncrl_cli.data.prompts import Message, Prompt
@@ -22,7 +23,8 @@ from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.splits import is_held_out
 
 KEY = "ASYNCRL_POLICY_KEY"
-"""Environment variable in which verifiers looks for the policy's key."""
+"""Environment variables in which verifiers looks for the policy's keys begin like this; every episode has its own."""
+_NUMBERS = count()
 LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """How the agent of a plain taskset runs where nothing is said: a chat loop, on this machine."""
 
@@ -86,10 +88,10 @@ class VerifiersEnvironment:
         """
         v1 = importlib.import_module("verifiers.v1")
         await self._serve()
-        os.environ[KEY] = model.api_key
-        client = v1.EvalClientConfig(base_url=model.base_url, api_key_var=KEY)
-        context = v1.ModelContext(model=model.model, client=client)
-        episode = await self._env.run_episode(self._task(prompt.fields["index"]), context)
+        with key_variable(model.api_key) as name:
+            client = v1.EvalClientConfig(base_url=model.base_url, api_key_var=name)
+            context = v1.ModelContext(model=model.model, client=client)
+            episode = await self._env.run_episode(self._task(prompt.fields["index"]), context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not ok")
@@ -119,6 +121,17 @@ class VerifiersEnvironment:
         if self._serving.done():
             ready.cancel()
             self._serving.result()
+
+
+@contextmanager
+def key_variable(api_key: str) -> Iterator[str]:
+    """An environment variable that holds an episode's key, and that no other episode of this process uses."""
+    name = f"{KEY}_{next(_NUMBERS)}"
+    os.environ[name] = api_key
+    try:
+        yield name
+    finally:
+        del os.environ[name]
 
 
 def _content(data: Any) -> str | tuple[Message, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ import pytest
 from asyncrl_cli.tasks.base import AgentTask, ModelAccess, PromptTask
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.load import load_one
+from asyncrl_cli.tasks.verifiers_adapter import key_variable
 
 INSTALLED = importlib.util.find_spec("verifiers") is not None
 TASKSET = """
@@ -46,6 +48,12 @@ __all__ = ["Sums"]
 def test_without_the_package_it_says_what_is_missing() -> None:
     with pytest.raises(TaskError, match="needs the package verifiers"):
         load_one("verifiers", {"taskset": {"id": "gsm8k"}}, Path())
+
+
+def test_episodes_side_by_side_have_their_own_keys() -> None:
+    with key_variable("one") as first, key_variable("two") as second:
+        assert (os.environ[first], os.environ[second]) == ("one", "two")
+    assert not {first, second} & os.environ.keys()
 
 
 class Handler(BaseHTTPRequestHandler):

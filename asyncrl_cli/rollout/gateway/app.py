@@ -195,12 +195,18 @@ def _openai(service: Service, session_of: Callable[..., Awaitable[Session | None
     return router
 
 
-async def _prepare_chat(
-    service: Service, named: Session | None, body: ChatRequest, render: Render, texts: TokenTexts
-) -> _Prepared:
+def _session(service: Service, named: Session | None, body: GenerationRequest) -> Session:
+    """The session that a request belongs to; one of its own when it names none. Raises ``ApiError``."""
     _check_model(service, body.model)
     session = named or service.new_session()
     refuse_unsupported(body, session.fixed_sampling)
+    return session
+
+
+async def _prepare_chat(
+    service: Service, named: Session | None, body: ChatRequest, render: Render, texts: TokenTexts
+) -> _Prepared:
+    session = _session(service, named, body)
     tools = body.offered_tools()
     asked = await session.place_chat([message.plain() for message in body.messages], tools, render)
     wanted = Wanted(bool(body.return_token_ids), bool(body.logprobs), bool(body.top_logprobs))
@@ -218,9 +224,7 @@ async def _prepare_chat(
 async def _prepare_text(
     service: Service, named: Session | None, body: CompletionRequest, render: Render, texts: TokenTexts
 ) -> _Prepared:
-    _check_model(service, body.model)
-    session = named or service.new_session()
-    refuse_unsupported(body, session.fixed_sampling)
+    session = _session(service, named, body)
     asked = [
         await (session.place_text(prompt, render) if isinstance(prompt, str) else session.place_ids(prompt))
         for prompt in body.prompts()
