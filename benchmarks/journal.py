@@ -219,7 +219,7 @@ def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
     made, now = history(groups, per_step), time.time()
     steps = sum(group.state == "taken" for group in made) // per_step
     book = DurableLedger(path, settings(per_step, 2 * steps))
-    book.journal.started("train", 0, 0, "")
+    book.start("train", "")
     for step in range(steps):
         metrics = {"tokens/trained": 8.0 * GROUP_SIZE * per_step, "time/step_s": 1.0, "reward/mean": 0.5}
         book.journal.trained(StepRecord(step, f"{step:064x}", metrics))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.journal import Statement
+from asyncrl_cli.buffer.journal_file import Statement
 from asyncrl_cli.buffer.records import (
     Admitted,
     BufferSettings,
@@ -31,6 +31,7 @@ from asyncrl_cli.buffer.records import (
     Waiting,
 )
 from asyncrl_cli.rollout.records import Rollout, Segment, Spell
+from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.train.records import TrainingBatch
 
@@ -59,7 +60,7 @@ class Buffer:
         """Open the journal as ``kind`` (``train``, ``resume``, ``restart``) and say where the run stands."""
         self._book = DurableLedger(self._path, self._settings, base)
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._book.journal.started(kind, self._book.ledger.step, self._book.ledger.version, note)
+        self._book.start(kind, note)
         opening = self._book.opening()
         await self._commit()
         return opening
@@ -128,10 +129,10 @@ class Buffer:
         self._changed.set()
         await self._commit()
 
-    async def fallback(self) -> dict[str, Any]:
-        """What the checkpoint of the present step keeps."""
+    async def fallback(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of ``step`` keeps."""
         await self._commit()
-        state: dict[str, Any] = await self._on_disk(self._book.fallback)
+        state: dict[str, Any] = await self._on_disk(self._book.fallback, step)
         return state
 
     async def checkpointed(self, step: int, folder: str, seconds: float, removed: list[int]) -> None:
@@ -152,9 +153,10 @@ class Buffer:
         await self._commit(LAZY_S)
 
     async def prune(self, checkpoints: int) -> None:
-        """Keep the tokens that the newest checkpoints, and all that are kept, need; drop older ones bit by bit."""
+        """Keep the tokens that the newest checkpoints, and all on disk, need; drop older ones bit by bit."""
         await self._commit()
-        before = await self._on_disk(self._book.journal.needed_from, checkpoints)
+        on_disk = [found.step for found in complete_checkpoints(self._path.parent / "checkpoints")]
+        before = await self._on_disk(self._book.journal.needed_from, checkpoints, on_disk)
         while await self._on_disk(self._book.journal.prune, before):
             await self._commit()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.buffer.journal import Journal
-from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, Ledger, LedgerError
+from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, LateGroups, Ledger, LedgerError
 from asyncrl_cli.buffer.records import (
     Admission,
     Admitted,
@@ -25,10 +25,11 @@ from asyncrl_cli.buffer.records import (
     Settled,
     Waiting,
 )
-from asyncrl_cli.buffer.schema import sound
+from asyncrl_cli.buffer.schema import JournalError, sound
 from asyncrl_cli.data.prompts import prompt_from
 from asyncrl_cli.rollout.records import Rollout, Segment, place_of
-from asyncrl_cli.tasks.base import CORRECT
+from asyncrl_cli.runs.checkpoints import complete_checkpoints
+from asyncrl_cli.tasks.base import CORRECT, are_equal
 
 
 class DurableLedger:
@@ -50,22 +51,39 @@ class DurableLedger:
             self.journal.described({"base": self._base, "settings": asdict(settings)})
             rows = self.journal.ledger_rows()
             start = self._base.get("step", 0)
-            self.ledger = Ledger.restore(
-                {
-                    "format": SNAPSHOT_FORMAT,
-                    "groups_per_step": settings.groups_per_step,
-                    "publish_every": settings.publish_every,
-                    "max_staleness": settings.max_staleness,
-                    "on_stale": settings.on_stale,
-                    "total_steps": settings.total_steps,
-                    **rows,
-                    "step": max(rows["step"], start),
-                    "version": max(rows["version"], start // settings.publish_every),
-                    "next_id": max(rows["next_id"], self._base.get("next_group", 0)),
-                }
-            )
+            try:
+                self.ledger = Ledger.restore(
+                    {
+                        "format": SNAPSHOT_FORMAT,
+                        "groups_per_step": settings.groups_per_step,
+                        "publish_every": settings.publish_every,
+                        "max_staleness": settings.max_staleness,
+                        "on_stale": settings.on_stale,
+                        "total_steps": settings.total_steps,
+                        **rows,
+                        "step": max(rows["step"], start),
+                        "version": max(rows["version"], start // settings.publish_every),
+                        "next_id": max(rows["next_id"], self._base.get("next_group", 0)),
+                    }
+                )
+            except LateGroups as late:
+                if meta["settings"]["on_stale"] != "train":
+                    raise
+                raise JournalError(
+                    f"pipeline.on_stale cannot change from train to {settings.on_stale} now: {late}",
+                    place=str(path),
+                    mend="Resume without this change; it is possible once these groups are trained",
+                ) from None
             self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
             self._serial = self.journal.serial()
+
+    def start(self, kind: str, note: str) -> None:
+        """Note that this process begins to write: ``train``, ``resume`` or ``restart``, and by which settings."""
+        self.journal.started(kind, self.ledger.step, self.ledger.version, note, self._settings)
+        folder = self._path.parent / "checkpoints"
+        self.journal.checkpoints_found(
+            {found.step: (found.folder.name, found.saved_at) for found in complete_checkpoints(folder)}
+        )
 
     def opening(self) -> Opening:
         """Where the run stands. Call it before the first event."""
@@ -92,6 +110,7 @@ class DurableLedger:
         admissions = []
         new = [candidate for candidate in candidates if candidate.serial > self._serial]
         for candidate in new[: self.ledger.room()]:
+            self.journal.check_prompt(candidate)  # first: memory must never be ahead of what can be written
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
             self._rewards[entry.group_id] = {}
@@ -112,8 +131,8 @@ class DurableLedger:
         told = set()
         for rollout in rollouts:
             if self._is_unfinished(rollout.rollout_id):
-                self._finished.add(place_of(rollout.rollout_id))
                 self.journal.recorded(rollout, by_rollout.get(rollout.rollout_id))
+                self._finished.add(place_of(rollout.rollout_id))
                 told.add(rollout.rollout_id)
         return self.judge(outcomes, told)
 
@@ -140,7 +159,7 @@ class DurableLedger:
                 continue
             if min(rewards.values()) >= CORRECT:
                 solved.append(group_id)
-            if self._settings.reject_uniform and len(set(rewards.values())) == 1:
+            if self._settings.reject_uniform and are_equal(rewards.values()):
                 self._reject(group_id, "uniform")
                 rejected.append((group_id, "uniform"))
                 continue
@@ -183,19 +202,23 @@ class DurableLedger:
         """
         if record.version > self.ledger.version + 1:
             raise LedgerError(f"version {record.version} cannot follow version {self.ledger.version}")
-        if record.version == self.ledger.version + 1:
+        is_next = record.version == self.ledger.version + 1
+        if is_next:
+            self.ledger.check_publish()
+        self.journal.published(record)  # may be refused, so before the ledger changes
+        if is_next:
             self.ledger.publish()
-        self.journal.published(record)
 
-    def fallback(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that the run can go on from it even without the journal: JSON-able.
+    def fallback(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of ``step`` keeps, so that the run can go on from it even without the journal: JSON-able.
 
-        As of the last commit, and from the journal's thread: it reads nothing but the file.
+        Prompts of a batch that was taken and not trained by then belong to it. As of the last commit, and from the
+        journal's thread: it reads nothing but the file.
         """
         return {
             "next_group": max(self.journal.next_group(), self._base.get("next_group", 0)),
             "loader": self.journal.loader() or self._base.get("loader"),
-            "prompts": [*(asdict(prompt) for prompt in self.journal.outstanding_prompts()), *self._waiting()],
+            "prompts": [*(asdict(prompt) for prompt in self.journal.untrained_prompts(step)), *self._waiting()],
         }
 
     def _waiting(self) -> Sequence[Mapping[str, Any]]:

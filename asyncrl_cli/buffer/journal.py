@@ -11,20 +11,37 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import groupby
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from asyncrl_cli.buffer.journal_file import OUTSTANDING, JournalFile, Statement
 from asyncrl_cli.buffer.ledger import Batch, GroupEntry
-from asyncrl_cli.buffer.records import Admission, Candidate, OpenGroup, Outcome, PublishRecord, StepRecord
-from asyncrl_cli.buffer.rollout_rows import TOKENS, columns_of, prompt_of, read_batch, rollout_of, sequences_of
-from asyncrl_cli.buffer.schema import explained, open_for_writing, sound
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.buffer.records import (
+    Admission,
+    BufferSettings,
+    Candidate,
+    OpenGroup,
+    Outcome,
+    PublishRecord,
+    StepRecord,
+)
+from asyncrl_cli.buffer.rollout_rows import (
+    check_count,
+    columns_of,
+    key_crc,
+    prompt_columns,
+    read_group,
+    read_rollouts,
+    rollout_of,
+    row_crc,
+    sequences_of,
+)
+from asyncrl_cli.buffer.schema import explained
+from asyncrl_cli.buffer.storable import fault_in, printable, refusal
 from asyncrl_cli.rollout.records import (
     GIVEN,
     Rollout,
@@ -34,29 +51,20 @@ from asyncrl_cli.rollout.records import (
     segments_of,
     sequence_of,
 )
-from asyncrl_cli.train.records import TrainingBatch
 
-Statement = tuple[str, tuple[Any, ...]]
-
-PRUNED_AT_ONCE = 64
-"""Groups whose tokens one commit may drop, so that pruning never holds up an acknowledgement for long."""
-
-# SQLite takes a partial index only for a query that repeats the index's own condition.
-_OUTSTANDING = "state IN ('running', 'finished')"
-_DROPPED = "state IN ('rejected', 'requeued')"
-
+_TABLE = re.compile(r"(?:INTO|UPDATE|FROM) (\w+)")
 _SEGMENT = """
-    INSERT OR REPLACE INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc, at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+    INSERT OR REPLACE INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc, at, key_crc)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 _ROLLOUT = """
     INSERT INTO rollouts
-        (group_id, place, tokens, finish_reason, reward, failure, metrics, judged_at, oldest, newest, recorded_at)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+        (group_id, place, tokens, finish_reason, reward, failure, metrics, oldest, newest, judged_at, recorded_at, crc)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
         reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
         judged_at = excluded.judged_at,
-        oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at
+        oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at, crc = excluded.crc
 """
 
 
@@ -69,13 +77,12 @@ class _Piece(NamedTuple):
     crc: int
 
 
-class Journal:
+class Journal(JournalFile):
     """The open journal of one run."""
 
     def __init__(self, path: Path) -> None:
         """Open or create it. Raises ``JournalError``."""
-        self._path = path
-        self._connection = open_for_writing(path)
+        super().__init__(path)
         self._noted: list[Statement] = []
         # Rollouts of which segments, but not the whole, are recorded: by group, place, branch and first token.
         self._in_part: dict[int, dict[int, dict[int, dict[int, _Piece]]]] = {}
@@ -87,23 +94,32 @@ class Journal:
         for key, value in meta.items():
             self._note("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
 
-    def started(self, kind: str, step: int, version: int, note: str) -> None:
+    def started(self, kind: str, step: int, version: int, note: str, settings: BufferSettings) -> None:
         """This process begins to write: ``train``, ``resume``, or ``restart`` of the buffer alone."""
         self._note(
-            "INSERT INTO starts (at, kind, host, pid, step, version, note) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            *(time.time(), kind, os.uname().nodename, os.getpid(), step, version, note),
+            "INSERT INTO starts (at, kind, host, pid, step, version, note, settings) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            *(time.time(), kind, os.uname().nodename, os.getpid(), step, version, printable(note)),
+            json.dumps(asdict(settings)),
         )
 
     def admitted(self, entry: GroupEntry, candidate: Candidate) -> None:
-        """A group runs, with its prompt."""
-        prompt = candidate.prompt
+        """A group runs, with its prompt, which ``check_prompt`` has passed."""
+        place_in_data = (candidate.serial, candidate.loader["epoch"], candidate.loader["position"])
+        columns = (entry.group_id, *prompt_columns(candidate), entry.version, *place_in_data)
         self._note(
-            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, serial, epoch, position, "
-            "admitted_at) VALUES (?, ?, ?, ?, ?, ?, 'running', ?, ?, ?, ?)",
-            *(entry.group_id, prompt.uid, json.dumps(prompt.content), json.dumps(dict(prompt.fields))),
-            *(np.asarray(candidate.prompt_ids, TOKENS).tobytes(), entry.version),
-            *(candidate.serial, candidate.loader["epoch"], candidate.loader["position"], time.time()),
+            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, serial, epoch, position, state, "
+            "admitted_at, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'running', ?, ?)",
+            *(*columns, time.time(), row_crc(*columns)),
         )
+
+    def check_prompt(self, candidate: Candidate) -> None:
+        """Raise ``JournalError`` for a prompt that cannot be stored."""
+        try:
+            fault = fault_in(prompt_columns(candidate))
+        except (TypeError, ValueError, OverflowError) as error:  # of JSON, and of token ids
+            fault = f"a value that JSON or int32 cannot express: {error}"
+        if fault:
+            raise refusal(f"prompt {candidate.prompt.uid!r:.80}", fault, self._path)
 
     def requeued(self, old_id: int, entry: GroupEntry) -> None:
         """A group is given up, and its prompt runs again under a new index."""
@@ -111,8 +127,9 @@ class Journal:
         self._in_part.pop(old_id, None)
         self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", now, old_id)
         self._note(
-            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, admitted_at) "
-            "SELECT ?, uid, prompt, fields, prompt_ids, ?, 'running', ? FROM groups WHERE id = ?",
+            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, admitted_at, crc) "
+            "SELECT ?1, uid, prompt, fields, prompt_ids, ?2, 'running', ?3, "
+            "row_crc(?1, uid, prompt, fields, prompt_ids, ?2, NULL, NULL, NULL) FROM groups WHERE id = ?4",
             *(entry.group_id, entry.version, now, old_id),
         )
 
@@ -142,36 +159,40 @@ class Journal:
                     *(group_id, place, branch, void),
                 )
             pieces[segment.start] = piece
-            self._note(_SEGMENT, group_id, place, branch, *columns, now)
+            self._note_segment(group_id, place, branch, columns, now)
             sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != GIVEN]
             oldest = min((known.version for known in sampled), default=None)
             newest = max((known.version for known in sampled), default=None)
             count = sum(known.end - known.start for known in sampled)
-            self._note(_ROLLOUT, group_id, place, count, None, None, None, None, None, oldest, newest, now)
+            self._note_rollout((group_id, place, count, None, None, None, None, oldest, newest), None, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """A finished rollout with all its sequences, whole; with its outcome, where that is known."""
         now = time.time()
         group_id, place = place_of(rollout.rollout_id)
+        versions = rollout.sampled_versions
+        span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
+        verdict = _verdict(outcome) if outcome else (None, None, None)
+        columns = (group_id, place, len(versions), rollout.finish_reason, *verdict, *span)
+        self._note_rollout(columns, now if outcome else None, now)  # first: it may be refused
         if self._in_part.get(group_id, {}).pop(place, None):  # cut elsewhere than the whole is
             self._note("DELETE FROM segments WHERE group_id = ? AND place = ?", group_id, place)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
             for segment in segments_of(sequence):
-                self._note(_SEGMENT, group_id, place, branch, *columns_of(segment), now)
-        versions = rollout.sampled_versions
-        span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
-        verdict = (*_verdict(outcome), now) if outcome else (None, None, None, None)
-        self._note(_ROLLOUT, group_id, place, len(versions), rollout.finish_reason, *verdict, *span, now)
+                self._note_segment(group_id, place, branch, columns_of(segment), now)
 
     def judged(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
         group_id, place = place_of(outcome.rollout_id)
+        verdict = _verdict(outcome)
         self._note(
-            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, metrics, judged_at, recorded_at) "
-            "VALUES (?, ?, 0, ?, ?, ?, ?6, ?6) ON CONFLICT DO UPDATE SET reward = excluded.reward, "
-            "failure = excluded.failure, metrics = excluded.metrics, judged_at = excluded.judged_at",
-            *(group_id, place, *_verdict(outcome), time.time()),
+            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, metrics, judged_at, recorded_at, crc) "
+            "VALUES (?, ?, 0, ?, ?, ?, ?6, ?6, ?) ON CONFLICT DO UPDATE SET reward = excluded.reward, "
+            "failure = excluded.failure, metrics = excluded.metrics, judged_at = excluded.judged_at, "
+            "crc = row_crc(group_id, place, tokens, finish_reason, excluded.reward, excluded.failure, "
+            "excluded.metrics, oldest, newest)",
+            *(group_id, place, *verdict, time.time(), row_crc(group_id, place, 0, None, *verdict, None, None)),
         )
 
     def stayed(self, spells: Iterable[Spell]) -> None:
@@ -217,6 +238,16 @@ class Journal:
         """A complete checkpoint lies on disk."""
         self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, NULL)", step, time.time(), folder, seconds)
 
+    def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
+        """What lies on disk when this process begins, as folder and unix time of its saving by step: a kill can come
+        between a checkpoint and its row, and people remove or restore folders. How long a save took is not known."""
+        known = {step for (step,) in self._rows("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
+        for step, (folder, saved_at) in on_disk.items():
+            if step not in known:
+                self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 0.0, NULL)", step, saved_at, folder)
+        for step in known - on_disk.keys():
+            self.checkpoint_removed(step)
+
     def checkpoint_removed(self, step: int) -> None:
         """A checkpoint is no more."""
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
@@ -232,7 +263,8 @@ class Journal:
     def failed(self, kind: str, part: str, message: str) -> None:
         """Something failed, whether or not the run went on."""
         self._note(
-            "INSERT INTO failures (at, kind, part, message) VALUES (?, ?, ?, ?)", time.time(), kind, part, message
+            "INSERT INTO failures (at, kind, part, message) VALUES (?, ?, ?, ?)",
+            *(time.time(), kind, printable(part), printable(message)),
         )
 
     # -- committing
@@ -247,140 +279,25 @@ class Journal:
         noted, self._noted = self._noted, []
         return noted
 
-    def commit(self, statements: Sequence[Statement]) -> None:
-        """Write these, whole or not at all; they are on disk when this returns. Raises ``JournalError``."""
-        with self._transaction():
-            for sql, alike in groupby(statements, key=lambda statement: statement[0]):
-                self._connection.executemany(sql, (parameters for _, parameters in alike))
-
-    def close(self) -> None:
-        """Close the file; what is noted and not committed is lost."""
-        self._connection.close()
-
-    def needed_from(self, checkpoints: int) -> int:
-        """The first step whose tokens the newest so many checkpoints need, or any that is kept; 0 for all."""
-        newest = self._rows("SELECT step FROM checkpoints ORDER BY step DESC LIMIT ?", checkpoints)
-        kept = self._rows("SELECT step FROM checkpoints WHERE removed_at IS NULL")
-        return int(min(step for (step,) in [*newest, *kept])) if len(newest) == checkpoints else 0
-
-    def prune(self, before_step: int) -> bool:
-        """Drop the tokens of some groups trained before a step, or rejected before it; False when none is left."""
-        with self._transaction():
-            # The plus sign keeps SQLite from looking for the lowest id in the table, from the run's first group on.
-            (needed,) = self._row(
-                f"""
-                SELECT min(id) FROM (
-                    SELECT min(+id) AS id FROM groups WHERE step >= ?
-                    UNION ALL SELECT min(+id) FROM groups WHERE {_OUTSTANDING}
-                )
-                """,
-                before_step,
-            )
-            doomed = self._rows(
-                "SELECT DISTINCT group_id FROM segments WHERE group_id < ? LIMIT ?", needed or 0, PRUNED_AT_ONCE
-            )
-            self._connection.executemany("DELETE FROM segments WHERE group_id = ?", doomed)
-        return len(doomed) == PRUNED_AT_ONCE
-
-    # -- reading back, for the writer's own use
-
-    def meta(self) -> dict[str, Any]:
-        """What ``described`` said."""
-        return {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM meta")}
-
-    def ledger_rows(self) -> dict[str, Any]:
-        """What the ledger's state follows from, by the keys of ``Ledger.snapshot`` that history decides."""
-        (step,) = self._row("SELECT coalesce(max(step) + 1, 0) FROM batches")
-        (version,) = self._row("SELECT coalesce(max(version), 0) FROM publishes")
-        (late,) = self._row("SELECT coalesce(sum(late), 0) FROM batches")
-        dropped = self._rows(f"SELECT state, reason, count(*) FROM groups WHERE {_DROPPED} GROUP BY state, reason")
-        outstanding: dict[str, list[list[int]]] = {"running": [], "finished": []}
-        for state, *row in self._rows(f"SELECT state, id, version FROM groups WHERE {_OUTSTANDING} ORDER BY id"):
-            outstanding[state].append(row)
-        return {
-            "step": step,
-            "version": version,
-            "next_id": self.next_group(),
-            "late": late,
-            "requeued": sum(count for state, _, count in dropped if state == "requeued"),
-            "rejections": {reason: count for state, reason, count in dropped if state == "rejected"},
-            **outstanding,
-        }
-
-    def next_group(self) -> int:
-        """The index of the next group."""
-        (next_id,) = self._row("SELECT coalesce(max(id) + 1, 0) FROM groups")
-        return int(next_id)
-
-    def trained_steps(self) -> int:
-        """The first step that has not been reported as trained."""
-        (step,) = self._row("SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL")
-        return int(step)
-
-    def checksum(self, version: int) -> str | None:
-        """The checksum of a published version's bytes."""
-        found = self._rows("SELECT checksum FROM publishes WHERE version = ?", version)
-        return str(found[0][0]) if found else None
-
-    def loader(self) -> dict[str, int] | None:
-        """Where the data loader stands after the newest admission that moved it."""
-        found = self._rows("SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1")
-        return {"epoch": found[0][0], "position": found[0][1]} if found else None
-
-    def serial(self) -> int:
-        """The serial of the newest prompt admitted; 0 before the first."""
-        found = self._rows("SELECT serial FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1")
-        return int(found[0][0]) if found else 0
-
-    def accuracies(self) -> dict[int, float]:
-        """Greedy held-out accuracy by step."""
-        return dict(self._rows("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
-
-    def evaluations(self) -> frozenset[tuple[int, str]]:
-        """Step and kind of every evaluation."""
-        return frozenset(self._rows("SELECT step, kind FROM evaluations"))
-
-    def solved(self, correct: float) -> dict[str, int]:
-        """By uid, in how many groups in a row up to the newest no rollout had a reward below ``correct``."""
-        in_a_row: dict[str, int] = {}
-        for uid, lowest in self._rows(
-            """
-            SELECT g.uid, min(r.reward) FROM groups g JOIN rollouts r ON r.group_id = g.id
-            WHERE g.state IN ('finished', 'taken') OR (g.state = 'rejected' AND g.reason = 'uniform')
-            GROUP BY g.id ORDER BY g.id
-            """
-        ):
-            if lowest >= correct:
-                in_a_row[uid] = in_a_row.get(uid, 0) + 1
-            else:
-                in_a_row.pop(uid, None)
-        return in_a_row
-
-    def outstanding_prompts(self) -> list[Prompt]:
-        """The prompts of groups that are admitted and not taken, in admission order."""
-        rows = self._rows(f"SELECT uid, prompt, fields FROM groups WHERE {_OUTSTANDING} ORDER BY id")
-        return [prompt_of(*row) for row in rows]
-
     def open_groups(self) -> tuple[OpenGroup, ...]:
         """The running groups, in admission order."""
         opened = []
-        for group_id, version, uid, content, fields, prompt_ids in self._rows(
-            f"SELECT id, version, uid, prompt, fields, prompt_ids FROM groups WHERE {_OUTSTANDING} "
-            "AND state = 'running' ORDER BY id"
-        ):
-            ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
+        for (group_id,) in self._rows(f"SELECT id FROM groups WHERE {OUTSTANDING} AND state = 'running' ORDER BY id"):
+            with explained(self._path):
+                group = read_group(self._connection, group_id)
+                rollouts = read_rollouts(self._connection, group_id)
             scored: set[int] = set()
             unscored: dict[int, Rollout] = {}
             prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
-            for place, finish_reason, reward in self._rows(
-                "SELECT place, finish_reason, reward FROM rollouts WHERE group_id = ?", group_id
-            ):
-                if reward is not None:
+            for place, row in rollouts.items():
+                if row.reward is not None:
                     scored.add(place)
                     continue
-                sequences = self._sequences(group_id, place)
-                if finish_reason is not None:
-                    unscored[place] = rollout_of(group_id, place, ids, sequences, finish_reason)
+                with explained(self._path):
+                    sequences = sequences_of(self._connection, group_id, place)
+                    check_count(group_id, place, row, sequences)
+                if row.finish_reason is not None:
+                    unscored[place] = rollout_of(group_id, place, group.prompt_ids, sequences, row.finish_reason)
                     continue
                 prefixes[place] = sequences
                 self._in_part.setdefault(group_id, {})[place] = {
@@ -389,50 +306,28 @@ class Journal:
                     }
                     for branch, parts in sequences.items()
                 }
-            admission = Admission(group_id, version, prompt_of(uid, content, fields), ids)
+            admission = Admission(group_id, group.version, group.prompt, group.prompt_ids)
             opened.append(OpenGroup(admission, frozenset(scored), unscored, prefixes))
         return tuple(opened)
 
-    def rewards(self, group_id: int) -> dict[int, float]:
-        """The rewards that a group's rollouts have, by place."""
-        return dict(
-            self._rows("SELECT place, reward FROM rollouts WHERE group_id = ? AND reward IS NOT NULL", group_id)
-        )
+    def _note_segment(self, group_id: int, place: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
+        start, version, *_, crc = columns
+        key = (group_id, place, branch, start, version)
+        self._note(_SEGMENT, group_id, place, branch, *columns, at, key_crc(*key, crc))
 
-    def batch(self, step: int) -> TrainingBatch:
-        """The batch of a step, as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
-        with explained(self._path), sound(self._path):
-            return read_batch(self._connection, step)
-
-    def _sequences(self, group_id: int, place: int) -> dict[int, tuple[Segment, ...]]:
-        """What is recorded of a rollout, by branch."""
-        with explained(self._path):
-            return sequences_of(self._connection, group_id, place)
+    def _note_rollout(self, columns: tuple[Any, ...], judged_at: float | None, recorded_at: float) -> None:
+        self._note(_ROLLOUT, *columns, judged_at, recorded_at, row_crc(*columns))
 
     def _note(self, sql: str, *parameters: Any) -> None:
+        if fault := fault_in(parameters):
+            table = _TABLE.search(sql)
+            row = ", ".join(f"{value!r:.40}" for value in parameters if not isinstance(value, bytes))
+            raise refusal(f"the row ({row}) of {table[1] if table else 'the journal'}", fault, self._path)
         self._noted.append((sql, parameters))
-
-    def _rows(self, sql: str, *parameters: Any) -> list[Any]:
-        with explained(self._path):
-            return self._connection.execute(sql, parameters).fetchall()
-
-    def _row(self, sql: str, *parameters: Any) -> Any:
-        return self._rows(sql, *parameters)[0]
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with explained(self._path):
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
 
 
 def _verdict(outcome: Outcome) -> tuple[float | None, str | None, str | None]:
     """The columns ``reward``, ``failure`` and ``metrics``."""
     metrics = json.dumps(dict(outcome.metrics)) if outcome.metrics else None
-    return outcome.reward, outcome.failure or None, metrics
+    reward = None if outcome.reward is None else float(outcome.reward)
+    return reward, printable(outcome.failure) or None, metrics

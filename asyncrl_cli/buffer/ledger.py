@@ -87,6 +87,10 @@ class LedgerError(RuntimeError):
     """An event that the ledger's state does not allow. The state is unchanged."""
 
 
+class LateGroups(LedgerError):
+    """Groups that were admitted under ``train`` and cannot meet the deadlines of another policy."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupEntry:
     """One admitted group.
@@ -388,10 +392,14 @@ class Ledger:
         Raises:
             LedgerError: no version is due, i.e. t is not (v + 1)·k.
         """
+        self.check_publish()
+        self._version += 1
+
+    def check_publish(self) -> None:
+        """Raise ``LedgerError`` as ``publish`` would."""
         if not self.publish_due:
             due = (self._version + 1) * self.publish_every
             raise LedgerError(f"version {self._version + 1} is due at step {due}, not {self._step}")
-        self._version += 1
 
     # -- restart
 
@@ -423,6 +431,7 @@ class Ledger:
 
         Raises:
             LedgerError: the snapshot is of another format or contradicts itself.
+            LateGroups: it breaks the claim above, which ``wait`` and ``requeue`` rest on.
             KeyError: a key is missing.
         """
         if state["format"] != SNAPSHOT_FORMAT:
@@ -515,6 +524,10 @@ class Ledger:
         )
         if not sound:
             raise LedgerError("the snapshot contradicts itself")
+        if self.on_stale != "train":
+            overflow = self._overflow(sorted(self._version_of)) - self.groups_per_step
+            if overflow > 0:
+                raise LateGroups(f"{overflow} of the groups that are not trained yet can no longer meet their deadline")
 
     def _remove(self, group_ids: list[int], group_id: int, expected: str) -> None:
         index = _index(group_ids, group_id)

@@ -22,9 +22,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from asyncrl_cli.buffer.records import BufferSettings
-from asyncrl_cli.buffer.rollout_rows import TOKENS, sequences_of
+from asyncrl_cli.buffer.rollout_rows import read_group, read_rollouts, sequences_of
 from asyncrl_cli.buffer.schema import JournalError, explained, open_for_reading
-from asyncrl_cli.data.prompts import Prompt, prompt_from
+from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.rollout.records import Segment, training_rollout_id
 
 GroupState = Literal["running", "finished", "taken", "trained", "rejected", "requeued"]
@@ -364,32 +364,21 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
     row = connection.execute(f"{_GROUP} WHERE g.id = :id", known).fetchone()
     if row is None:
         raise LookupError(f"there is no group {group_id}")
-    uid, content, fields, prompt_ids = connection.execute(
-        "SELECT uid, prompt, fields, prompt_ids FROM groups WHERE id = ?", (group_id,)
-    ).fetchone()
+    group = read_group(connection, group_id)
     rollouts = [
         RolloutRecord(
             rollout_id=training_rollout_id(group_id, place),
-            tokens=tokens,
-            finish_reason=finish_reason,
-            reward=reward,
-            failure=failure,
-            metrics=json.loads(metrics) if metrics else {},
-            recorded_at=recorded_at,
+            tokens=row_of.tokens,
+            finish_reason=row_of.finish_reason,
+            reward=row_of.reward,
+            failure=row_of.failure,
+            metrics=row_of.measured(),
+            recorded_at=row_of.recorded_at,
             segments=_segments(connection, group_id, place),
         )
-        for place, tokens, finish_reason, reward, failure, metrics, recorded_at in connection.execute(
-            "SELECT place, tokens, finish_reason, reward, failure, metrics, recorded_at FROM rollouts "
-            "WHERE group_id = ?",
-            (group_id,),
-        )
+        for place, row_of in read_rollouts(connection, group_id).items()
     ]
-    return GroupRecord(
-        row=GroupRow(*row),
-        prompt=prompt_from({"uid": uid, "content": json.loads(content), "fields": json.loads(fields)}),
-        prompt_ids=tuple(np.frombuffer(prompt_ids, TOKENS).tolist()),
-        rollouts=tuple(rollouts),
-    )
+    return GroupRecord(GroupRow(*row), group.prompt, group.prompt_ids, tuple(rollouts))
 
 
 def _segments(connection: sqlite3.Connection, group_id: int, place: int) -> tuple[Segment, ...]:

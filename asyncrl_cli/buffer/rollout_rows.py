@@ -1,6 +1,7 @@
 """Recorded rollouts: how tokens become columns of the journal, and how rows become rollouts and batches again.
 
-Arrays are raw little-endian bytes. Every reading of tokens is checked against their CRC.
+Arrays are raw little-endian bytes. Whatever has a CRC is checked against it when it is read; a wrong one raises
+``sqlite3.DatabaseError``, which ``schema.explained`` turns into a ``JournalError``.
 """
 
 from __future__ import annotations
@@ -8,73 +9,149 @@ from __future__ import annotations
 import json
 import sqlite3
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncrl_cli.buffer.records import Candidate
 from asyncrl_cli.data.prompts import Prompt, prompt_from
-from asyncrl_cli.rollout.records import Rollout, Segment, branch_id, training_rollout_id
+from asyncrl_cli.rollout.records import GIVEN, Rollout, Segment, branch_id, training_rollout_id
 from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
 
 TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
+class GroupRow(NamedTuple):
+    """The prompt of a group, and the version at which it was admitted."""
+
+    version: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+
+
+class RolloutRow(NamedTuple):
+    """The columns of a rollout, in the order of ``_ROLLOUT_COLUMNS``."""
+
+    tokens: int
+    finish_reason: str | None
+    reward: float | None
+    failure: str | None
+    metrics: str | None
+    oldest: int | None
+    newest: int | None
+    recorded_at: float
+
+    def measured(self) -> dict[str, float]:
+        """``metrics``, as the task said them."""
+        measured: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
+        return measured
+
+
+_ROLLOUT_COLUMNS = ", ".join(RolloutRow._fields)
+
+
 def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     """The batch of a step, as it was taken. Raises ``LookupError`` when it is not there, or its tokens are pruned.
 
-    Texts are left empty: training needs none.
+    Texts are left empty: training needs none. Raises ``sqlite3.DatabaseError`` for damage.
     """
     found = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
     if found is None:
         raise LookupError(f"step {step} has no batch")
-    rows = connection.execute(
-        """
-        SELECT g.id, r.place, g.uid, g.version, g.prompt_ids, r.reward, r.metrics, r.finish_reason, r.tokens,
-               s.branch, s.start, s.version, s.tokens, s.logprobs, s.crc
-        FROM groups g JOIN rollouts r ON r.group_id = g.id
-        LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place
-        WHERE g.step = ? ORDER BY g.id, r.place, s.branch, s.start
-        """,
-        (step,),
+    (text,) = connection.execute("SELECT value FROM meta WHERE key = 'settings'").fetchone()
+    settings = json.loads(text)
+    ids = [row[0] for row in connection.execute("SELECT id FROM groups WHERE step = ? ORDER BY id", (step,))]
+    if len(ids) != settings["groups_per_step"]:
+        raise _malformed(f"the batch of step {step} has {len(ids)} groups")
+    groups = tuple(_training_group(connection, step, group_id, settings["group_size"]) for group_id in ids)
+    return TrainingBatch(step, found[0], groups)
+
+
+def _training_group(connection: sqlite3.Connection, step: int, group_id: int, size: int) -> TrainingGroup:
+    group = read_group(connection, group_id)
+    rows = read_rollouts(connection, group_id)
+    rewards = [row.reward for row in rows.values() if row.reward is not None]
+    if len(rewards) != size or len(rows) != size:
+        raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
+    rollouts = []
+    for place, row in rows.items():
+        sequences = sequences_of(connection, group_id, place)
+        if row.tokens and not sequences and _is_pruned(connection, group_id):
+            raise LookupError(f"the tokens of step {step} are pruned")
+        check_count(group_id, place, row, sequences)
+        rollouts.append(rollout_of(group_id, place, group.prompt_ids, sequences, row.finish_reason))
+    measured = tuple(row.measured() for row in rows.values())
+    return TrainingGroup(
+        group_id, group.prompt.uid, group.version, tuple(rollouts), tuple(rewards), measured if any(measured) else ()
     )
-    groups = []
-    for group_id, of_group in groupby(rows, key=lambda row: row[0]):
-        rollouts, rewards, measured, uid, version = [], [], [], "", 0
-        for place, parts in groupby(of_group, key=lambda row: row[1]):
-            cut = list(parts)
-            _, _, uid, version, prompt_ids, reward, metrics, finish_reason, tokens, branch, *_ = cut[0]
-            if tokens and branch is None:
-                raise LookupError(f"the tokens of step {step} are pruned")
-            sequences = _by_branch(group_id, place, [] if branch is None else [row[9:] for row in cut])
-            ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
-            rollouts.append(rollout_of(group_id, place, ids, sequences, finish_reason))
-            rewards.append(reward)
-            measured.append(json.loads(metrics) if metrics else {})
-        found_metrics = tuple(measured) if any(measured) else ()
-        groups.append(TrainingGroup(group_id, uid, version, tuple(rollouts), tuple(rewards), found_metrics))
-    return TrainingBatch(step, found[0], tuple(groups))
+
+
+def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
+    """What is recorded of a group's prompt. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
+    row = connection.execute(
+        "SELECT uid, prompt, fields, prompt_ids, version, serial, epoch, position, crc FROM groups WHERE id = ?",
+        (group_id,),
+    ).fetchone()
+    if row is None:
+        raise _malformed(f"group {group_id} is missing")
+    *columns, crc = row
+    if crc is not None and row_crc(group_id, *columns) != crc:
+        raise _malformed(f"the prompt of group {group_id} has another checksum")
+    uid, content, fields, prompt_ids, version, *_ = columns
+    return GroupRow(version, prompt_of(uid, content, fields), tuple(np.frombuffer(prompt_ids, TOKENS).tolist()))
+
+
+def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
+    """What is recorded of a group's rollouts beside tokens, by place. Raises ``sqlite3.DatabaseError`` for damage."""
+    rollouts = {}
+    for place, crc, *columns in connection.execute(
+        f"SELECT place, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY place", (group_id,)
+    ):
+        if crc is not None and row_crc(group_id, place, *columns[:-1]) != crc:
+            raise _malformed(f"rollout {training_rollout_id(group_id, place)} has another checksum")
+        rollouts[place] = RolloutRow(*columns)
+    return rollouts
 
 
 def sequences_of(connection: sqlite3.Connection, group_id: int, place: int) -> dict[int, tuple[Segment, ...]]:
     """The recorded segments of a rollout's sequences, by branch. Raises ``sqlite3.DatabaseError`` for damaged ones."""
+    name = training_rollout_id(group_id, place)
     rows = connection.execute(
-        "SELECT branch, start, version, tokens, logprobs, crc FROM segments WHERE group_id = ? AND place = ? "
-        "ORDER BY branch, start",
+        "SELECT branch, start, version, tokens, logprobs, crc, key_crc FROM segments "
+        "WHERE group_id = ? AND place = ? ORDER BY branch, start",
         (group_id, place),
     )
-    return _by_branch(group_id, place, rows)
+    sequences = {}
+    for branch, of_branch in groupby(rows, key=lambda row: row[0]):
+        segments = []
+        end = 0
+        for _, start, version, tokens, logprobs, crc, keyed in of_branch:
+            key = (group_id, place, branch, start, version)
+            if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
+                raise _malformed(f"the tokens of rollout {name} have another checksum")
+            if start != end:
+                raise _malformed(f"tokens of rollout {name} before its token {start} are missing")
+            ids = np.frombuffer(tokens, TOKENS)
+            end = start + len(ids)
+            segments.append(Segment(branch_id(name, branch), start, version, ids, np.frombuffer(logprobs, LOGPROBS)))
+        sequences[branch] = tuple(segments)
+    return sequences
 
 
-def _by_branch(group_id: int, place: int, rows: Iterable[Sequence[Any]]) -> dict[int, tuple[Segment, ...]]:
-    """Segments from rows of branch, start, version, tokens, logprobs and crc that are sorted."""
-    name = training_rollout_id(group_id, place)
-    return {
-        branch: tuple(_segment(branch_id(name, branch), *row[1:]) for row in of_branch)
-        for branch, of_branch in groupby(rows, key=lambda row: row[0])
-    }
+def check_count(group_id: int, place: int, row: RolloutRow, sequences: Mapping[int, Sequence[Segment]]) -> None:
+    """Raise ``sqlite3.DatabaseError`` unless these are all the sampled tokens of a rollout."""
+    held = sum(len(part.response_ids) for parts in sequences.values() for part in parts if part.version != GIVEN)
+    if held != row.tokens:
+        name = training_rollout_id(group_id, place)
+        raise _malformed(f"rollout {name} has {held} of its {row.tokens} tokens")
+
+
+def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
+    (pruned_to,) = connection.execute("SELECT value FROM meta WHERE key = 'pruned_to'").fetchone()
+    return group_id < int(pruned_to)
 
 
 def columns_of(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
@@ -84,14 +161,34 @@ def columns_of(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
     return segment.start, segment.version, tokens, logprobs, _crc(tokens, logprobs)
 
 
+def prompt_columns(candidate: Candidate) -> tuple[str, str, str, bytes]:
+    """The columns ``uid``, ``prompt``, ``fields`` and ``prompt_ids``."""
+    ids = np.asarray(candidate.prompt_ids, TOKENS).tobytes()
+    return candidate.prompt.uid, *prompt_texts(candidate.prompt), ids
+
+
+def prompt_texts(prompt: Prompt) -> tuple[str, str]:
+    """The columns ``prompt`` and ``fields``."""
+    return json.dumps(prompt.content), json.dumps(dict(prompt.fields))
+
+
+def row_crc(*values: Any) -> int:
+    """The CRC-32 of some columns."""
+    shown = [zlib.crc32(value) if isinstance(value, bytes) else value for value in values]
+    return zlib.crc32(json.dumps(shown).encode())
+
+
+def key_crc(group_id: int, place: int, branch: int, start: int, version: int, crc: int) -> int:
+    """The CRC-32 of which tokens a segment has, and of their own ``crc``."""
+    return zlib.crc32(b"%d,%d,%d,%d,%d,%d" % (group_id, place, branch, start, version, crc))
+
+
 def _crc(tokens: bytes, logprobs: bytes) -> int:
     return zlib.crc32(logprobs, zlib.crc32(tokens))
 
 
-def _segment(name: str, start: int, version: int, tokens: bytes, logprobs: bytes, crc: int) -> Segment:
-    if _crc(tokens, logprobs) != crc:
-        raise sqlite3.DatabaseError(f"the tokens of rollout {name} are malformed")
-    return Segment(name, start, version, np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS))
+def _malformed(what: str) -> sqlite3.DatabaseError:
+    return sqlite3.DatabaseError(f"malformed: {what}")
 
 
 def rollout_of(

@@ -13,7 +13,9 @@
     meta         what the rows mean: bounds, group size, where the history begins
 
 Arrays are raw little-endian bytes of one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
-``crc`` is the CRC-32 of the bytes of ``tokens`` and then ``logprobs``: SQLite itself notices no flipped bit there.
+SQLite itself notices no flipped bit in a value, so rows carry CRC-32 checksums (buffer/rollout_rows.py): ``crc`` of a
+segment is that of its ``tokens`` and then ``logprobs``, ``key_crc`` also covers which tokens they are; ``crc`` of a
+group covers its prompt, and ``crc`` of a rollout its reward and how it ended. Rows of older schemas have NULL there.
 Times are unix seconds. Writers use ``PRAGMA user_version`` as the schema's number; ``MIGRATIONS[n]`` leads from
 number n to n + 1.
 """
@@ -109,6 +111,17 @@ MIGRATIONS = (
         ending TEXT NOT NULL, PRIMARY KEY (ended_at, request)
     ) WITHOUT ROWID;
     """,
+    # Checksums of more than tokens, the settings that each start worked by, and which groups' tokens were dropped:
+    # those of groups below meta's `pruned_to`.
+    """
+    ALTER TABLE groups ADD COLUMN crc INTEGER;
+    ALTER TABLE rollouts ADD COLUMN crc INTEGER;
+    ALTER TABLE segments ADD COLUMN key_crc INTEGER;
+    ALTER TABLE starts ADD COLUMN settings TEXT;
+    UPDATE starts SET settings = (SELECT value FROM meta WHERE key = 'settings');
+    INSERT INTO meta SELECT 'pruned_to',
+        coalesce((SELECT min(group_id) FROM segments), (SELECT max(id) + 1 FROM groups), 0);
+    """,
 )
 
 
@@ -116,6 +129,9 @@ DAMAGED = (
     "It is damaged. `asyncrl resume RUN --without-journal` goes on from the newest checkpoint, and generates again "
     "what was not trained by then; the damaged file is kept beside it"
 )
+
+
+_SIGNS_OF_DAMAGE = ("malformed", "not a database", "corrupt", "decode")
 
 
 class JournalError(UserError):
@@ -127,13 +143,13 @@ def explained(path: Path) -> Iterator[None]:
     """Turn what SQLite raises into a ``JournalError`` with a mend."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         text = str(error)
         if "full" in text or (isinstance(error, sqlite3.OperationalError) and "I/O" in text):
             mend = "Free space on its disk, then `asyncrl resume`: everything acknowledged is in it"
         elif "locked" in text or "busy" in text:
             mend = "Another program holds its lock: close it, then `asyncrl resume`"
-        elif "malformed" in text or "not a database" in text or "corrupt" in text:
+        elif any(sign in text for sign in _SIGNS_OF_DAMAGE):
             mend = DAMAGED
         else:
             mend = "Look at the file and its folder"
@@ -220,7 +236,7 @@ def check(path: Path) -> None:
     try:
         with explained(path):
             if path.stat().st_size <= CHECKED_BYTES:
-                (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
                 if found != "ok":
                     raise sqlite3.DatabaseError(f"malformed: {found}")
     finally:

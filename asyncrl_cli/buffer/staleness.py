@@ -4,7 +4,8 @@ A group's lag is the version of its batch minus the version it was admitted at. 
 that sampled it, as its segment says. The proof checks the rows against one another and trusts no summary of them:
 
 * the batch of step t is trained at version t // k (k steps per publish);
-* every group of a batch has a lag of 0 to S (with ``on_stale: train`` more is counted as late);
+* every group of a batch has a lag of 0 to S (with ``on_stale: train`` more is counted as late), by the settings that
+  held when its step was taken: a resume may change them;
 * no token is older than its group's version, so that no token's lag exceeds its group's;
 * no token of a batch is newer than the batch.
 
@@ -16,12 +17,15 @@ Steps are counted from 0 here, as in the journal.
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl_cli.buffer.queries import Standing, standing
+from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.rollout.records import GIVEN, branch_id, training_rollout_id
 
 
@@ -86,7 +90,8 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         if not prompt_bytes:
             episodes.add(group_id)
     steps = {step: StepLags(step, step) for step in batch_versions}
-    every, bound = where.settings.publish_every, where.settings.max_staleness
+    every = where.settings.publish_every
+    settings_at = _settings_at(connection, where)
     breaches = [
         Breach(step, None, f"the batch is of version {version}, and its step belongs to version {step // every}")
         for step, version in batch_versions.items()
@@ -104,7 +109,9 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
             continue
         lag = batch_versions[step] - version
         steps[step].groups[lag] += 1
-        if lag > bound and where.settings.on_stale == "train":
+        settings = settings_at(step)
+        bound = settings.max_staleness
+        if lag > bound and settings.on_stale == "train":
             late += 1
         elif not 0 <= lag <= bound:
             breaches.append(Breach(step, group_id, _group_breach(version, batch_versions[step], lag, bound)))
@@ -129,6 +136,20 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         late=late,
         breaches=tuple(breaches[:BREACHES_TOLD]),
     )
+
+
+def _settings_at(connection: sqlite3.Connection, where: Standing) -> Callable[[int], BufferSettings]:
+    """The settings by which the batch of a step was taken: those of the last start before it."""
+    starts = [
+        (step, BufferSettings(**json.loads(text)))
+        for step, text in connection.execute("SELECT step, settings FROM starts WHERE settings NOT NULL ORDER BY id")
+    ]
+
+    def at(step: int) -> BufferSettings:
+        before = bisect_right(starts, step, key=lambda start: start[0])
+        return starts[before - 1][1] if before else where.settings
+
+    return at
 
 
 def in_ranges(steps: tuple[StepLags, ...], rows: int) -> tuple[StepLags, ...]:

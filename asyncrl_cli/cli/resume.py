@@ -24,6 +24,9 @@ def resume(
     without_journal: Annotated[
         bool, typer.Option("--without-journal", help="Set a damaged journal aside; go on from a checkpoint alone.")
     ] = False,
+    accept_changed_data: Annotated[
+        bool, typer.Option("--accept-changed-data", help="Continue although the training data was edited.")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
     quiet: Quiet = False,
 ) -> None:
@@ -45,11 +48,14 @@ def resume(
 
     from asyncrl_cli.cli.running import drive
     from asyncrl_cli.pipeline.launch import Experiment
-    from asyncrl_cli.pipeline.resume import prepare
+    from asyncrl_cli.pipeline.resume import check_data, prepare
 
-    start = prepare(run, spec, step, ", ".join(changed), without_journal)
+    plan = prepare(run, spec, step, ", ".join(changed), without_journal)
     search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
     experiment = Experiment.load(spec, search_path)
+    if not (without_journal or accept_changed_data):
+        check_data(run, experiment)
+    start = plan.carry_out(run)  # nothing on disk changes before
     run.write_text("spec.yaml", dump_spec(spec))
     run.update(phase="starting", steps=spec.stop.steps)
     drive(experiment, run, start, quiet)

@@ -97,8 +97,14 @@ class PromptLoader:
                 f"{len(self._prompts)} training prompts cannot be at position {position} of epoch {epoch}",
                 mend="resume with the data the run was started with",
             )
-        self._epoch, self._position = epoch, position
-        self._begin_epoch()
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._begin_epoch()
+        self._position = position
+
+    def newest(self) -> Prompt:
+        """The prompt given out last in the present epoch, which must not be at its beginning."""
+        return self._prompts[self._indices[self._position - 1]]
 
     def _stage_of(self, epoch: int) -> tuple[Stage, int]:
         """The stage that an epoch is in, and its number there."""

@@ -154,7 +154,7 @@ class Conductor:
             return
         started = time.monotonic()
         await self._tell()
-        state = {"step": step, **await parts.buffer.call("fallback")}
+        state = {"step": step, **await parts.buffer.call("fallback", step)}
         saving = self._follower.at(step, lambda: parts.checkpoints.save(step, state))
         saved = await parts.watchdog.until(saving, "the trainer", f"the checkpoint of step {step}")
         removed = await parts.checkpoints.prune(self._accuracies, self._evaluating)

@@ -7,7 +7,8 @@
 
 Invariant: a folder called ``step-…`` was complete once, as it was written under a hidden name, synced and renamed;
 what is missing or different in it now is damage. Hidden folders are what an interrupted save, removal or conversion
-left behind.
+left behind. ``checkpoints/aside-1`` and so on hold checkpoints of steps that were trained again from an older one; no
+command looks there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -254,12 +256,21 @@ def remove(checkpoint: Checkpoint) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def remove_later(folder: Path, step: int) -> list[int]:
-    """Delete the checkpoints of later steps: they belong to a course that the run leaves. Returns their steps."""
-    later = [checkpoint for checkpoint in complete_checkpoints(folder) if checkpoint.step > step]
-    for checkpoint in later:
-        remove(checkpoint)
-    return [checkpoint.step for checkpoint in later]
+def set_aside_later(folder: Path, step: int) -> Path | None:
+    """Move the checkpoints of later steps out of the way, to ``aside-N``, because the run trains those steps again.
+
+    Otherwise a trainer that restarts would load them, and a save would keep them in place of its own. Returns the new
+    folder; None when there are none.
+    """
+    later = [checkpoint.folder for checkpoint in complete_checkpoints(folder) if checkpoint.step > step]
+    if not later:
+        return None
+    aside = next(path for number in count(1) if not (path := folder / f"aside-{number}").exists())
+    aside.mkdir()
+    for path in later:
+        os.rename(path, aside / path.name)
+    sync(folder)
+    return aside
 
 
 def sweep(folder: Path) -> None:

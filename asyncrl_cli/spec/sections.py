@@ -392,7 +392,7 @@ class PipelineSpec(Section):
     on_stale: Literal["wait", "requeue", "train"] = Field(
         "wait",
         description="A group that would pass its deadline: `wait` for it, `requeue` its prompt, or `train` it late "
-        "and count it.",
+        "and count it. `requeue` favours short responses: in simulations their mean length fell by 18 to 20 %.",
     )
     stall_minutes: float = Field(
         10.0,

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from asyncrl_cli.tasks.base import REWARD_TOLERANCE
+
 DEVIATION_FLOOR = 1e-6
 """Added to the standard deviation, so that rewards that differ by rounding only stay without effect."""
 
@@ -21,7 +23,7 @@ Estimator = Callable[[Tensor], Tensor]
 
 
 def uniform_groups(rewards: Tensor) -> Tensor:
-    """Which groups have rewards that are all equal, and so nothing to learn from.
+    """Which groups have rewards that are all equal up to ``REWARD_TOLERANCE``, and so nothing to learn from.
 
     Args:
         rewards: [groups, group_size].
@@ -29,7 +31,7 @@ def uniform_groups(rewards: Tensor) -> Tensor:
     Returns:
         bool, [groups].
     """
-    return (rewards == rewards[:, :1]).all(dim=1)
+    return torch.isclose(rewards, rewards[:, :1], rtol=REWARD_TOLERANCE, atol=REWARD_TOLERANCE).all(dim=1)
 
 
 def group_norm(rewards: Tensor) -> Tensor:

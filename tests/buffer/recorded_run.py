@@ -164,7 +164,7 @@ class RecordedRun:
 
     def _open(self, kind: str) -> DurableLedger:
         book = DurableLedger(self._path, self.settings)
-        book.journal.started(kind, book.ledger.step, book.ledger.version, "")
+        book.start(kind, "")
         book.opening()
         book.journal.commit(book.journal.noted())
         return book

@@ -29,7 +29,7 @@ from buffer_stand_ins import (
 from asyncrl_cli.buffer import actor
 from asyncrl_cli.buffer.actor import Buffer
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.journal import Statement
+from asyncrl_cli.buffer.journal_file import Statement
 from asyncrl_cli.buffer.records import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
 from asyncrl_cli.buffer.schema import FILE, JournalError
 from asyncrl_cli.rollout.records import Rollout
@@ -145,7 +145,7 @@ def test_a_commit_that_nothing_waits_for_is_put_off_until_something_does(
             buffer.failed("engine", "engine-0", "went away"),
         )
         assert not gate.commits
-        (urgent,) = await started(buffer.fallback())
+        (urgent,) = await started(buffer.fallback(0))
         await gate.begun()
         assert not any(task.done() for task in [*lazy, urgent])
         gate.let_through()
@@ -213,7 +213,7 @@ LATER: dict[str, Callable[[Buffer], Coroutine[Any, Any, Any]]] = {
     "requeue": lambda buffer: buffer.requeue([]),
     "trained": lambda buffer: buffer.trained(StepRecord(0, "digest", {})),
     "publish": lambda buffer: buffer.publish(publish_record(0, 0)),
-    "fallback": lambda buffer: buffer.fallback(),
+    "fallback": lambda buffer: buffer.fallback(0),
     "checkpointed": lambda buffer: buffer.checkpointed(1, "folder", 0.0, []),
     "failed": lambda buffer: buffer.failed("engine", "engine-0", "went away"),
     "prune": lambda buffer: buffer.prune(1),

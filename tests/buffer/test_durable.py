@@ -64,7 +64,7 @@ def test_a_new_journal_begins_at_the_beginning(path: Path) -> None:
     book, opening = opened(path)
     assert (opening.step, opening.version, opening.trained, opening.serial) == (0, 0, 0, 0)
     assert (opening.checksum, opening.loader, opening.groups, opening.waiting) == (None, None, (), ())
-    assert book.fallback() == {"next_group": 0, "loader": None, "prompts": []}
+    assert book.fallback(book.ledger.step) == {"next_group": 0, "loader": None, "prompts": []}
 
 
 def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_whole(path: Path) -> None:
@@ -326,7 +326,7 @@ def given_up(path: Path) -> dict[str, Any]:
     book.publish(publish_record(2, 2))
     book.admit(candidates(4, 2))
     commit(book)
-    kept: dict[str, Any] = json.loads(json.dumps({"step": 2, **book.fallback()}))
+    kept: dict[str, Any] = json.loads(json.dumps({"step": 2, **book.fallback(book.ledger.step)}))
     assert [prompt["uid"] for prompt in kept["prompts"]] == ["p1", "p4"]
     return kept
 
@@ -350,7 +350,8 @@ def test_a_run_goes_on_from_a_checkpoint_without_its_journal(tmp_path: Path) -> 
     assert [a.group_id for a in book.admit([first]).admissions] == [base["next_group"]]
     book, opening = reopened(book, path)
     assert [prompt.uid for prompt in opening.waiting] == ["p4"]
-    assert [prompt["uid"] for prompt in book.fallback()["prompts"]] == ["p1", "p4"], "the next checkpoint keeps both"
+    kept = book.fallback(book.ledger.step)
+    assert [prompt["uid"] for prompt in kept["prompts"]] == ["p1", "p4"], "the next checkpoint keeps both"
 
     book.admit([second, replace(third, loader={"epoch": 0, "position": 5})])
     finish(book, base["next_group"], base["next_group"] + 1)
@@ -358,7 +359,7 @@ def test_a_run_goes_on_from_a_checkpoint_without_its_journal(tmp_path: Path) -> 
     book, opening = reopened(book, path)
     assert (opening.step, opening.version, opening.waiting) == (3, 2, ())
     assert opening.loader == {"epoch": 0, "position": 5}
-    assert [prompt["uid"] for prompt in book.fallback()["prompts"]] == ["p3"]
+    assert [prompt["uid"] for prompt in book.fallback(book.ledger.step)["prompts"]] == ["p3"]
 
 
 def test_a_prompt_that_waits_twice_is_admitted_twice(path: Path) -> None:

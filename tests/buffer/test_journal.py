@@ -25,7 +25,7 @@ from buffer_stand_ins import (
     whole,
 )
 
-from asyncrl_cli.buffer import journal, schema
+from asyncrl_cli.buffer import journal_file, schema
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.buffer.rollout_rows import read_batch
@@ -169,7 +169,7 @@ def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
 
 
 def test_pruning_is_done_a_little_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "PRUNED_AT_ONCE", 2)
+    monkeypatch.setattr(journal_file, "PRUNED_AT_ONCE", 2)
     book = book_with_steps(path, 4)
     assert pruned(book, 3) == 4, "six groups, two at a time, and a look that finds none"
     assert pruned(book, 3) == 1
@@ -197,7 +197,7 @@ def test_a_batch_that_never_was_cannot_be_read(path: Path) -> None:
     "question",
     [
         lambda book: book.opening(),
-        lambda book: book.fallback(),
+        lambda book: book.fallback(0),
         lambda book: book.journal.ledger_rows(),
         lambda book: book.journal.prune(1),
         lambda book: book.journal.batch(0),
@@ -335,14 +335,16 @@ def test_an_older_schema_is_brought_up_to_date_by_the_writer_alone(path: Path, m
         assert count(connection, "newer") == 0
 
 
-def as_schema_1(new: Path, old: Path) -> None:
-    """The same run as the first schema's writer left it."""
+def as_schema(number: int, new: Path, old: Path) -> None:
+    """The same run as the writer of an older schema left it."""
     with closing(sqlite3.connect(old)) as connection:
-        connection.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1; ATTACH '{new}' AS new;")
+        scripts = "".join(MIGRATIONS[:number])
+        connection.executescript(f"{scripts} PRAGMA user_version = {number}; ATTACH '{new}' AS new;")
         tables = [name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")]
         for table in tables:
             columns = ", ".join(row[1] for row in connection.execute(f"PRAGMA main.table_info({table})"))
             connection.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
+        connection.execute("DELETE FROM main.meta WHERE key = 'pruned_to'")  # schema 4 has it
         connection.commit()
 
 
@@ -356,12 +358,13 @@ def layout(path: Path) -> set[tuple[str, str, str]]:
         }
 
 
-def test_a_journal_of_the_first_schema_goes_on(tmp_path: Path, path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_journal_of_an_older_schema_goes_on(tmp_path: Path, path: Path, number: int) -> None:
     book = book_with_steps(tmp_path / "new.db", 2)
     snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(2)]
     book.journal.close()
-    as_schema_1(tmp_path / "new.db", path)
-    with pytest.raises(JournalError, match="schema 1, and this version reads 3"):
+    as_schema(number, tmp_path / "new.db", path)
+    with pytest.raises(JournalError, match=f"schema {number}, and this version reads 4"):
         open_for_reading(path)
 
     book = DurableLedger(path, SETTINGS)
@@ -423,7 +426,7 @@ def test_damage_to_unfinished_tokens_is_found_when_they_are_wanted(path: Path) -
     data = path.read_bytes()
     at = data.index(rollout(name).logprobs.tobytes())
     path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
-    with pytest.raises(JournalError, match=f"the tokens of rollout {name} are malformed") as caught:
+    with pytest.raises(JournalError, match=f"the tokens of rollout {name} have another checksum") as caught:
         DurableLedger(path, SETTINGS).opening()
     assert caught.value.mend == DAMAGED
 
@@ -442,7 +445,7 @@ def test_values_that_cannot_be_are_damage(path: Path, sql: str) -> None:
     book = book_with_steps(path, 1)
     book.journal._connection.execute(sql)
     book.journal.close()
-    with pytest.raises(JournalError, match="the journal says what cannot be") as caught:
+    with pytest.raises(JournalError, match=r"the journal (says what cannot be|failed: malformed)") as caught:
         DurableLedger(path, SETTINGS).opening()
     assert caught.value.mend == DAMAGED
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl_cli.buffer.ledger import Batch, Blocked, GroupEntry, Ledger, OnStale
+from asyncrl_cli.buffer.ledger import Batch, Blocked, GroupEntry, LateGroups, Ledger, OnStale
 
 
 class Histories(RuleBasedStateMachine):
@@ -129,6 +129,34 @@ class Histories(RuleBasedStateMachine):
         self.entries[entry.group_id] = entry
 
     # -- what always holds
+
+    @precondition(lambda self: self.ledger.on_stale == "train")
+    @rule()
+    def another_policy_is_refused_or_keeps_the_bound(self) -> None:
+        late = [d for d in range(self.ledger.version + self.S + 1) if self._due_by(d) > self._places_by(d)]
+        try:
+            twin = Ledger.restore(self.ledger.snapshot() | {"on_stale": "wait"})
+        except LateGroups:
+            assert late
+            return
+        assert not late
+        for _ in range(100):
+            upcoming = twin.next_batch()
+            if isinstance(upcoming, Batch):
+                assert max(upcoming.staleness) <= self.S
+                twin.take(upcoming)
+            elif twin.publish_due:
+                twin.publish()
+            elif twin.room():
+                twin.admit()
+            elif twin.running:
+                twin.finish(twin.running[-1])
+
+    def _due_by(self, deadline: int) -> int:
+        return self._due(self.ledger.running, deadline) + self._due(self.ledger.finished, deadline)
+
+    def _places_by(self, deadline: int) -> int:
+        return max(0, self.B * ((deadline + 1) * self.k - self.ledger.step))
 
     @invariant()
     def every_group_is_in_one_place(self) -> None:

@@ -351,6 +351,7 @@ def test_history(run: RecordedRun, path: Path) -> None:
     journal = run.book.journal
     for step in (2, 3):
         journal.checkpointed(step, f"step-{step:06d}", 1.5)
+    (path.parent / "checkpoints" / "step-000003").mkdir(parents=True)
     journal.checkpoint_removed(2)
     names = ("accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
     journal.evaluated({"step": 0, "kind": "greedy", **dict.fromkeys(names, 0.0)})

@@ -386,11 +386,12 @@ def test_watch_redraws_until_it_is_stopped(run: RecordedRun, tmp_path: Path) -> 
 # -- inspect run
 
 
-def test_a_runs_history(run: RecordedRun, asyncrl: Any) -> None:
+def test_a_runs_history(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     journal = run.book.journal
     journal.checkpointed(2, "step-000002", 1.5)
     journal.checkpoint_removed(2)
     journal.checkpointed(4, "step-000004", 1.5)
+    (tmp_path / "runs" / "run-1" / "checkpoints" / "step-000004").mkdir(parents=True)
     journal.failed("killed", "engine-0", "SIGKILL\nlogs say more")
     result = {"mean_reward": 0.5, "mean_length": 21.5, "prompts": 256, "oldest": 0, "newest": 0}
     journal.evaluated({"step": 0, "kind": "greedy", "accuracy": 0.25, **result})

@@ -73,7 +73,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     (run.path / "spec.yaml").write_text(f"name: {json.dumps(NASTY)}\nstop: {{steps: 12}}\n")
     journal = open_for_writing(run.path / FILE)
     journal.execute(
-        "UPDATE groups SET uid = ?, prompt = ?, fields = ?", (NASTY, json.dumps(NASTY), json.dumps({"answer": NASTY}))
+        "UPDATE groups SET uid = ?, prompt = ?, fields = ?, crc = NULL",
+        (NASTY, json.dumps(NASTY), json.dumps({"answer": NASTY})),
     )
     journal.execute("INSERT INTO failures (at, kind, part, message) VALUES (0, 'engine', 'engine-0', ?)", (NASTY,))
     for step, accuracy in ((0, 0.25), (10, 0.75)):
@@ -200,7 +201,7 @@ def test_histograms_count_every_trained_rollout(tmp_path: Path, monkeypatch: pyt
     for group_id, place in places:
         tokens, reward = int(random.integers(3, 500)), float(random.normal())
         journal.execute(
-            "UPDATE rollouts SET tokens = ?, reward = ? WHERE group_id = ? AND place = ?",
+            "UPDATE rollouts SET tokens = ?, reward = ?, crc = NULL WHERE group_id = ? AND place = ?",
             (tokens, reward, group_id, place),
         )
     rows = np.array(

@@ -122,9 +122,9 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
     recorded.book.journal.close()
     # A hundred times as many groups and rollouts before them.
     journal = open_for_writing(run.path / FILE)
-    journal.execute("UPDATE groups SET id = id + 1000000")
-    journal.execute("UPDATE rollouts SET group_id = group_id + 1000000")
-    journal.execute("UPDATE segments SET group_id = group_id + 1000000")
+    journal.execute("UPDATE groups SET id = id + 1000000, crc = NULL")
+    journal.execute("UPDATE rollouts SET group_id = group_id + 1000000, crc = NULL")
+    journal.execute("UPDATE segments SET group_id = group_id + 1000000, key_crc = NULL")
     journal.execute("UPDATE batches SET step = step + 100000")
     journal.execute("UPDATE groups SET step = step + 100000 WHERE step IS NOT NULL")
     (groups,) = journal.execute("SELECT count(*) FROM groups").fetchone()

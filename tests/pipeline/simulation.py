@@ -394,12 +394,13 @@ class Simulation:
     async def _play(self) -> None:
         start = Start()
         while not await self._drive(start):
-            start = prepare(self.run, self.spec, None, "", without_journal=False)
+            start = prepare(self.run, self.spec, None, "", without_journal=False).carry_out(self.run)
 
     async def _drive(self, start: Start) -> bool:
         """One driver's life; whether it reached the end."""
         self.drivers += 1
         self.fate.driver.clear()
+        before = asyncio.all_tasks()
         conductor = await self._start(start)
         running = asyncio.create_task(conductor.run())
         dying = asyncio.create_task(self.fate.driver.wait())
@@ -415,6 +416,11 @@ class Simulation:
         dying.cancel()
         for actor in self._actors:
             actor.die()
+        left = asyncio.all_tasks() - before  # a dead driver starts no other buffer
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
         self.recorder.update(phase="finished" if finished else "interrupted")
         assert self.recorder.close() == ""
         return finished

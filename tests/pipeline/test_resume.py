@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from asyncrl_cli.buffer.schema import FILE, JournalError, check
 from asyncrl_cli.pipeline.fleet import buffer_settings
 from asyncrl_cli.pipeline.launch import Start
 from asyncrl_cli.pipeline.resume import prepare
-from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_checkpoints, seal
+from asyncrl_cli.runs.checkpoints import (
+    Checkpoint,
+    checkpoint_name,
+    complete_checkpoints,
+    newest_undamaged,
+    seal,
+    verify,
+)
 from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
 
 GROUPS = {"groups_per_step": 1, "max_staleness": 0}
@@ -68,7 +76,7 @@ def finish(run: RunDirectory) -> None:
 
 def start(run: RunDirectory, step: int | None = None, steps: int = 10, without_journal: bool = False) -> Start:
     of = SPEC.model_copy(update={"stop": spec(stop={"steps": steps}).stop})
-    return prepare(run, of, step, "n=1", without_journal)
+    return prepare(run, of, step, "n=1", without_journal).carry_out(run)
 
 
 def on_disk(run: RunDirectory) -> dict[str, bytes]:
@@ -121,12 +129,11 @@ def test_a_named_checkpoint_or_the_initial_model_may_be(run: RunDirectory) -> No
     record(run, taken=6)
     older = save(run, 2)
     save(run, 4)
-    assert start(run, step=2).checkpoint == older
-    assert start(run, step=0).checkpoint is None
-    assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [2, 4]
     error = refused(run, step=3)
     assert "there is no checkpoint of step 3" in error.message
     assert "2, 4" in error.mend
+    assert start(run, step=2).checkpoint == older
+    assert start(run, step=0).checkpoint is None
 
 
 def test_metrics_of_steps_that_nobody_knows_as_trained_are_forgotten(run: RunDirectory) -> None:
@@ -188,19 +195,48 @@ def test_a_damaged_checkpoint_names_an_older_one(run: RunDirectory) -> None:
     assert start(run, step=2).checkpoint is not None
 
 
+def test_checkpoints_of_steps_that_are_trained_again_are_set_aside(run: RunDirectory) -> None:
+    """A trainer that restarts would load them, and a save would keep them in place of its own."""
+    record(run, taken=6)
+    for step in (2, 4, 6):
+        save(run, step)
+    assert start(run, step=6).note == "n=1", "none is later"
+    assert start(run, step=2).note == "n=1, checkpoints after step 2 are in checkpoints/aside-1"
+    assert newest_undamaged(run) == Checkpoint(run.path / "checkpoints" / checkpoint_name(2), 2)
+    aside = run.path / "checkpoints" / "aside-1"
+    assert [(found.step, verify(found)) for found in complete_checkpoints(aside)] == [(4, []), (6, [])]
+    assert start(run, step=0).note == "n=1, checkpoints after step 0 are in checkpoints/aside-2"
+    assert start(run).checkpoint is None
+
+
 def test_a_journal_that_is_gone_is_missed_when_there_are_checkpoints(run: RunDirectory) -> None:
     save(run, 4)
     error = refused(run)
     assert error.place == str(run.path / FILE)
-    assert error.mend.endswith(f"go on from step 4 alone: asyncrl resume {run.argument} --without-journal")
+    assert error.mend.endswith(f"asyncrl resume {run.argument} --without-journal")
+    shutil.rmtree(run.path / "checkpoints" / checkpoint_name(4))
+    run.update(step=3)
+    assert refused(run).message == "the run's journal is gone"
 
 
 def test_a_journal_that_ends_before_the_checkpoint_is_an_older_copy(run: RunDirectory) -> None:
     record(run, taken=3)
     save(run, 4)
     error = refused(run)
-    assert "the journal knows of 3 steps, and the checkpoint of step 4 is newer" in error.message
+    assert "the journal ends at step 3, and the newest checkpoint is of step 4" in error.message
     assert "--without-journal" in error.mend
+
+
+def test_a_log_that_is_cut_short_is_noticed_by_the_step_in_state_json(run: RunDirectory) -> None:
+    record(run, taken=6)
+    run.update(step=6)
+    assert start(run).kind == "resume"
+    run.update(step=7)
+    error = refused(run)
+    assert "the journal ends at step 6, and state.json is of step 7: journal.db-wal is missing or cut" in error.message
+    assert start(run, without_journal=True).checkpoint is None
+    assert run.state.step == 0
+    assert start(run, without_journal=True).kind == "resume"
 
 
 @pytest.mark.parametrize("damage", ["garbage", "flipped"])

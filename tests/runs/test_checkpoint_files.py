@@ -21,8 +21,8 @@ from asyncrl_cli.runs.checkpoints import (
     kept,
     newest_sound,
     remove,
-    remove_later,
     seal,
+    set_aside_later,
     sweep,
     verify,
 )
@@ -151,11 +151,16 @@ def test_half_a_removal_is_no_checkpoint(run: RunDirectory, monkeypatch: pytest.
     assert [path.name for path in folder.iterdir()] == ["step-000005"]
 
 
-def test_later_ones_go_when_a_run_leaves_their_course(run: RunDirectory) -> None:
+def test_later_ones_are_moved_away_when_their_steps_are_trained_again(run: RunDirectory) -> None:
+    folder = run.path / "checkpoints"
     for step in (10, 20, 30):
         make(run, step)
-    assert remove_later(run.path / "checkpoints", 10) == [20, 30]
-    assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [10]
+    assert set_aside_later(folder, 20) == folder / "aside-1"
+    assert set_aside_later(folder, 10) == folder / "aside-2"
+    assert set_aside_later(folder, 10) is None
+    sweep(folder)
+    found = {name: complete_checkpoints(folder / name) for name in (".", "aside-1", "aside-2")}
+    assert {name: [at.step for at in of] for name, of in found.items()} == {".": [10], "aside-1": [30], "aside-2": [20]}
 
 
 def test_what_is_sealed_is_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""A resume with another `pipeline.on_stale`, and how the steps before and after it are judged."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from buffer_stand_ins import SETTINGS, candidates, commit, group_outcomes, group_rollouts, publish_record
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.ledger import OnStale
+from asyncrl_cli.buffer.queries import snapshot
+from asyncrl_cli.buffer.records import BufferSettings
+from asyncrl_cli.buffer.schema import FILE, JournalError, open_for_writing
+from asyncrl_cli.buffer.staleness import Report, staleness_report
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / FILE
+
+
+def by(on_stale: OnStale, max_staleness: int = 1) -> BufferSettings:
+    return replace(SETTINGS, on_stale=on_stale, max_staleness=max_staleness)
+
+
+def opened(path: Path, settings: BufferSettings) -> DurableLedger:
+    """A buffer that has begun."""
+    book = DurableLedger(path, settings)
+    book.start("resume", "")
+    commit(book)
+    return book
+
+
+def fill(book: DurableLedger) -> None:
+    book.admit(candidates(book.journal.serial() + 1, 99))
+    commit(book)
+
+
+def finish(book: DurableLedger, *group_ids: int) -> None:
+    """Record and judge whole groups, with tokens of the version that they were admitted at."""
+    for group_id in group_ids:
+        book.record(group_rollouts(group_id, [book.ledger.entry(group_id).version] * 2), group_outcomes(group_id))
+
+
+def step(book: DurableLedger) -> None:
+    """The newest groups finish and are trained; older ones stay behind."""
+    at = book.ledger.step
+    fill(book)
+    while book.take(at) is not None:
+        finish(book, book.ledger.running[-1])
+    book.publish(publish_record(at + 1, at + 1))
+    commit(book)
+
+
+def report_of(path: Path) -> Report:
+    with snapshot(path) as connection:
+        return staleness_report(connection)
+
+
+def behind(path: Path) -> DurableLedger:
+    """A run with `train` whose first groups are late."""
+    book = opened(path, by("train"))
+    for _ in range(4):
+        step(book)
+    assert book.ledger.version - book.ledger.entry(book.ledger.running[0]).version > 1
+    return book
+
+
+@pytest.mark.parametrize("policy", ["wait", "requeue"])
+def test_a_strict_policy_is_refused_while_groups_are_late(path: Path, policy: OnStale) -> None:
+    behind(path).journal.close()
+    with pytest.raises(JournalError, match=f"cannot change from train to {policy} now: [0-9]+ of the groups") as caught:
+        DurableLedger(path, by(policy))
+    assert "Resume without this change" in caught.value.mend
+    assert DurableLedger(path, by("train")).ledger.on_stale == "train", "as before"
+
+
+def test_each_step_is_judged_by_the_settings_that_it_was_taken_by(path: Path) -> None:
+    book = behind(path)
+    for at in range(4, 10):  # those that are late come first now
+        fill(book)
+        finish(book, *book.ledger.running)
+        assert book.take(at) is None
+        book.publish(publish_record(at + 1, at + 1))
+        commit(book)
+    late = book.ledger.counts().late
+    assert late
+    book.journal.close()
+
+    book = opened(path, by("wait", max_staleness=2))
+    for at in range(10, 12):
+        fill(book)
+        finish(book, *book.ledger.running)
+        assert book.take(at) is None
+        book.publish(publish_record(at + 1, at + 1))
+        commit(book)
+    found = report_of(path)
+    assert (found.late, found.breaches) == (late, ())
+
+    book.journal._connection.execute("UPDATE groups SET version = version - 3 WHERE step IN (9, 11)")
+    assert {breach.step for breach in report_of(path).breaches} == {11}, "step 9 was taken under `train`"
+
+
+def test_steps_before_the_bound_was_raised_are_judged_by_the_lower_one(path: Path) -> None:
+    book = opened(path, by("wait"))
+    for _ in range(3):
+        finish(book, *book.ledger.running)
+        step(book)
+    book.journal.close()
+    opened(path, by("wait", max_staleness=5)).journal.close()
+    with closing(open_for_writing(path)) as connection:
+        connection.execute("UPDATE groups SET version = 0 WHERE step = 2")
+    (breach, *_) = report_of(path).breaches
+    assert "2 versions later, and the bound is 1" in breach.what

@@ -1,0 +1,325 @@
+"""What keeps the journal true: one writer, values that can be stored, checksums, and checkpoints as on disk."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from buffer_stand_ins import SETTINGS, candidates, commit, content, finish, publish_record, rollout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.buffer import queries
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.history import history
+from asyncrl_cli.buffer.records import Candidate, Outcome
+from asyncrl_cli.buffer.schema import DAMAGED, FILE, JournalError, check, open_for_writing
+from asyncrl_cli.data.prompts import Prompt
+
+HALF_A_PAIR = "caf\ud83d"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / FILE
+
+
+def opened(path: Path, kind: str = "train") -> DurableLedger:
+    """A buffer that has begun."""
+    book = DurableLedger(path, SETTINGS)
+    book.start(kind, "")
+    book.opening()
+    commit(book)
+    return book
+
+
+def one_step(book: DurableLedger) -> None:
+    """The next two groups are trained; more are running."""
+    at = book.ledger.step
+    book.admit(candidates(book.journal.serial() + 1, 9))
+    finish(book, *book.ledger.running[:2])
+    assert book.take(at) is None
+    book.publish(publish_record(at + 1, at + 1))
+    commit(book)
+
+
+# -- one writer
+
+
+def test_a_buffer_that_was_replaced_writes_no_more(path: Path) -> None:
+    old = opened(path)
+    one_step(old)
+    finish(old, *old.ledger.running[:2])
+    new = opened(path, "resume")
+    for act in (lambda: commit(old), lambda: old.journal.prune(1)):
+        with pytest.raises(JournalError, match="another process has begun to write this journal") as caught:
+            act()
+        assert "asyncrl inspect run" in caught.value.mend
+    one_step(new)
+    new.journal.close()
+    assert DurableLedger(path, SETTINGS).ledger.snapshot() == new.ledger.snapshot()
+
+
+def test_of_two_that_begin_at_once_one_is_refused(path: Path) -> None:
+    one_step(opened(path))
+    first, second = (DurableLedger(path, SETTINGS) for _ in range(2))
+    for book in (first, second):
+        book.start("resume", "")
+    commit(first)
+    with pytest.raises(JournalError, match="another process has begun"):
+        commit(second)
+    one_step(first)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 1), min_size=4, max_size=30))
+def test_whatever_two_writers_do_the_journal_is_that_of_the_newer(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / FILE
+    books = [opened(path)]
+    one_step(books[0])
+    books.append(opened(path, "resume"))
+    old = books[0]
+    for turn in turns:
+        if turn:
+            one_step(books[1])
+            continue
+        old.journal.failed("engine", "engine-0", "a message")
+        with pytest.raises(JournalError, match="another process has begun"):
+            commit(old)
+    books[1].journal.close()
+    with queries.snapshot(path) as connection:
+        assert not history(connection).failures
+    assert DurableLedger(path, SETTINGS).ledger.snapshot() == books[1].ledger.snapshot()
+
+
+# -- what cannot be stored
+
+
+def test_a_prompt_that_cannot_be_stored_is_named_and_harms_no_other(path: Path) -> None:
+    book = opened(path)
+    (good,) = book.admit(candidates(1, 1)).admissions
+    (second,) = candidates(2, 1)
+    for faulty, fault in (
+        (Prompt(HALF_A_PAIR, "text"), "not valid Unicode"),
+        (Prompt("p2", "text", {"what": object()}), "not JSON serializable"),
+    ):
+        with pytest.raises(JournalError, match=f"prompt .* cannot be stored: .*{fault}") as caught:
+            book.admit([replace(second, prompt=faulty)])
+        assert repr(faulty.uid) in caught.value.message
+    with pytest.raises(JournalError, match="int32"):
+        book.admit([replace(second, prompt_ids=(2**40,))])
+    commit(book)
+    assert book.ledger.running == (good.group_id,)
+    assert DurableLedger(path, SETTINGS).ledger.snapshot() == book.ledger.snapshot()
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        lambda book: book.publish(replace(publish_record(1, 1), change=float("nan"))),
+        lambda book: book.publish(replace(publish_record(1, 1), checksum=HALF_A_PAIR)),
+        lambda book: book.judge([Outcome("2-0", float("nan"))]),
+        lambda book: book.record([replace(rollout("2-0"), finish_reason=HALF_A_PAIR)]),
+        lambda book: book.journal.evaluated(
+            {"step": 1, "kind": "greedy", "accuracy": float("nan")}
+            | dict.fromkeys(("mean_reward", "mean_length", "prompts", "oldest", "newest"), 0)
+        ),
+        lambda book: book.journal.checkpointed(2**70, "step", 0.0),
+        lambda book: book.journal.checkpointed(1, "step", np.int64(3)),
+    ],
+)
+def test_a_row_that_cannot_be_stored_is_refused_when_it_is_noted(
+    path: Path, note: Callable[[DurableLedger], object]
+) -> None:
+    book = opened(path)
+    book.admit(candidates(1, 9))
+    finish(book, *book.ledger.running[:2])
+    assert book.take(0) is None
+    before = book.ledger.snapshot()
+    with pytest.raises(JournalError, match=r"the row .* cannot be stored: it contains"):
+        note(book)
+    assert book.ledger.snapshot() == before
+    commit(book)
+    assert DurableLedger(path, SETTINGS).ledger.snapshot() == before, "the others' rows are written"
+
+
+def test_a_message_loses_no_more_than_what_cannot_be_stored(path: Path) -> None:
+    book = opened(path)
+    book.admit(candidates(1, 1))
+    book.journal.failed("engine", HALF_A_PAIR, f"é {HALF_A_PAIR}")
+    book.judge([Outcome("0-0", None, HALF_A_PAIR)])
+    commit(book)
+    with queries.snapshot(path) as connection:
+        (failure,) = history(connection).failures
+        (first,) = queries.group_record(connection, 0).rollouts
+    assert (failure.part, failure.message, first.failure) == (r"caf\ud83d", r"é caf\ud83d", r"caf\ud83d")
+
+
+# -- damage
+
+
+@pytest.mark.parametrize(
+    ("sql", "fault"),
+    [
+        ("UPDATE rollouts SET reward = 0.25 WHERE group_id = 0 AND place = 1", "rollout 0-1 has another checksum"),
+        ("UPDATE rollouts SET finish_reason = 'stpp' WHERE group_id = 0", "rollout 0-0 has another checksum"),
+        ("UPDATE rollouts SET group_id = 5000 WHERE group_id = 0 AND place = 0", "group 0 has 1 of its 2 rewards"),
+        ("UPDATE groups SET prompt = '\"texu 1\"' WHERE id = 0", "the prompt of group 0 has another checksum"),
+        ("UPDATE groups SET version = 1 WHERE id = 0", "the prompt of group 0 has another checksum"),
+        ("UPDATE groups SET step = 3 WHERE id = 0", "the batch of step 0 has 1 groups"),
+        ("UPDATE segments SET group_id = 5000 WHERE group_id = 0 AND place = 0", "rollout 0-0 has 0 of its 2 tokens"),
+        ("UPDATE segments SET version = 1 WHERE group_id = 0 AND place = 0", "0-0 have another checksum"),
+        ("UPDATE groups SET uid = CAST(x'ff41' AS TEXT) WHERE id = 0", "decode"),
+    ],
+)
+def test_values_that_changed_are_damage_and_never_believed(path: Path, sql: str, fault: str) -> None:
+    book = opened(path)
+    one_step(book)
+    book.journal._connection.execute(sql)
+    with pytest.raises(JournalError, match=fault) as caught:
+        book.journal.batch(0)
+    assert caught.value.mend == DAMAGED
+
+
+@pytest.mark.parametrize(
+    ("sql", "fault"),
+    [
+        ("UPDATE rollouts SET reward = 0.25 WHERE group_id = 2", "rollout 2-0 has another checksum"),
+        ("UPDATE segments SET start = 1 WHERE group_id = 2", "rollout 2-1 have another checksum"),
+        ("DELETE FROM segments WHERE group_id = 2", "rollout 2-1 has 0 of its 2 tokens"),
+    ],
+)
+def test_damage_to_what_is_running_is_found_when_the_run_goes_on(path: Path, sql: str, fault: str) -> None:
+    book = opened(path)
+    one_step(book)
+    book.record([rollout("2-0"), rollout("2-1")], [Outcome("2-0", 1.0)])
+    commit(book)
+    book.journal._connection.execute(sql)
+    with pytest.raises(JournalError, match=fault) as caught:
+        DurableLedger(path, SETTINGS).opening()
+    assert caught.value.mend == DAMAGED
+
+
+def test_a_prompt_that_runs_again_has_a_checksum_of_its_own(path: Path) -> None:
+    book = opened(path)
+    one_step(book)
+    entry = book.ledger.entry(2)
+    book.journal.requeued(2, replace(entry, group_id=99))
+    commit(book)
+    connection = book.journal._connection
+    with queries.snapshot(path) as reader:
+        assert queries.group_record(reader, 99).prompt == queries.group_record(reader, 2).prompt
+    connection.execute("UPDATE groups SET fields = '{\"answer\": 1}' WHERE id = 99")
+    with pytest.raises(JournalError, match="the prompt of group 99"), queries.snapshot(path) as reader:
+        queries.group_record(reader, 99)
+
+
+def test_an_index_that_disagrees_with_its_table_is_found_before_a_run_goes_on(path: Path) -> None:
+    book = opened(path)
+    one_step(book)
+    book.journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_master SET sql = replace(sql, 'groups (uid)', 'groups (state)')")
+        connection.commit()
+    with pytest.raises(JournalError) as caught:
+        check(path)
+    assert caught.value.mend == DAMAGED
+
+
+def test_dropped_tokens_and_lost_ones_are_told_apart(path: Path) -> None:
+    book = opened(path)
+    for _ in range(3):
+        one_step(book)
+    batch = content(book.journal.batch(2))
+    while book.journal.prune(2):
+        pass
+    with pytest.raises(LookupError, match="the tokens of step 1 are pruned"):
+        book.journal.batch(1)
+    assert content(book.journal.batch(2)) == batch
+    book.journal._connection.execute("DELETE FROM segments WHERE group_id = 4")
+    with pytest.raises(JournalError, match="rollout 4-0 has 0 of its 2 tokens"):
+        book.journal.batch(2)
+
+
+# -- checkpoints
+
+
+def folder_of(path: Path, step: int) -> Path:
+    return path.parent / "checkpoints" / f"step-{step:06d}"
+
+
+def recorded(path: Path) -> dict[int, bool]:
+    """Every checkpoint in the journal, and whether it is there still."""
+    with queries.snapshot(path) as connection:
+        return {at.step: at.removed_at is None for at in history(connection).checkpoints}
+
+
+def test_checkpoints_in_the_journal_are_those_on_disk(path: Path) -> None:
+    book = opened(path)
+    for step in (1, 2, 3):
+        folder_of(path, step).mkdir(parents=True)
+    for step in (1, 2):
+        book.journal.checkpointed(step, folder_of(path, step).name, 1.0)
+    commit(book)
+    folder_of(path, 1).rmdir()
+    book.journal.close()
+    book = opened(path, "resume")
+    assert recorded(path) == {1: False, 2: True, 3: True}
+    folder_of(path, 1).mkdir()
+    opened(path, "resume")
+    assert recorded(path) == {1: True, 2: True, 3: True}
+
+
+def test_pruning_keeps_the_tokens_that_a_checkpoint_on_disk_needs(path: Path) -> None:
+    """Also of one that the journal does not know: a kill came between its renaming and its row."""
+    book = opened(path)
+    for _ in range(6):
+        one_step(book)
+    for step in (4, 6):
+        book.journal.checkpointed(step, folder_of(path, step).name, 1.0)
+    commit(book)
+    assert book.journal.needed_from(3, [4, 6]) == 0, "not as many checkpoints yet"
+    assert book.journal.needed_from(2, [6]) == 4
+    assert book.journal.needed_from(1, [4, 6]) == 4
+    assert book.journal.needed_from(1, [2, 4, 6]) == 2
+    while book.journal.prune(book.journal.needed_from(1, [2, 6])):
+        pass
+    assert book.journal.batch(2).step == 2
+    with pytest.raises(LookupError, match="pruned"):
+        book.journal.batch(1)
+
+
+# -- without the journal
+
+
+def test_a_batch_that_was_taken_and_not_trained_keeps_its_prompts(path: Path) -> None:
+    book = opened(path)
+    one_step(book)
+    finish(book, *book.ledger.running[:2])
+    before = book.fallback(1)["prompts"]
+    assert book.take(1) is None
+    commit(book)
+    assert book.fallback(1)["prompts"] == before
+    assert [prompt["uid"] for prompt in before] == ["p3", "p4"]
+
+
+def test_rewards_that_differ_by_rounding_are_uniform(path: Path) -> None:
+    book = opened(path)
+    book.admit([*candidates(1, 1), Candidate(2, Prompt("p2", "x"), (1,), {"epoch": 0, "position": 2})])
+    book.record([rollout(f"{group}-{place}") for group in (0, 1) for place in (0, 1)])
+    settled = book.judge([Outcome("0-0", 0.1 + 0.2), Outcome("0-1", 0.3), Outcome("1-0", 0.3), Outcome("1-1", 0.31)])
+    assert (settled.rejected, settled.finished) == (((0, "uniform"),), (1,))
+
+
+def test_opening_a_journal_again_keeps_its_rows(path: Path) -> None:
+    one_step(opened(path))
+    with closing(open_for_writing(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM starts WHERE settings IS NOT NULL").fetchone() == (1,)
