@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 TOKENS_SHOWN = 1500
 """Tokens of a rollout that a screen has room for."""
-UNLIKELY = ((0.9, "bold red"), (0.5, "dark_orange"), (0.1, "yellow"))
-"""Colours of tokens whose probability was at most 1 minus the number."""
-VERSION_COLOURS = ("blue", "magenta", "green", "cyan", "yellow", "red")
+UNLIKELY = ((0.9, "bold underline red"), (0.5, "underline dark_orange"), (0.1, "italic yellow"))
+"""Styles of tokens whose probability was at most 1 minus the number. They differ without their colours, too."""
+VERSION_STYLES = ("blue", "underline magenta", "bold green", "italic cyan", "bold underline yellow", "reverse red")
+"""Styles by the version's age in the rollout."""
 
 SEARCHED = 10_000
 """Rollouts that are looked through for one that passes the filter."""
@@ -217,8 +218,12 @@ def rollout_text(group: GroupRecord, place: Place, decoder: Decoder | None, colo
         text.append("\n\nreference  ", style="dim").append(reference)
     versions = dict.fromkeys((token.age, token.version) for token in shown if token.version is not None)
     text.append(f"\n\ncolours: {colouring}", style="dim")
-    for age, version in versions if colouring == "weight version" else ():
-        text.append(f"  version {version}", style=VERSION_COLOURS[age % len(VERSION_COLOURS)])
+    if colouring == "weight version":
+        for age, version in versions:
+            text.append("  ").append(f"version {version}", style=VERSION_STYLES[age % len(VERSION_STYLES)])
+    else:
+        for surprise, style in UNLIKELY:
+            text.append("  ").append(f"probability up to {1 - surprise:.1f}", style=style)
     return text
 
 
@@ -226,5 +231,5 @@ def _style(token: TokenShown, colouring: Colouring) -> str:
     if token.version is None:
         return "dim italic"
     if colouring == "weight version":
-        return VERSION_COLOURS[token.age % len(VERSION_COLOURS)]
+        return VERSION_STYLES[token.age % len(VERSION_STYLES)]
     return next((style for surprise, style in UNLIKELY if token.surprise >= surprise), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from rich.style import Style
+from rich.text import Text
 
 from asyncrl_cli.buffer.queries import group_record, overview, snapshot
 from asyncrl_cli.buffer.schema import FILE, open_for_writing
@@ -184,6 +187,20 @@ def test_a_filter_and_a_step_choose_among_the_rollouts(run: RunDirectory, record
     assert ", step 2," in pager.page().plain and "no further right rollout of step 99" in pager.page().plain
     pager.filter()
     assert pager.wanted == "wrong" and "reward 0" in pager.page().plain
+
+
+def test_tokens_are_told_apart_without_colours() -> None:
+    token = TokenShown("a", -0.01, 4, 0)
+
+    def shown(style: str) -> str:
+        console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=True)
+        console.print(Text("a", style=style))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    by_logprob = [_style(replace(token, logprob=logprob), "log-prob") for logprob in (-0.01, -0.2, -1.0, -5.0)]
+    by_version = [_style(replace(token, age=age), "weight version") for age in range(6)]
+    assert len({shown(style) for style in by_logprob}) == 4
+    assert len({shown(style) for style in by_version}) == 6
 
 
 KEYS = st.sampled_from([b"p", b"n", b"7", b"g", b"\x1b[D", b"\x1b[C", b"\x1bOD", b"\x1b[1;5C", b"\xc3"])
