@@ -168,6 +168,32 @@ def test_the_estimate_of_a_larger_bound_is_quoted_with_what_it_assumes() -> None
     assert helpful(circumstance()) is None
 
 
+def test_groups_that_were_generated_in_vain_are_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = settings(max_staleness=1, on_stale="requeue")
+    run = RecordedRun(tmp_path / FILE, monkeypatch, of, lambda g: 60.0 if g % 3 == 0 else 2.0, 4)
+    for _ in range(12):
+        run.step()
+    with snapshot(tmp_path / FILE) as connection:
+        known = circumstances(connection, {}, list(step_spans(connection, 1)), of)
+    assert known is not None and known.requeued > 0.1 and known.rejected == 0
+    spent = Activity(dict.fromkeys(PARTS, 0.0) | {"generation": 1.0}, None, None, None)
+    assert f"{known.requeued:.2f} were cancelled" in bottleneck(spent, known).advice
+    assert "0.50 were rejected" in bottleneck(spent, circumstance(rejected=0.5)).advice
+    assert "rejected" not in bottleneck(spent, circumstance()).advice
+
+
+def test_waiting_for_the_first_rollouts_is_no_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that its trainer bounds, and whose first rollouts take long."""
+    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 40.0 if g < 6 else 1.0, 8)
+    for _ in range(20):
+        run.step()
+    with snapshot(tmp_path / FILE) as connection:
+        times = trainer_time(connection, list(step_spans(connection, 1)), 2)
+    spent, start = activity(times, {}), activity(times[:3], {})
+    assert spent is not None and bottleneck(spent, circumstance()).part == "training"
+    assert start is not None and bottleneck(start, circumstance()).part != "training"
+
+
 def test_a_short_run_is_mostly_its_start() -> None:
     spent = Activity(dict.fromkeys(PARTS, 0.0) | {"generation": 1.0}, None, None, None)
     assert "Only 3 step(s)" in bottleneck(spent, circumstance(steps=3)).sentence
@@ -208,7 +234,7 @@ def test_the_trainers_time_is_the_runs_without_what_it_was_down(
     with snapshot(tmp_path / FILE) as connection:
         spans = list(step_spans(connection, 1))
         times = trainer_time(connection, spans, 2)
-        known = circumstances(connection, {}, spans, 2)
+        known = circumstances(connection, {}, spans, settings(max_staleness=2))
     spent = [sum(time.seconds.values()) for time in times]
     assert sum(spent[:4]) == pytest.approx(crashed - STARTED)
     assert sum(spent[4:]) == pytest.approx(run.now - spans[4].taken_at)

@@ -10,10 +10,11 @@ Invariant: what ``split_wait`` returns adds up to the wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from asyncrl_cli.observe.report.learning import FEW_STEPS
 from asyncrl_cli.observe.resolved import value_at
 
 Part = Literal["training", "publishing", "generation", "due", "reward", "saving", "between"]
@@ -42,8 +43,8 @@ BOUND_BY_DISK = 0.5
 """A journal that was written for more of the time than this holds commits up."""
 WORTH_IT = 0.05
 """A larger bound is suggested when it may save this share of the run's time."""
-FEW_STEPS = 10
-"""With fewer steps, most of what is seen is the start."""
+WASTED = 0.1
+"""Groups generated in vain are mentioned from this many per trained group on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Circumstances:
         max_staleness: the bound.
         episodic: whether rollouts are episodes of an environment or an agent.
         steps: trained steps.
+        rejected, requeued: groups that were generated in vain, per trained group.
         most_rollouts: the most rollouts that ran at once.
         estimates: for larger bounds, ascending; empty when the run cannot be simulated.
     """
@@ -85,6 +87,8 @@ class Circumstances:
     episodic: bool
     steps: int
     most_rollouts: int
+    rejected: float = 0.0
+    requeued: float = 0.0
     estimates: Sequence[Estimate] = ()
 
 
@@ -184,7 +188,8 @@ def _advice(part: Part, activity: Activity, run: Circumstances) -> list[str]:
             if not keeps:
                 own.append("With pipeline.weight_update: keep, publishing does not wait for running rollouts.")
         case "due":
-            own = ["Shorter rollouts (rollout.max_response_tokens) or faster engines also shorten this wait."]
+            own = ["If engines are saturated, a larger bound gains little: more of them (rollout.engines) or shorter "
+                   "rollouts (rollout.max_response_tokens) help instead."]  # fmt: skip
         case "generation":
             own = _more_generation(activity, run)
         case "reward":
@@ -216,6 +221,23 @@ def _quoted(run: Circumstances) -> list[str]:
 
 
 def _more_generation(activity: Activity, run: Circumstances) -> list[str]:
+    return [*_in_vain(run), *_faster_engines(activity, run)]
+
+
+def _in_vain(run: Circumstances) -> Iterator[str]:
+    if run.rejected >= WASTED:
+        yield (
+            f"For each trained group, {run.rejected:.2f} were rejected (`asyncrl inspect buffer` says why): prompts "
+            "whose rollouts are not all right or all wrong waste less (data.curriculum, data.pools)."
+        )
+    if run.requeued >= WASTED:
+        yield (
+            f"For each trained group, {run.requeued:.2f} were cancelled and started again (on_stale: requeue): a "
+            "larger max_staleness avoids that."
+        )
+
+
+def _faster_engines(activity: Activity, run: Circumstances) -> list[str]:
     busy = activity.engines_busy
     if busy is not None and busy < IDLE and run.max_staleness:
         idle = f"Engines had no request for {1 - busy:.0%} of the time:"

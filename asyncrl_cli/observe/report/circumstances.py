@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl_cli.buffer.history import recording
+from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.buffer.spans import StepSpan
 from asyncrl_cli.buffer.what_if import ENGINES, Workload, newest, simulate, times_relative, workload
 from asyncrl_cli.observe.report.bottleneck import Circumstances, Estimate
@@ -20,18 +21,26 @@ TOLERANCE = 0.15
 
 
 def circumstances(
-    connection: sqlite3.Connection, spec: Mapping[str, Any], spans: Sequence[StepSpan], max_staleness: int
+    connection: sqlite3.Connection, spec: Mapping[str, Any], spans: Sequence[StepSpan], settings: BufferSettings
 ) -> Circumstances | None:
     """None before a trained step."""
     if not spans:
         return None
+    trained = len(spans) * settings.groups_per_step
+    dropped = dict(
+        connection.execute(
+            "SELECT state, count(*) FROM groups WHERE state IN ('rejected', 'requeued') GROUP BY state"
+        ).fetchall()
+    )
     work = workload(newest(recording(connection), SIMULATED_GROUPS))
     return Circumstances(
         spec=spec,
-        max_staleness=max_staleness,
+        max_staleness=settings.max_staleness,
         episodic=any("response/calls_mean" in span.metrics for span in spans),
         steps=len(spans),
         most_rollouts=work.concurrency * work.settings.group_size,
+        rejected=dropped.get("rejected", 0) / trained,
+        requeued=dropped.get("requeued", 0) / trained,
         estimates=_estimates(work) if _reproduced(work) else (),
     )
 

@@ -21,7 +21,7 @@ Z = 1.96
 SURE = 2.0
 """Standard errors of the difference by which two means differ when it is no noise."""
 FEW_STEPS = 10
-"""With fewer steps, the noise of the training reward cannot be estimated."""
+"""With fewer steps, the noise of the training reward cannot be estimated, and most of the time is the run's start."""
 
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
 Verdict = tuple[str, Literal["good", "bad", "plain"]]

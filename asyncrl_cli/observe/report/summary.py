@@ -85,7 +85,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         lags = staleness_report(connection)
         times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, _shares(spans))
-        known = circumstances(connection, spec, spans, settings.max_staleness)
+        known = circumstances(connection, spec, spans, settings)
         found = bottleneck(spent, known) if spent and known else None
         course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
         decoder = open_decoder(run)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from asyncrl_cli.buffer.spans import StepSpan, first_publish
 from asyncrl_cli.observe.report.bottleneck import PARTS, Activity, Part, split_wait
+from asyncrl_cli.observe.report.learning import FEW_STEPS
 
 LAST_GROUPS = """
     SELECT last.step, last.ended_at, (SELECT max(recorded_at) FROM rollouts r WHERE r.group_id = last.id)
@@ -87,7 +88,11 @@ def enough_finished(
 
 
 def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity | None:
-    """The shares of the whole; ``shares`` are the means of the metrics of these names. None before a trained step."""
+    """The shares of the whole; ``shares`` are the means of the metrics of these names. None before a trained step.
+
+    The first step waits for the first rollouts of all, whatever bounds the run, and is left out of all but short runs.
+    """
+    times = times[1:] if len(times) >= FEW_STEPS else times
     spent = {part: sum(time.seconds[part] for time in times) for part in PARTS}
     total = sum(spent.values())
     if not total:
