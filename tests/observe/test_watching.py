@@ -233,7 +233,7 @@ def test_colours_say_how_likely_a_token_was_and_how_old() -> None:
     token = TokenShown("a", -0.01, 4, 0)
     assert _style(token, "log-prob") == ""
     styles = [_style(replace(token, logprob=logprob), "log-prob") for logprob in (-0.2, -1.0, -5.0, float("-inf"))]
-    assert styles == ["yellow", "dark_orange", "bold red", "bold red"]
+    assert styles == ["italic yellow", "underline dark_orange", "bold underline red", "bold underline red"]
     assert _style(token, "weight version") != _style(replace(token, age=1), "weight version")
     given = TokenShown("a", None, None, 0)
     assert _style(given, "log-prob") == _style(given, "weight version") == "dim italic"
