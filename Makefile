@@ -48,6 +48,7 @@ bench: install
 
 docs: install
 	$(BIN)/python -m asyncrl_cli.spec.reference > docs/spec.md
+	$(BIN)/python -m asyncrl_cli.spec.schema > specs/spec.schema.json
 
 # Needs uv. Pass INDEX="--find-links DIR" where torch's CPU build lies elsewhere.
 INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import asyncrl_cli
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.spec.schema import FILE, schema_text
 
 SPEC = "spec.yaml"
 
@@ -41,7 +42,8 @@ class Template:
         return (self.folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
     def copy(self, folder: Path, force: bool) -> list[str]:
-        """Copy to ``folder``, name the spec's runs after it, and return the names of the files written.
+        """Copy to ``folder``, name the spec's runs after it, and return the names of the files written, among them a
+        JSON schema for editors.
 
         ``force`` writes into a folder that is not empty: files of the same name are replaced, others stay. Raises
         ``TemplateError``.
@@ -54,10 +56,12 @@ class Template:
                 raise TemplateError("the folder is not empty", place=str(folder), mend=mend)
             shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             spec = folder / SPEC
-            spec.write_text(_renamed(spec.read_text(encoding="utf-8"), folder.resolve().name), encoding="utf-8")
+            text = re.sub(r"(\$schema=).*", rf"\g<1>{FILE}", spec.read_text(encoding="utf-8"), count=1)
+            spec.write_text(_renamed(text, folder.resolve().name), encoding="utf-8")
+            (folder / FILE).write_text(schema_text(), encoding="utf-8")
         except OSError as error:  # copytree collects its own, which are one too
             raise TemplateError(f"it cannot be written: {error}", place=str(folder)) from error
-        return sorted(path.name for path in self.folder.iterdir() if path.name != "__pycache__")
+        return sorted([FILE, *(path.name for path in self.folder.iterdir() if path.name != "__pycache__")])
 
 
 def _renamed(spec: str, folder: str) -> str:

@@ -33,7 +33,7 @@ def validate_spec(
     gives an object and several give a list of them.
     """
     if schema:
-        from asyncrl_cli.spec.reference import json_schema
+        from asyncrl_cli.spec.schema import json_schema
 
         echo_json(json_schema())
         return

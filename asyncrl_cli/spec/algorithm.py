@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from asyncrl_cli.spec.section import MODULE_NAME, Count, Fraction, LearningRate, Positive, Section, Whole
 
@@ -104,16 +105,23 @@ def _correction(key: str) -> Any:
     return _preset(CORRECTION_PRESETS, _CORRECTION, key)
 
 
-def _named(*names: str) -> AfterValidator:
+class _Named:
     """Marks a text that is one of these names, or the user's own function."""
 
-    def check(text: str) -> str:
-        if text not in names and not re.fullmatch(MODULE_NAME, text):
-            known = ", ".join(names)
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"enum": list(self.names)}, {"type": "string", "pattern": "^[^:]+:[^:]+$"}]}
+
+    def check(self, text: str) -> str:
+        if text not in self.names and not re.fullmatch(MODULE_NAME, text):
+            known = ", ".join(self.names)
             raise PydanticCustomError("named", "must be {known}, or module:function", {"known": known})
         return text
-
-    return AfterValidator(check)
 
 
 class CorrectionSpec(Section):
@@ -193,7 +201,7 @@ class AlgorithmSpec(Section):
         description="`grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo`, "
         "`sapo` or `ppo` (which has a critic).",
     )
-    advantage: Annotated[str, _named("group_norm", "group_mean", "leave_one_out", "none", GAE)] = Field(
+    advantage: Annotated[str, _Named("group_norm", "group_mean", "leave_one_out", "none", GAE)] = Field(
         default_factory=_algorithm("advantage"),
         description="How much better than expected a rollout did: `group_norm` (GRPO), `group_mean` (Dr. GRPO), "
         "`leave_one_out` (RLOO), `none` (the reward itself), `gae` (by a critic), or `module:function` of "
@@ -205,7 +213,7 @@ class AlgorithmSpec(Section):
     )
     gamma: Fraction = Field(1.0, description="Discount per token, for `gae` and for a KL penalty in the reward.")
     gae_lambda: Fraction = Field(1.0, description="GAE's decay.")
-    loss: Annotated[str, _named("clip", "gspo", "cispo", "sapo")] = Field(
+    loss: Annotated[str, _Named("clip", "gspo", "cispo", "sapo")] = Field(
         default_factory=_algorithm("loss"),
         description="`clip` (PPO's), `gspo` (ratio of whole sequences), `cispo` (clipped weights, every token learns), "
         "`sapo` (soft gate), or `module:function`.",

@@ -94,7 +94,8 @@ class Layers:
             except OSError as error:
                 return refuse(f"{path} cannot be read: {error.strerror}", "Check its permissions.")
         if len(data) > MAX_BYTES:
-            return refuse(f"{path} has more than {MAX_BYTES:,} bytes", "Put data into files that the spec names.")
+            mend = "Put data into files that the spec names."
+            return refuse(f"the file has more than {MAX_BYTES:,} bytes", mend, Place(path, 1, 1), "")
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:

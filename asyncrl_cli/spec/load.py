@@ -73,6 +73,7 @@ def _load(root: Node | None, overrides: Sequence[str], layers: Layers) -> Experi
     for name, key in keys().items():
         if key.holder is SplitSpec and name.endswith(".path"):
             root = _absolute(root, name.split("."), lambda text, _: names_a_file(text))
+    root = _without_empty_sections(root)
     blamed = [problem.path for problem in problems]
 
     def add(problem: Problem, key: bool) -> None:
@@ -89,6 +90,27 @@ def _load(root: Node | None, overrides: Sequence[str], layers: Layers) -> Experi
         for problem in rule(spec):
             add(problem, key=False)
     return spec
+
+
+def _without_empty_sections(root: Node) -> Node:
+    """The tree without sections that are null: they have their defaults, or are missing."""
+    for name, key in keys().items():
+        if key.opens is key.field.annotation and isinstance(root.value, dict):
+            root = _without_null(root, name.split("."))
+    return root
+
+
+def _without_null(node: Node, parts: list[str]) -> Node:
+    below = node.value.get(parts[0]) if isinstance(node.value, dict) else None
+    if below is None or not isinstance(node.value, dict):
+        return node
+    if parts[1:]:
+        return replace(node, value=node.value | {parts[0]: _without_null(below, parts[1:])})
+    return (
+        node
+        if below.value is not None
+        else replace(node, value={k: v for k, v in node.value.items() if v is not below})
+    )
 
 
 def _absolute(node: Node, parts: list[str], is_path: Callable[[str, str], bool]) -> Node:

@@ -1,4 +1,4 @@
-"""The reference of the spec, made from its models: docs/spec.md and the JSON schema.
+"""The reference of the spec, made from its models: docs/spec.md.
 
 `python -m asyncrl_cli.spec.reference > docs/spec.md` writes the page; a test holds it to the models.
 """
@@ -20,13 +20,13 @@ _INTRODUCTION = """\
 # The experiment spec
 
 One YAML file says everything about a run. `asyncrl validate-spec SPEC` checks it in half a second and names every
-mistake with its line; `--resolved` shows it with all defaults, and `--schema` prints a JSON schema for your editor.
+mistake with its line; `--resolved` shows it with all defaults.
 
 This page is made from the models in `asyncrl_cli/spec` by `python -m asyncrl_cli.spec.reference`.
 
 - **Files on files.** `extends: base.yaml` (or a list, later ones on top) starts from other specs, relative to this
   file. Mappings merge key by key; lists and values replace. A key set to `null` drops what the base had there, as in
-  `model: {path: ./saved, init: null}`.
+  `model: {path: ./saved, init: null}`; a whole section set to `null` has its defaults.
 - **Environment.** `${env:NAME}` and `${env:NAME:-default}` stand for environment variables, as a whole value (read
   as YAML's numbers, `true`, `false` and `null` are) or within a text. `$${env:` is a literal `${env:`.
 - **Command line.** `--set pipeline.max_staleness=2` overrides one key; the value is YAML, and a list's entries have
@@ -34,24 +34,16 @@ This page is made from the models in `asyncrl_cli/spec` by `python -m asyncrl_cl
 - **Paths** are relative to the file that states them, and to the current folder in `--set`. Only `runs_dir` always
   starts from the current folder.
 - **YAML** is read as version 1.2 does: `1e-4` is a number, `no` and `2024-01-01` are text. Numbers in quotes are text.
+- **Editors.** `asyncrl validate-spec --schema > spec.schema.json` writes a JSON schema, and
+  `# yaml-language-server: $schema=spec.schema.json` as a spec's first line gives completion, descriptions and checks in
+  editors with the YAML language server. `asyncrl init` writes both.
 - **Sizes.** A file has 128 KiB at most, a spec 32 files, and a whole number is 2147483647 at most unless it says so.
 """
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a spec file; `extends` is in it too."""
-    schema = ExperimentSpec.model_json_schema()
-    text = {"type": "string"}
-    schema["properties"]["extends"] = {
-        "description": "Specs to start from, relative to this file.",
-        "anyOf": [text, {"type": "array", "items": text}],
-    }
-    return schema
-
-
 def reference() -> str:
     """docs/spec.md."""
-    schema = json_schema()
+    schema = ExperimentSpec.model_json_schema()
     sections: dict[type[Section], list[str]] = {ExperimentSpec: []}
     for path, key in keys().items():
         if key.opens:
@@ -79,10 +71,9 @@ def _table(section: type[Section], paths: list[str], properties: dict[str, Any])
 def _type(schema: dict[str, Any]) -> str:
     """A field's type in words, from its JSON schema."""
     if "anyOf" in schema:
-        return _choice([_type(option) for option in schema["anyOf"]])
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values:
-        return _choice([f"`{value}`" for value in values])
+        return _choice([word for option in schema["anyOf"] for word in _values(option) or [_type(option)]])
+    if _values(schema):
+        return _choice(_values(schema))
     if "$ref" in schema:
         return "section"
     if schema.get("type") == "array":
@@ -93,6 +84,11 @@ def _type(schema: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {schema[bound]}" for bound, sign in signs.items() if schema.get(bound, LARGEST) != LARGEST]
     return " ".join([words[schema["type"]], ", ".join(bounds)]).strip()
+
+
+def _values(schema: dict[str, Any]) -> list[str]:
+    values = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    return [f"`{value}`" for value in values]
 
 
 def _choice(words: list[str]) -> str:

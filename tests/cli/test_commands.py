@@ -210,9 +210,9 @@ def test_a_task_that_is_not_there_is_refused_before_anything_starts(tmp_path: Pa
 
 def test_a_runs_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
-    (tmp_path / "file").touch()
+    (tmp_path / "file").symlink_to("gone")
     shown = refused(asyncrl("train", "spec.yaml", "--set", "runs_dir=file/runs", cwd=tmp_path), 1)
-    assert "the run's folder cannot be made: Not a directory. Set runs_dir to a folder you may write to." in shown
+    assert "the run's folder cannot be made: File exists. Set runs_dir to a folder you may write to." in shown
     assert str(tmp_path / "file") in shown
     assert "\n" not in shown
 

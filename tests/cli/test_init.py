@@ -14,6 +14,7 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.templates import Template, templates
 from asyncrl_cli.pipeline.launch import Experiment
 from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.schema import FILE, json_schema
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()
@@ -64,8 +65,10 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
         "  asyncrl train 'new/my task/spec.yaml'",
     ]
     folder = tmp_path / "new/my task"
-    assert names_in(folder) == names_in(template.folder)
-    for file in names_in(folder):
+    assert names_in(folder) == sorted([*names_in(template.folder), FILE])
+    assert (folder / "spec.yaml").read_text().startswith(f"# yaml-language-server: $schema={FILE}\n")
+    assert json.loads((folder / FILE).read_text()) == json_schema()
+    for file in names_in(template.folder):
         if file != "spec.yaml":
             assert (folder / file).read_bytes() == (template.folder / file).read_bytes()
     code, out, err = asyncrl("validate-spec", "new/my task/spec.yaml")

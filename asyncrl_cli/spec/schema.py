@@ -1,0 +1,94 @@
+"""The JSON schema of a spec file, for editors. It accepts every file that `asyncrl validate-spec` accepts.
+
+`python -m asyncrl_cli.spec.schema > specs/spec.schema.json` writes the copy that the specs of the repository name in
+their first line; a test holds it to the models. `asyncrl init` writes one beside the spec that it copies.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from asyncrl_cli.spec.catalogue import keys
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+FILE = "spec.schema.json"
+_VARIABLE = {
+    "description": "A value with an environment variable, or a number with underscores, which YAML 1.2 reads as text.",
+    "type": "string",
+    "pattern": r"\$\{env:|^[-+]?[0-9]+_[0-9_.eE+-]*$",
+}
+_REFERENCE = {"$ref": "#/$defs/Variable"}
+_ABOUT = ("description", "title", "default", "examples")
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema (draft 2020-12). Nothing is required of a file that extends others: they may have it."""
+    model = ExperimentSpec.model_json_schema()
+    entries = _list_entries(model)
+    for name, section in {"": model, **model["$defs"]}.items():
+        if name not in entries:
+            section.pop("required", None)
+        section["properties"] = {key: _or_variable(value) for key, value in section["properties"].items()}
+    text = {"type": "string"}
+    model["properties"]["extends"] = {
+        "description": "Specs to start from, relative to this file.",
+        "anyOf": [text, {"type": "array", "items": text}],
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "urn:asyncrl:spec",
+        **model,
+        "$defs": {**model["$defs"], "Variable": _VARIABLE},
+        "if": {"not": {"required": ["extends"]}},
+        "then": _required(),
+    }
+
+
+def _list_entries(schema: dict[str, Any]) -> set[str]:
+    """Sections that are entries of lists. A list replaces the one below it, so its entries are always whole."""
+    properties = [field for section in (schema, *schema["$defs"].values()) for field in section["properties"].values()]
+    items = [field.get("items", {}).get("$ref", "") for field in properties]
+    return {reference.rpartition("/")[2] for reference in items if reference}
+
+
+def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a value, where `${env:NAME}` may stand for every scalar, and null for every section."""
+    schema = dict(schema)
+    for part in ("items", "additionalProperties"):
+        if isinstance(schema.get(part), dict):
+            schema[part] = _or_variable(schema[part])
+    if "patternProperties" in schema:
+        schema["patternProperties"] = {key: _or_variable(value) for key, value in schema["patternProperties"].items()}
+    if "prefixItems" in schema:
+        schema["prefixItems"] = [_or_variable(item) for item in schema["prefixItems"]]
+    if schema == {"type": "string"} or ("additionalProperties" in schema and schema["additionalProperties"] is True):
+        return schema
+    about = {name: schema.pop(name) for name in _ABOUT if name in schema}
+    options = schema["anyOf"] if list(schema) == ["anyOf"] else [schema]
+    null = [{"type": "null"}] if "$ref" in schema else []
+    return {**about, "anyOf": [*options, *null, _REFERENCE]}
+
+
+def _required() -> dict[str, Any]:
+    """What a file that extends no other must have, from the top down."""
+    root: dict[str, Any] = {}
+    for path, key in keys().items():
+        *above, name = path.split(".")
+        if not key.field.is_required() or "mix" in above:
+            continue
+        here = root
+        for part in above:
+            inside = here if part == "*" else here.setdefault("properties", {})
+            here = inside.setdefault("additionalProperties" if part == "*" else part, {})
+        here.setdefault("required", []).append(name)
+    return root
+
+
+def schema_text() -> str:
+    """The schema as the text of a file."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    print(schema_text(), end="")

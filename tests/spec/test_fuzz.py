@@ -1,0 +1,11 @@
+"""A few hundred of the fuzzer's mutated specs; `python -m tests.spec.fuzz` tries thousands."""
+
+from __future__ import annotations
+
+from tests.spec.fuzz import fuzz
+
+
+def test_mutated_specs_are_accepted_or_refused() -> None:
+    report = fuzz(200, seed=7)
+    assert not report.faults, "\n\n".join(report.findings)
+    assert report.outcome("accepted") > 10 and report.outcome("refused") > 100
