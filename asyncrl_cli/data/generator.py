@@ -44,7 +44,7 @@ def _prompts(rows: Iterable[Any], target: str, size: int | None, form: RowForm) 
         if size is None and number > MOST_ROWS:
             raise DataError(f"{target} yields more than {MOST_ROWS:,} rows", mend="give the split a size")
         if isinstance(row, Prompt):
-            yield number, row
+            yield number, form.checked(row, f"{target}:{number}")
         elif isinstance(row, Mapping):
             yield number, form.prompt(row, target, "row", number)
         else:

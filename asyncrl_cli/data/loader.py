@@ -72,14 +72,16 @@ class PromptLoader:
         return self._epoch
 
     def next(self) -> Prompt:
-        """The next prompt; after the last one of an epoch comes the first one of the next."""
+        """The next prompt; after the last one of an epoch comes the first one of the next.
+
+        Raises ``DataError`` for a row that is no prompt; the next call goes on after it.
+        """
         if self._position == self._length:
             self._epoch += 1
             self._position = 0
             self._begin_epoch()
-        prompt = self._prompts[self._indices[self._position]]
         self._position += 1
-        return prompt
+        return self._prompts[self._indices[self._position - 1]]
 
     def state(self) -> dict[str, int]:
         """``epoch`` and ``position``: whole epochs behind, and prompts given out in this one."""

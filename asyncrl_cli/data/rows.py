@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
@@ -17,6 +17,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NoReturn
 
+from asyncrl_cli.data.checks import fault_of
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Message, Prompt
 
@@ -34,6 +35,8 @@ class RowForm:
     uid_column: str = UID
     template: str | None = None
     system: str | None = None
+    check: Callable[[Prompt], None] | None = None
+    """The task's own look at a prompt; raises what is wrong with it."""
 
     @property
     def needed(self) -> frozenset[str]:
@@ -78,7 +81,22 @@ class RowForm:
         elif not isinstance(uid, str) or not uid:
             mend = "make it a text that is not empty, or leave it out"
             refuse(f"has a `{self.uid_column}` that is {kind(uid)}", mend)
-        return Prompt(uid, self._with_system(content, refuse), fields)
+        return self.checked(Prompt(uid, self._with_system(content, refuse), fields), f"{source}:{number}")
+
+    def checked(self, prompt: Prompt, place: str) -> Prompt:
+        """The prompt. Raises ``DataError`` when it cannot be encoded or recorded, or the task cannot score it."""
+        if fault := fault_of(prompt):
+            raise DataError(f"the row {prompt.uid!r} {fault[0]}", place=place, mend=fault[1])
+        if self.check is not None:
+            try:
+                self.check(prompt)
+            except Exception as error:  # of the user's task, too
+                raise DataError(
+                    f"the task cannot score the row {prompt.uid!r}: {error}",
+                    place=place,
+                    mend="correct the row or leave it out; task.options may name another field",
+                ) from error
+        return prompt
 
     def _content(self, value: Any, refuse: Any) -> str | tuple[Message, ...]:
         mend = 'make it text, or a list of messages such as {"role": "user", "content": "…"}'

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -46,13 +46,15 @@ def names_a_file(path: str) -> bool:
     return kind_of(path) not in ("hub", "function")
 
 
-def read_source(spec: SplitSpec, split: str, base: Path) -> Sequence[Prompt]:
+def read_source(
+    spec: SplitSpec, split: str, base: Path, check: Callable[[Prompt], None] | None = None
+) -> Sequence[Prompt]:
     """The prompts of a split that has a ``path``; ``base`` is where relative paths and modules are sought.
 
-    ``split`` is what a function is told. Raises ``DataError``.
+    ``split`` is what a function is told; ``check`` is the task's look at each prompt. Raises ``DataError``.
     """
     assert spec.path is not None
-    form = RowForm(spec.prompt_column, spec.uid_column, spec.template, spec.system)
+    form = RowForm(spec.prompt_column, spec.uid_column, spec.template, spec.system, check)
     path = base / Path(spec.path).expanduser()
     match kind_of(spec.path):
         case "hub":

@@ -353,6 +353,8 @@ class Conductor:
         metrics = step_metrics(taken.batch, report, published, window, taken.counts, names)
         prompts = self._parts.prompts
         metrics["data/skipped_prompts"] = float(prompts.skipped)
+        if prompts.unusable:
+            metrics["data/unusable_prompts"] = float(prompts.unusable)
         if prompts.pools is not None:
             metrics["data/retired_prompts"] = float(prompts.pools.retired)
         step = taken.batch.step

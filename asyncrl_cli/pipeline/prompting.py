@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl_cli.buffer.records import Candidate
+from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.pools import Pools
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.data.prompts import Message, Prompt
 from asyncrl_cli.runs.directory import RunError
 
 MAX_SKIPS_IN_A_ROW = 10_000
 """So many over-long prompts one after another end the run instead of the search."""
+
+
+UNUSABLE_NAMED = 20
+"""So many rows that cannot be used are named; all are counted."""
 
 
 class PromptEncoder:
@@ -26,23 +31,41 @@ class PromptEncoder:
         self._episodic = episodic
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
-        """Token ids, or None when there are too many; none for an episode. Raises ``RunError`` for messages without a
-        template."""
+        """Token ids, or None when there are too many; none for an episode.
+
+        Raises ``RunError`` for messages without a template, and ``DataError`` for a prompt that the tokenizer or its
+        template refuses.
+        """
         if self._episodic:
             return ()
-        if isinstance(prompt.content, str):
-            ids = self._tokenizer(prompt.content)["input_ids"]
-        elif self._tokenizer.chat_template is None:
+        if not isinstance(prompt.content, str) and self._tokenizer.chat_template is None:
             raise RunError(
                 f"prompt {prompt.uid} is a chat, and the model's tokenizer has no chat template",
                 place="data",
                 mend="Give prompts as text, or use a tokenizer with a chat template",
             )
-        else:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in prompt.content], add_generation_prompt=True, return_dict=True
-            )["input_ids"]
+        try:
+            ids = self._encode(prompt.content)
+        except Exception as error:  # templates raise what they like
+            raise DataError(
+                f"the prompt {prompt.uid!r} cannot be encoded: {type(error).__name__}: {error}",
+                place="data",
+                mend="correct the row or leave it out, or use another chat template (model.chat_template)",
+            ) from error
+        if not ids:
+            raise DataError(
+                f"the prompt {prompt.uid!r} has no tokens", place="data", mend="correct the row or leave it out"
+            )
         return tuple(ids) if len(ids) <= self._max_tokens else None
+
+    def _encode(self, content: str | tuple[Message, ...]) -> list[int]:
+        if isinstance(content, str):
+            text_ids: list[int] = self._tokenizer(content)["input_ids"]
+            return text_ids
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            [_with_text(message) for message in content], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """A response's text, as engines decode it."""
@@ -52,7 +75,7 @@ class PromptEncoder:
 class PromptSource:
     """The training prompts in their order; those given back by an interrupted run come first.
 
-    ``skipped`` counts prompts that were too long.
+    ``skipped`` counts prompts that were too long, ``unusable`` rows that cannot be encoded.
     """
 
     def __init__(
@@ -69,15 +92,19 @@ class PromptSource:
         self.pools = pools
         self._first = deque(first)
         self._warn = warn
-        self.skipped = 0
+        self.skipped = self.unusable = 0
         self._serial = 0
         self._all_solved = False
 
     def next(self) -> tuple[Prompt, tuple[int, ...]]:
         """The next prompt that is short enough. Raises ``RunError`` when there seems to be none."""
         for _ in range(MAX_SKIPS_IN_A_ROW):
-            prompt = self._first.popleft() if self._first else self._unsolved()
-            ids = self.encoder.encode(prompt)
+            try:
+                prompt = self._first.popleft() if self._first else self._unsolved()
+                ids = self.encoder.encode(prompt)
+            except DataError as error:
+                self._refuse(error)
+                continue
             if ids is not None:
                 return prompt, ids
             self.skipped += 1
@@ -87,10 +114,16 @@ class PromptSource:
                     "the metric data/skipped_prompts counts such prompts"
                 )
         raise RunError(
-            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens",
+            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable",
             place="data.train",
             mend="Raise rollout.max_prompt_tokens or shorten the prompts",
         )
+
+    def _refuse(self, error: DataError) -> None:
+        """Leave out a row that is no prompt, which was not looked at when the data was opened."""
+        self.unusable += 1
+        if self.unusable <= UNUSABLE_NAMED:
+            self._warn(f"{error}; it is left out, and the metric data/unusable_prompts counts such rows")
 
     def _unsolved(self) -> Prompt:
         """The next prompt that is not retired; when there is none in as many prompts as an epoch has, the next one."""
@@ -119,3 +152,11 @@ class PromptSource:
         self._serial = serial
         if loader is not None:
             self.loader.restore(dict(loader))
+
+
+def _with_text(message: Message) -> dict[str, Any]:
+    """A message whose content is text: templates print a list of text parts as a list, or nothing of it."""
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        return {**message, "content": "".join(str(part["text"]) for part in content)}
+    return dict(message)

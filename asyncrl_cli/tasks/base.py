@@ -49,6 +49,15 @@ class PromptTask(Protocol):
 
 
 @runtime_checkable
+class CheckingTask(Protocol):
+    """A task that looks at prompts before anything starts."""
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise an error that says why no response to this prompt could be scored."""
+        ...
+
+
+@runtime_checkable
 class DemonstrationTask(Protocol):
     """A task that can show how it is done, for a supervised warm start."""
 

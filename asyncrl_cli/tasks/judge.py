@@ -1,7 +1,7 @@
 """The ready task ``judge``: a language model behind an OpenAI-compatible URL scores the responses.
 
-Its answer must end with a number; one that does not is no score, and the rollout fails with that reason rather than
-being counted as bad.
+Its answer must end with a number. A judge whose answer does not is shown it and asked again, a few times; then the
+rollout fails with that reason rather than being counted as bad.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.function_task import row_of
+from asyncrl_cli.tasks.matching import MissingField
 
 TEMPLATE = """\
 Rate the response to the prompt below, from {low} (worthless) to {high} (perfect).
@@ -29,6 +30,9 @@ Rate the response to the prompt below, from {low} (worthless) to {high} (perfect
 
 Think briefly. Then end with a line that says `Score: ` and the number."""
 PATTERN = r"(?:score|rating)?[\s:=*_`]*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[\s.*_`]*$"
+AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
+LONGEST_LINE = 1_000
+"""Characters at the end of an answer in which the score is sought: a pattern may take the square of them in steps."""
 SHOWN = 100
 """Characters of an answer that an error shows: the last ones."""
 
@@ -61,9 +65,11 @@ class Judge:
                 in braces (``{answer}``); ``{{`` is a brace.
             system: a system message for the judge.
             scale: the lowest and the highest score; rewards are 0.0 and 1.0 there. A score beyond is none.
-            pattern: a regular expression whose group is the score, sought in the last line that is not empty, whatever
-                its capital letters.
+            pattern: a regular expression whose group is the score, sought in the last line that is not empty (in its
+                last 1,000 characters), whatever its capital letters.
             timeout_s: seconds for one answer; with all ``retries`` it should fit into ``task.reward_timeout_s``.
+            retries: how often a request that fails is sent again, and how often a judge is asked again whose answer has
+                no score.
             request: further fields of the request; ``{temperature: 0}`` if nothing is said.
 
         Raises ``TaskError`` and ``ValueError`` for impossible options.
@@ -96,7 +102,15 @@ class Judge:
             "max_retries": retries,
         }
         self._request = {"model": model, **({"temperature": 0} if request is None else request)}
+        self._retries = retries
         self._client: Any = None
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``MissingField`` for a row that lacks a field of the template."""
+        try:
+            self._messages(row_of(prompt), "")
+        except (KeyError, IndexError) as error:
+            raise MissingField(f"the row has no field {error} of the template") from None
 
     async def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
         """The judge's score on a scale from 0.0 to 1.0, with the metric ``judge_score``, as the judge said it.
@@ -107,10 +121,17 @@ class Judge:
             from openai import AsyncOpenAI
 
             self._client = AsyncOpenAI(**self._access)
-        answer = await self._client.chat.completions.create(
-            messages=self._messages(row_of(prompt), response), **self._request
-        )
-        score = self._score(answer.choices[0].message.content or "")
+        messages = self._messages(row_of(prompt), response)
+        for left in reversed(range(self._retries + 1)):
+            answer = await self._client.chat.completions.create(messages=messages, **self._request)
+            text = answer.choices[0].message.content or ""
+            try:
+                score = self._score(text)
+                break
+            except NoScore:
+                if not left:
+                    raise
+                messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": AGAIN}]
         return RewardResult((score - self._low) / (self._high - self._low), {"judge_score": score})
 
     def _messages(self, row: Mapping[str, Any], response: str) -> list[dict[str, str]]:
@@ -126,7 +147,7 @@ class Judge:
 
     def _score(self, answer: str) -> float:
         lines = [line for line in answer.splitlines() if line.strip()]
-        found = self._pattern.search(lines[-1]) if lines else None
+        found = self._pattern.search(lines[-1][-LONGEST_LINE:]) if lines else None
         shown = repr(answer if len(answer) <= SHOWN else "…" + answer[-SHOWN:])
         if found is None or found[1] is None:
             raise NoScore(f"the judge's answer does not end with a score: {shown}")

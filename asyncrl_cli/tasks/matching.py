@@ -45,6 +45,10 @@ class ExactMatch:
         self._ignore_case = ignore_case
         self._strip = strip
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``MissingField`` for a row without right texts."""
+        texts_field(prompt, self._field)
+
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """Whether the response is one of the right texts. Raises ``MissingField``."""
         answers = texts_field(prompt, self._field)
@@ -88,13 +92,21 @@ class RegexMatch:
         self._pattern_field = pattern_field
         self._exact = ExactMatch(field, ignore_case, strip)
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``MissingField`` for a row that lacks a field, and ``re.error`` for its impossible pattern."""
+        if self._pattern_of(prompt).groups:
+            self._exact.check_prompt(prompt)
+
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """Whether the response matches. Raises ``MissingField``, and ``re.error`` for a row's impossible pattern."""
-        pattern = self._pattern
-        if pattern is None:
-            assert self._pattern_field is not None
-            pattern = re.compile(text_field(prompt, self._pattern_field), self._flags)
+        """Whether the response matches. Raises what ``check_prompt`` raises."""
+        pattern = self._pattern_of(prompt)
         matches = list(pattern.finditer(response))
         if not matches:
             return 0.0
         return self._exact.reward(prompt, matches[-1][1] or "", finished) if pattern.groups else 1.0
+
+    def _pattern_of(self, prompt: Prompt) -> re.Pattern[str]:
+        if self._pattern is not None:
+            return self._pattern
+        assert self._pattern_field is not None
+        return re.compile(text_field(prompt, self._pattern_field), self._flags)

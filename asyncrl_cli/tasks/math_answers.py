@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, get_args
@@ -16,12 +18,16 @@ from typing import Any, Literal, get_args
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.matching import text_field
+from asyncrl_cli.tasks.math_forms import Answer, Unreadable, closing_brace, read, same
 
 Extract = Literal["any", "boxed", "last_number", "answer_tag"]
 MARK = "####"
 """What stands before the answer in GSM8K's solutions."""
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+BOXED = "\\boxed{"
+PHRASES = ("answer is", "answer:")
+LONGEST_SEARCHED = 10_000
+"""Characters at the end of a response in which a plain expression is looked for: the answer stands at the end."""
 
 
 class MathAnswers:
@@ -47,61 +53,76 @@ class MathAnswers:
         self._timeout_s = timeout_s
         _math_verify()
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``MissingField`` or ``Unreadable`` for a row whose answer no response could have."""
+        self._truth(prompt)
+
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """1.0 if the response's answer equals the row's, else 0.0.
+        """1.0 if the response's answer equals the row's, else 0.0. Raises what ``check_prompt`` raises."""
+        truth = self._truth(prompt)
+        deadline = time.monotonic() + self._timeout_s
 
-        Raises ``MissingField``, and ``ValueError`` for a row whose answer is no mathematics.
-        """
-        module = _math_verify()
-        truth = next(filter(None, self._readings(_after_mark(text_field(prompt, self._field)))), None)
-        if truth is None:
-            raise ValueError(f"the row's {self._field!r} is nothing that math-verify can read")
-        answer = self._answer(response)
-        if answer is None:
-            return 0.0
-        found = self._readings(answer) if answer is not response else [self._parsed(response)]
-        return float(any(each and module.verify(truth, each, timeout_seconds=self._timeout_s) for each in found))
+        def equal(one: str, other: str) -> bool:
+            if time.monotonic() > deadline:
+                return False
+            values = [self._parsed(f"${text}$") for text in (one, other)]
+            return all(values) and self._equal(*values)
 
-    def _answer(self, response: str) -> str | None:
-        """The part of the response that math-verify is to read."""
-        marked = _after_mark(response)
-        if marked is not response:
-            return marked
-        if self._extract == "boxed":
-            return _last_boxed(response)
-        if self._extract == "any":
-            return response
-        found: list[str] = (_NUMBER if self._extract == "last_number" else _TAG).findall(response)
-        return found[-1] if found else None
+        for text in self._answers(response):
+            try:
+                if same(truth, read(text), equal):
+                    return 1.0
+            except Unreadable:
+                continue
+        if self._extract == "any" and MARK not in response and _last_boxed(response) is None:
+            values = [self._parsed(f"${truth.text}$"), self._parsed(response[-LONGEST_SEARCHED:])]
+            return float(all(values) and self._equal(*values))
+        return 0.0
 
-    def _readings(self, answer: str) -> Iterator[Any]:
-        """What math-verify makes of a text that is an answer and nothing else: bare LaTeX first, then words."""
-        number = answer.replace("$", "").strip()
-        if _NUMBER.fullmatch(number):  # thousands are written with commas
-            yield self._parsed(number.replace(",", ""))
-            return
-        if "$" not in answer and "\\boxed" not in answer:
-            yield self._parsed(f"${answer}$")
-        yield self._parsed(answer)
+    def _truth(self, prompt: Prompt) -> Answer:
+        try:
+            return read(_after_mark(text_field(prompt, self._field)))
+        except Unreadable as error:
+            raise Unreadable(f"the field {self._field!r} is no answer that can be read: {error}") from None
+
+    def _answers(self, response: str) -> Iterator[str]:
+        """The parts of the response that may be its answer."""
+        if MARK in response:
+            yield _after_mark(response)
+        elif self._extract == "last_number":
+            yield from deque(_NUMBER.findall(response), maxlen=1)
+        elif self._extract == "answer_tag":
+            before, tag, _rest = response.rpartition("</answer>")
+            if tag and "<answer>" in before:
+                yield before.rpartition("<answer>")[2]
+        elif (boxed := _last_boxed(response)) is not None:
+            yield boxed
+        elif self._extract == "any":
+            yield response
+            tail = response[-LONGEST_SEARCHED:]
+            place = max(
+                tail.lower().rfind(phrase) + len(phrase) if phrase in tail.lower() else -1 for phrase in PHRASES
+            )
+            if place >= 0:
+                yield tail[place:].strip().partition("\n")[0]
 
     def _parsed(self, text: str) -> Any:
         return _math_verify().parse(text, parsing_timeout=self._timeout_s)
 
+    def _equal(self, one: Any, other: Any) -> bool:
+        verify = _math_verify().verify
+        return bool(verify(one, other, timeout_seconds=self._timeout_s, allow_set_relation_comp=True))
+
 
 def _after_mark(text: str) -> str:
-    _, mark, tail = text.rpartition(MARK)
-    return tail.strip() if mark else text
+    return text.rpartition(MARK)[2].strip()
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""The last ``\boxed{...}`` of a text, with its braces matched; None if there is none."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for end in range(start, len(text) if start >= 0 else start):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0 and text[end] == "}":
-            return text[start : end + 1]
-    return None
+    r"""What is in the last ``\boxed{...}`` of a text; None if there is none that is closed."""
+    start = text.rfind(BOXED)
+    end = closing_brace(text, start + len(BOXED) - 1) if start >= 0 else None
+    return None if end is None else text[start + len(BOXED) : end]
 
 
 @cache

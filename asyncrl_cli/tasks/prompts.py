@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.spec.sections import SplitSpec
-from asyncrl_cli.tasks.base import PromptTask, Split, Task
+from asyncrl_cli.tasks.base import CheckingTask, PromptTask, Split, Task
+
+LOOK_S = 3.0
+"""Seconds in which rows are checked that are made when they are asked for."""
 
 
 def load_prompts(
@@ -23,8 +27,12 @@ def load_prompts(
     task is not told how many.
     """
     place = place or f"data.{split_name}"
+    check = task.check_prompt if isinstance(task, CheckingTask) else None
     if split_spec.path is not None:
-        return read_source(split_spec, split_name, base)
+        prompts = read_source(split_spec, split_name, base, check)
+        if not isinstance(prompts, list):  # a list has been read row by row
+            _look_at(prompts)
+        return prompts
     if not isinstance(task, PromptTask):
         raise DataError(
             f"{place} has no path, and the task makes no prompts of its own",
@@ -33,18 +41,21 @@ def load_prompts(
     if split_spec.size is None:
         raise DataError(f"{place}.size is not given", mend="say how many prompts the task shall make")
     prompts = task.prompts(split_name, split_spec.size)
-    if prompts:
-        _check_fields(prompts[0], place)
+    form = RowForm(check=check)
+    for number, prompt in enumerate(_look_at(prompts), start=1):
+        form.checked(prompt, f"{place}:{number}")
     return prompts
 
 
-def _check_fields(prompt: Prompt, place: str) -> None:
-    """Checkpoints keep prompts as JSON: better refused now than at the first checkpoint."""
-    try:
-        json.dumps(dict(prompt.fields))
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"the fields of prompt {prompt.uid!r} are not JSON values: {error}",
-            place=place,
-            mend="let the task's prompts carry text, numbers, booleans, lists and mappings only",
-        ) from None
+def _look_at(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompts of a split that makes them when they are asked for: as many as there is time for.
+
+    Raises ``DataError`` for one that is none. Those that come later are looked at when they are trained on.
+    """
+    until = time.monotonic() + LOOK_S
+    looked_at: list[Prompt] = []
+    for prompt in prompts:
+        looked_at.append(prompt)
+        if time.monotonic() > until:
+            break
+    return looked_at

@@ -95,3 +95,43 @@ def test_a_file_that_is_missing_empty_or_short(tmp_path: Path) -> None:
         read_jsonl(write(tmp_path, ""))
     with pytest.raises(DataError, match="has 1 rows, 2 are asked for"):
         read_jsonl(write(tmp_path, '{"prompt": "a"}'), 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "half \ud83d"}, "`prompt` that is not Unicode"),
+        ({"prompt": "a", "answer": "\ude00"}, "`answer` that is not Unicode"),
+        ({"prompt": "a", "uid": "\ud83d"}, "`uid` that is not Unicode"),
+        ({"prompt": [{"role": "user", "content": None}]}, "message 1 without content"),
+        ({"prompt": [{"role": "user", "content": 7}]}, "message 1 whose content is not text"),
+        ({"prompt": [{"role": "user", "content": "a\ud83d"}]}, "not Unicode"),
+        ({"prompt": [{"role": "usr", "content": "a"}]}, "message 1 with the role 'usr'; roles are system"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "parts that are not text"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}, "message 2 without"),
+        (
+            {"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 3}}]}]},
+            "`tool_calls` that are no list of functions",
+        ),
+        ({"prompt": [{"role": "assistant", "content": "", "tool_calls": {}}]}, "`tool_calls` that are no list"),
+    ],
+)
+def test_rows_that_could_not_be_encoded_are_named_with_their_line(
+    tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
+    path = write(tmp_path, '{"prompt": "sound"}', json.dumps(row))
+    with pytest.raises(DataError) as caught:
+        read_jsonl(path)
+    assert words in str(caught.value)
+    assert f"{path}:2: the row '" in str(caught.value)
+
+
+def test_messages_with_tool_calls_and_text_parts_are_prompts(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "calc", "arguments": {"e": "1+1"}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    (prompt,) = read_jsonl(write(tmp_path, json.dumps({"prompt": messages})))
+    assert prompt.content == tuple(messages)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from stand_ins import prompts
 
+from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.prompting import MAX_SKIPS_IN_A_ROW, PromptEncoder, PromptSource
+from asyncrl_cli.pipeline.prompting import MAX_SKIPS_IN_A_ROW, UNUSABLE_NAMED, PromptEncoder, PromptSource
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.train.tokenizer import character_tokenizer
 
@@ -133,3 +134,42 @@ def test_solved_prompts_are_left_out_until_all_are() -> None:
     drawn = [stream.next()[0].uid for _ in range(8)]
     assert set(drawn) <= {row.uid for row in rows}, "training goes on"
     assert said == ["every training prompt is solved (data.pools): they are trained on again"]
+
+
+REFUSING = character_tokenizer(256)
+REFUSING.chat_template = "{{ raise_exception('a system message comes first') }}"
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(DataError, match=r"data: the prompt 'chat' cannot be encoded: .*a system message comes first"):
+        PromptEncoder(REFUSING, 10).encode(CHAT)
+    with pytest.raises(DataError, match="the prompt 'half' cannot be encoded: "):
+        PromptEncoder(TOKENIZER, 10).encode(Prompt("half", "\ud83d"))
+    with pytest.raises(DataError, match="the prompt 'empty' has no tokens"):
+        PromptEncoder(TOKENIZER, 10).encode(Prompt("empty", ""))
+
+
+def test_rows_that_cannot_be_used_are_left_out_counted_and_named() -> None:
+    said: list[str] = []
+    rows = [Prompt("a", "1"), CHAT, Prompt("b", "2")]
+
+    class Rows(list[Prompt]):
+        def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
+            if index == 2:
+                raise DataError("the row is no prompt", place="rows.parquet:3")
+            return super().__getitem__(index)
+
+    stream = PromptSource(
+        PromptLoader(Rows([*rows]), 0, shuffle=False), PromptEncoder(REFUSING, 10), first=(CHAT,), warn=said.append
+    )
+    assert [stream.next()[0].uid for _ in range(20)] == ["a"] * 20
+    assert stream.unusable == 1 + 2 * 19
+    assert "the prompt 'chat' cannot be encoded" in said[0]
+    assert "rows.parquet:3: the row is no prompt" in said[2]
+    assert len(said) == UNUSABLE_NAMED
+
+
+def test_text_parts_are_text_for_every_template() -> None:
+    parts = ({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]},)
+    encoder = PromptEncoder(TOKENIZER, 10)
+    assert encoder.encode(Prompt("parts", parts)) == encoder.encode(CHAT)

@@ -14,6 +14,7 @@ import pytest
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.judge import Judge
+from asyncrl_cli.tasks.matching import MissingField
 from asyncrl_cli.tasks.scoring import RewardFailure, Scored, score_async
 
 PROMPT = Prompt("row/1", "What is 2+2?", {"answer": "4"})
@@ -141,3 +142,31 @@ def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(TaskError, match="variable JUDGE_KEY is not set"):
         Judge("http://judge/v1", "judge", api_key_env="JUDGE_KEY")
+
+
+def test_a_judge_without_a_score_is_asked_again_and_shown_its_answer(url: str) -> None:
+    assert judged(Judge(url, "judge"), "I like it.", "Well.", "Score: 8") == Scored(0.8, {"judge_score": 8.0})
+    assert [len(request["messages"]) for request in Handler.asked] == [1, 3, 5]
+    assert Handler.asked[2]["messages"][3] == {"role": "assistant", "content": "Well."}
+    assert isinstance(judged(Judge(url, "judge", retries=1), "I like it."), RewardFailure)
+    assert len(Handler.asked) == 2
+
+
+def test_only_the_end_of_a_long_line_is_searched(url: str) -> None:
+    judge, searched = Judge(url, "judge", retries=0), []
+
+    class Pattern:
+        def search(self, text: str) -> None:
+            searched.append(len(text))
+
+    judge._pattern = Pattern()  # type: ignore[assignment]
+    assert isinstance(judged(judge, "*" * 1_000_000), RewardFailure)
+    assert searched == [1000]
+    assert judged(Judge(url, "judge"), "*" * 1_000_000 + "7") == Scored(0.7, {"judge_score": 7.0})
+
+
+def test_a_row_without_a_field_of_the_template_is_found_before_it_is_judged(url: str) -> None:
+    judge = Judge(url, "judge", template="{response} and {answer}")
+    judge.check_prompt(PROMPT)
+    with pytest.raises(MissingField, match="no field 'answer' of the template"):
+        judge.check_prompt(Prompt("row/2", "?"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.tasks.base import CheckingTask
 from asyncrl_cli.tasks.matching import ExactMatch, MissingField, RegexMatch
 from asyncrl_cli.tasks.math_answers import MathAnswers
 
@@ -105,7 +107,28 @@ def test_other_answers(answer: str, response: str, options: Any) -> None:
 
 
 def test_a_row_without_mathematics_is_a_mistake_and_no_wrong_answer() -> None:
-    with pytest.raises(ValueError, match="nothing that math-verify can read"):
+    with pytest.raises(ValueError, match="field 'answer' is no answer that can be read: it is empty"):
         MathAnswers().reward(row(answer=""), "12", True)
     with pytest.raises(ValueError, match="extract must be one of any, boxed"):
         MathAnswers(extract="all")  # type: ignore[arg-type]
+
+
+def test_a_tag_that_is_opened_a_million_times_is_read_once_over() -> None:
+    task = MathAnswers(extract="answer_tag")
+    assert task.reward(row(answer="12"), "<answer>" * 1_000_000, True) == 0.0
+    assert task.reward(row(answer="12"), "<answer>" * 1_000_000 + "12</answer> bye", True) == 1.0
+    assert MathAnswers().reward(row(answer="12"), r"\boxed{" * 100_000 + "12}", True) == 1.0
+
+
+def test_rows_that_no_response_could_match_are_found_before_they_are_visited() -> None:
+    for task, fields, words in (
+        (ExactMatch(), {}, "no field 'answer'"),
+        (RegexMatch(pattern="(a)"), {}, "no field 'answer'"),
+        (RegexMatch(pattern_field="want"), {"want": "("}, "missing )"),
+        (MathAnswers(), {"answer": r"\frac{1}{"}, "a brace is not closed"),
+    ):
+        assert isinstance(task, CheckingTask)
+        with pytest.raises(Exception, match=re.escape(words)):
+            task.check_prompt(row(**fields))
+    RegexMatch(pattern="a").check_prompt(row())
+    ExactMatch().check_prompt(row(answer=["a", "b"]))

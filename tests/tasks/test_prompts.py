@@ -1,12 +1,21 @@
 """A split comes from its file, else from the task."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.spec.sections import SplitSpec
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.spec.sections import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.function_task import FunctionTask
+from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
+from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.matching import ExactMatch
+from asyncrl_cli.tasks.math_answers import MathAnswers
 from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.tasks.spell_backward import SpellBackward
 
@@ -30,3 +39,35 @@ def test_neither_file_nor_task_nor_size() -> None:
         load_prompts("eval", SplitSpec(size=5), REWARD_ONLY)
     with pytest.raises(DataError, match=r"data\.train\.size"):
         load_prompts("train", SplitSpec(), SpellBackward())
+
+
+def test_answers_that_cannot_be_read_are_named_when_the_data_is_opened(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": r"\$36"}, {"prompt": "b", "answer": r"\frac{1}{"}, {"prompt": "c"}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for name in ("rows.jsonl", "rows.parquet"):
+        with pytest.raises(DataError) as caught:
+            load_prompts("train", SplitSpec(path=name), MathAnswers(), tmp_path)
+        assert f"{name}:2: the task cannot score the row" in str(caught.value)
+        assert "a brace is not closed" in str(caught.value)
+    with pytest.raises(DataError, match=r"rows.jsonl:3: the task cannot score the row.*no field 'answer'"):
+        load_prompts("train", SplitSpec(path="rows.jsonl"), ExactMatch(), tmp_path)
+    assert len(load_prompts("train", SplitSpec(path="rows.jsonl", size=1), MathAnswers(), tmp_path)) == 1
+    member = {"name": "m", "use": "math", "train": {"path": str(tmp_path / "rows.jsonl")}}
+    mix = load_task(TaskSpec.model_validate({"mix": [member, {**member, "name": "n"}]}), tmp_path)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
+        load_prompts("train", SplitSpec(size=4), mix, tmp_path)
+
+
+def test_rows_of_a_table_and_of_a_task_are_looked_at_when_it_is_opened(tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]]
+    parquet.write_table(pa.table({"prompt": messages}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet:2: the row .* has a message 1 without content"):
+        load_prompts("train", SplitSpec(path="rows.parquet"), REWARD_ONLY, tmp_path)
+
+    class Made(SpellBackward):
+        def prompts(self, split: str, size: int) -> Sequence[Prompt]:
+            return LazyPrompts(size, lambda row: Prompt(f"p{row}", "a" if row < 2 else ({"role": "user"},)))
+
+    with pytest.raises(DataError, match=r"data.train:3: the row 'p2' has a message 1 without content"):
+        load_prompts("train", SplitSpec(size=5), Made())

@@ -1,0 +1,375 @@
+r"""The forms in which answers are written, read without a computer algebra system.
+
+``read`` splits a text into the items of a list, set or union, ``same`` compares two of them item by item: numbers as
+exact fractions, tuples and intervals bracket by bracket, words letter by letter. What is left, an expression, goes to
+the function that ``same`` is given (math-verify). Everything here passes over a text a fixed number of times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+
+EqualExpressions = Callable[[str, str], bool]
+
+OPENERS, CLOSERS = "([{", ")]}"
+LONGEST = 5_000
+"""Characters of an answer."""
+DEEPEST = 50
+"""Brackets within each other: tuples of tuples are read recursively."""
+LONGEST_NUMBER = 500
+LONG_WORD = 4
+"""Letters from which on a word is no product of variables."""
+MOST_ALTERNATIVES = 8
+r"""Signs that the ``\pm`` of one item may take, in all."""
+_REPLACED = {
+    **dict.fromkeys(("\\!", "\\,", "\\;", "\\:", "~", "\\left", "\\right", "\\displaystyle", ",\\!", "{,}"), ""),
+    **dict.fromkeys(("\\$", "$", "\\(", "\\)", "\\[", "\\]"), ""),
+    **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
+    **dict.fromkeys(("°", "^{\\circ}", "\\degree"), "^\\circ"),
+    **dict.fromkeys(("−", "–"), "-"),
+    **{f"\\{command}{{{letter}}}": f" {letter}" for command in ("text", "mathrm") for letter in "ei"},  # no units
+    **dict.fromkeys(("≤", "\\leq"), "\\le "),
+    **dict.fromkeys(("≥", "\\geq"), "\\ge "),
+    "\\\\": "\\\\",  # ends a matrix's row: what follows is no part of it
+    "\\ ": " ",
+    "\\%": "%",
+    "\\{": "\\lbrace ",
+    "\\}": "\\rbrace ",
+    "\\varnothing": "\\emptyset",
+    "×": "\\times ",
+    "·": "\\cdot ",
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "∪": "\\cup ",
+    "±": "\\pm ",
+}
+# A command ends where its letters do: `\left` is no part of `\leftarrow`.
+_REPLACE = re.compile(
+    "|".join(
+        re.escape(old) + ("(?![a-zA-Z])" if old[-1].isalpha() and old[0] == "\\" else "")
+        for old in sorted(_REPLACED, key=len, reverse=True)
+    )
+)
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|hbox|mathrm(?=\{ *[a-zA-Z]{2}))\s*\{([^{}]*)\}(\^\{?[23]\}?)?")
+_SEPARATOR = re.compile(r"\\text\{ *,? *(?:and|or) *\}|,? +(?:and|or) +|\\cup(?![a-zA-Z])|[,;]")
+_COMMA, _EQUALS = re.compile(","), re.compile("=")
+_BRACKETS = re.compile(r"\\(?:begin|end|[lr]brace)|[()\[\]{}]")
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?(?![\d,])")
+_NAME = re.compile(r"(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\(\\?[a-zA-Z]+(?:,\\?[a-zA-Z]+)*\))?)")
+_RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|neq|ne|in|cap|cup|setminus)(?![a-zA-Z])")
+_SET = re.compile(rf"{_RELATION.pattern}|\\cup(?![a-zA-Z])")
+_UNIT_END = re.compile(r"\^\{?[23]\}?$")
+_OPTION = re.compile(r"\(?([a-zA-Z])\)?")
+_DIGITS = r"\d+(?:\.\d*)?|\.\d+"
+_NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)(?:
+        (?:(?P<whole>\d+)\s*)?\\frac\s*(?:\{{(?P<top>-?\d+)\}}|(?P<top1>\d))\s*(?:\{{(?P<bottom>\d+)\}}|(?P<bottom1>\d))
+        |(?:(?P<whole2>\d+)\ +)?(?P<top2>\d+)\s*/\s*(?P<bottom2>\d+)
+        |(?P<head>\d*\.\d*)\\overline\{{(?P<period>\d+)\}}
+        |(?P<plain>{_DIGITS})(?:\s*(?:\\times|\\cdot|\*)\s*10\^(?:\{{(?P<power>[-+]?\d{{1,4}})\}}|(?P<power1>\d))
+            |[eE](?P<power2>[-+]?\d{{1,4}}))?
+    )\s*(?P<percent>%|percent)?""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """An exact value; ``decimal`` if it was written with a decimal point, ``percent`` with a percent sign."""
+
+    value: Fraction
+    decimal: bool = False
+    percent: bool = False
+
+    def equals(self, other: Number) -> bool:
+        """Whether the values are the same. 50 % is 50 and 0.5; 0.333333 is a third, to a millionth of it."""
+        one, two = self.value, other.value
+        pairs = [(one, two)]
+        if self.percent != other.percent:
+            pairs.append((one / 100, two) if self.percent else (one, two / 100))
+        rounds = (self.decimal and other._has_no_end) or (other.decimal and self._has_no_end)
+        return any(
+            left == right or (rounds and abs(left - right) * 1_000_000 <= max(abs(left), abs(right)))
+            for left, right in pairs
+        )
+
+    @property
+    def _has_no_end(self) -> bool:
+        """Whether no decimal number says it exactly."""
+        rest = self.value.denominator
+        for prime in (2, 5):
+            while rest % prime == 0:
+                rest //= prime
+        return rest > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One of the things that an answer lists.
+
+    Args:
+        text: as it stands, tidied up.
+        name: the variable that it is the value of, "" without one.
+        brackets: of a tuple or an interval, "" for all else.
+        parts: what is between them.
+        number: the value, where the text is a number.
+    """
+
+    text: str
+    name: str = ""
+    brackets: str = ""
+    parts: tuple[Item, ...] = ()
+    number: Number | None = None
+
+
+Reading = tuple[Item, ...]
+"""A text as a list. Order does not count, repetitions do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A text, tidied up, and what it may mean: ``1,200`` is a number, and two."""
+
+    text: str
+    readings: tuple[Reading, ...]
+
+
+class Unreadable(ValueError):
+    """A text that is no answer; says why."""
+
+
+def read(text: str) -> Answer:
+    """A text that is an answer and nothing else. Raises ``Unreadable``."""
+    if len(text) > LONGEST:
+        raise Unreadable(f"it has more than {LONGEST} characters")
+    tidy = tidied(text)
+    if not tidy:
+        raise Unreadable("it is empty")
+    _check_balance(tidy)
+    readings: list[Reading] = []
+    if found := _THOUSANDS.match(tidy):
+        number = _item(found[0].replace(",", "").replace(" ", "") + tidy[found.end() :])
+        if number.number is not None:
+            readings.append((number,))
+            if ",0" in found[0]:  # no list has elements with leading zeros
+                return Answer(tidy, tuple(readings))
+    items = (one for part in _split(_without_braces(tidy)) for one in _alternatives(part))
+    readings.append(tuple(map(_item, items)))
+    return Answer(tidy, tuple(readings))
+
+
+def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
+    """Whether two texts mean the same in one of their readings. ``equal`` compares expressions."""
+    if any(_same_items(left, right, equal) for left, right in product(one.readings, other.readings)):
+        return True
+    # Relations and unions of intervals may be the same set in other pieces.
+    return any(_SET.search(answer.text) for answer in (one, other)) and equal(one.text, other.text)
+
+
+def tidied(text: str) -> str:
+    r"""The text without dollars, spacing commands, ``\boxed`` and a full stop, with one spelling of each command."""
+    text = text.strip()
+    for opening in ("$", "\\boxed{", "\\text{"):
+        while text.startswith(opening) and len(text) > len(opening):
+            end = len(text) - 1 if opening == "$" else closing_brace(text, len(opening) - 1)
+            if end is None or text[end + 1 :].strip("$. ") or (opening == "$" and text[end] != "$"):
+                break
+            text = text[len(opening) : end].strip()
+    text = _REPLACE.sub(lambda found: _REPLACED[found[0]], text)
+    text = _TEXT.sub(lambda found: f"\\text{{{found[1]}}}{found[2] or ''}", text)
+    return " ".join(text.split()).rstrip(".;, ").lstrip(", ")
+
+
+def closing_brace(text: str, opening: int) -> int | None:
+    """Where the brace is closed that is opened at ``opening``; None where it is not."""
+    depth = 0
+    for place in range(opening, len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return place
+    return None
+
+
+def words(text: str) -> str:
+    """The letters and digits of a text that is words, in small letters; "" for one that is mathematics."""
+    plain = _TEXT.sub(lambda found: f" {found[1]} ", text).strip()
+    if option := _OPTION.fullmatch(plain):
+        return option[1].casefold()
+    plain = plain.replace(".", "")
+    if not all(char.isalnum() or char in " :'-" for char in plain) or not re.search(r"[^\W\d_]{2}", plain):
+        return ""
+    return "".join(char for char in plain if char.isalnum() or char in ":-").casefold()
+
+
+def _same_items(left: Reading, right: Reading, equal: EqualExpressions) -> bool:
+    if len(left) != len(right):
+        return False
+    rest = list(right)
+    for item in left:
+        found = next((place for place, other in enumerate(rest) if _same(item, other, equal)), None)
+        if found is None:
+            return False
+        del rest[found]
+    return True
+
+
+def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
+    if left.name and right.name and left.name != right.name:
+        return False
+    if left.text == right.text or (words(left.text) and words(left.text) == words(right.text)):
+        return True
+    if left.number is not None and right.number is not None:
+        return left.number.equals(right.number)
+    if left.parts and right.parts:
+        return (
+            left.brackets == right.brackets
+            and len(left.parts) == len(right.parts)
+            and all(_same(one, other, equal) for one, other in zip(left.parts, right.parts, strict=True))
+        )
+    if ("=" in left.text) != ("=" in right.text):
+        return False  # an equation is no value, though a variable's value may stand alone
+    if min(len(words(left.text)), len(words(right.text))) >= LONG_WORD:
+        return False  # as products of letters, "east" and "seat" are equal
+    return equal(left.text, right.text)
+
+
+def _item(text: str) -> Item:
+    name, value = _named(text.strip())
+    value = _without_unit(value)
+    inner = _inner(value)
+    if inner is not None:
+        parts = list(_split(inner, _COMMA))
+        if len(parts) > 1:
+            return Item(value, name, value[0] + value[-1], tuple(map(_item, parts)))
+        if value[0] == "(" and value[-1] == ")" and (number := _number(inner.strip())) is not None:
+            return Item(inner.strip(), name, number=number)
+    return Item(value, name, number=_number(value))
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The name before the first equals sign and what is after the last one; "" for what is no assignment."""
+    if "=" not in text or _RELATION.search(text) or "\\ne" in text:
+        return "", text
+    parts = list(_split(text, _EQUALS))
+    name = parts[0].replace(" ", "") if len(parts) > 1 else ""
+    return (name, parts[-1]) if _NAME.fullmatch(name) else ("", text)
+
+
+def _without_unit(text: str) -> str:
+    """A value without its unit and degree sign. Times of day keep their half of the day."""
+    while (found := _last_text(text)) is not None and (value := text[: found.start()].strip()):
+        unit = found[1].replace(".", "").strip()
+        is_factor = len(unit) == 1 and (unit in "ei" or _number(value) is None)  # 4\text{i}, and not 4\text{ m}
+        if unit.lower() in ("am", "pm") or is_factor or value[-1] in "+-*/^=_({[,":
+            return text
+        text = value
+    number, _, unit = text.partition(" ")
+    if _number(number) is None:  # a mixed fraction, or one with spaces in it
+        number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ./ ")
+        unit = text[len(number) :].strip()
+    letters = _UNIT_END.sub("", unit).replace(" ", "").replace(".", "").replace("/", "")
+    if len(letters) > 1 and letters.isalpha() and _number(number.strip()) is not None:
+        text = number
+    if text.endswith("^\\circ") and "\\" not in text[: -len("^\\circ")].replace("\\frac", ""):
+        text = text[: -len("^\\circ")]
+    return text.strip()
+
+
+def _last_text(text: str) -> re.Match[str] | None:
+    r"""The ``\text{}`` that a text ends with."""
+    start = text.rfind("\\text{")
+    return _TEXT.fullmatch(text, start) if start >= 0 else None
+
+
+def _number(text: str) -> Number | None:
+    if thousands := _THOUSANDS.fullmatch(text.rstrip("% ")):
+        text = thousands[0].replace(",", "").replace(" ", "") + ("%" if text.endswith("%") else "")
+    found = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
+    if found is None:
+        return None
+    group = found.groupdict()
+    top, bottom = (group[key] or group[f"{key}1"] or group[f"{key}2"] for key in ("top", "bottom"))
+    decimal = False
+    if top is not None:
+        if int(bottom) == 0:
+            return None
+        value = int(group["whole"] or group["whole2"] or 0) + Fraction(int(top), int(bottom))
+    elif (period := group["period"]) is not None:
+        digits = len(group["head"].partition(".")[2])
+        repeated = Fraction(int(period), 10**digits * (10 ** len(period) - 1))
+        value = Fraction(group["head"].rstrip(".") or 0) + repeated
+    else:
+        value = Fraction(group["plain"].rstrip("."))
+        decimal = "." in group["plain"]
+        value *= Fraction(10) ** int(group["power"] or group["power1"] or group["power2"] or 0)
+    return Number(-value if group["sign"] == "-" else value, decimal, group["percent"] is not None)
+
+
+def _alternatives(text: str) -> list[str]:
+    r"""An item with each sign that its ``\pm`` may take; the signs of several are independent, ``\mp`` goes along."""
+    parts = re.split(r"\\pm(?![a-zA-Z])", text)
+    if len(parts) == 1 or 2 ** (len(parts) - 1) > MOST_ALTERNATIVES:
+        return [text]
+    found = []
+    for signs in product("+-", repeat=len(parts) - 1):
+        joined = parts[0] + "".join(sign + part for sign, part in zip(signs, parts[1:], strict=True))
+        found.append(re.sub(r"\\mp(?![a-zA-Z])", "-" if signs[0] == "+" else "+", joined).strip().removeprefix("+"))
+    return found
+
+
+def _without_braces(text: str) -> str:
+    """A set as the list of its elements."""
+    start, end = "\\lbrace", "\\rbrace"
+    if text.startswith(start) and text.endswith(end) and text.count(start) == 1:
+        return text[len(start) : -len(end)].strip()
+    return text
+
+
+def _inner(text: str) -> str | None:
+    """What is between a text's first and last bracket, where the two belong together."""
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
+        return None
+    depth = 0
+    for place, char in enumerate(text):
+        depth += (char in OPENERS) - (char in CLOSERS)
+        if depth == 0:
+            return text[1:-1] if place == len(text) - 1 else None
+    return None
+
+
+def _split(text: str, separator: re.Pattern[str] = _SEPARATOR) -> Iterator[str]:
+    """The parts of a text between separators that stand in no bracket and no environment."""
+    ends = [found.span() for found in separator.finditer(text)]
+    marks = ((found.start(), found[0]) for found in _BRACKETS.finditer(text))
+    mark = next(marks, None)
+    depth = start = 0
+    for place, end in ends:
+        while mark is not None and mark[0] < place:
+            depth += 1 if mark[1] in ("\\begin", "\\lbrace", *OPENERS) else -1
+            mark = next(marks, None)
+        if depth == 0:
+            if text[start:place].strip():
+                yield text[start:place].strip()
+            start = end
+    if text[start:].strip():
+        yield text[start:].strip()
+
+
+def _check_balance(text: str) -> None:
+    """Braces are balanced, and brackets as far as intervals let them be."""
+    depth = brackets = 0
+    for char in text:
+        depth += (char == "{") - (char == "}")
+        brackets += (char in "([") - (char in ")]")
+        if depth < 0:
+            raise Unreadable("a brace is closed that was not opened")
+        if max(depth, brackets) > DEEPEST:
+            raise Unreadable(f"brackets are nested more than {DEEPEST} deep")
+    if depth:
+        raise Unreadable("a brace is not closed")
+    if brackets:
+        raise Unreadable("brackets do not match")
