@@ -120,8 +120,11 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
     for group_id, version, count in _tokens_by_version(connection):
         if version == GIVEN and group_id in episodes:
             continue
-        admitted_at, step = groups[group_id]
         tokens += count
+        if group_id not in groups:
+            breaches.append(Breach(None, group_id, f"there is no such group, but {count} tokens of version {version}"))
+            continue
+        admitted_at, step = groups[group_id]
         if step is not None:
             held.add(group_id)
             steps[step].tokens[batch_versions[step] - version] += count
@@ -198,7 +201,7 @@ def _with_rollouts(
     for group_id, with_tokens, of_several in connection.execute(
         "SELECT group_id, count(oldest), sum(newest > oldest) FROM rollouts GROUP BY group_id"
     ):
-        step = groups[group_id][1]
+        step = groups.get(group_id, (0, None))[1]
         if step is not None:
             rollouts[step] += with_tokens
             crossed[step] += of_several or 0

@@ -138,10 +138,12 @@ def workload(recording: Recording) -> Workload:
     """The durations of a record. The time during which the run was down is taken out of all of them.
 
     A group that still runs counts as if it took as long as the median group, or as it did so far if that is longer.
-    Raises ``ValueError`` without a trained batch.
+    Raises ``ValueError`` without a trained batch, and without a finished group.
     """
     if not recording.batches:
         raise ValueError("no step is trained yet")
+    if all(group.ended_at is None or group.rejected for group in recording.groups):
+        raise ValueError("no group has finished")
     up = _uptime(recording)
     signs = [group.ended_at or group.admitted_at for group in recording.groups]
     last = max(*signs, recording.batches[-1].trained_at)

@@ -50,11 +50,12 @@ def staleness(
         recorded = recording(connection) if what_if is not None else None
     page = staleness_page(found, report, every_step=steps == "all")
     if recorded is not None and what_if is not None:
-        if not recorded.batches:
-            raise RunError(
-                "no step is trained yet", place=found.run_id, mend="--what-if goes by the times of trained steps"
-            )
-        page = with_what_if(page, report, workload(recorded), what_if)
+        try:
+            work = workload(recorded)
+        except ValueError as error:
+            mend = "--what-if goes by the times of trained steps"
+            raise RunError(str(error), place=found.run_id, mend=mend) from None
+        page = with_what_if(page, report, work, what_if)
     show(page, as_json)
     if report.breaches:
         raise typer.Exit(1)

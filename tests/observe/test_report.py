@@ -336,6 +336,30 @@ def test_damaged_files_beside_the_journal_are_passed_over(tmp_path: Path) -> Non
     assert (sample.at, sample.values) == (5.0, {PROCESSOR: 0.5, GPU: pytest.approx(0.3)})
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM groups",
+        "DELETE FROM rollouts",
+        "DELETE FROM publishes",
+        "DELETE FROM batches",
+        "UPDATE groups SET ended_at = NULL",
+        "UPDATE groups SET state = 'rejected'",
+        "UPDATE batches SET metrics = '{}'",
+        "UPDATE batches SET metrics = '{\"reward/mean\": NaN}'",
+        "UPDATE evaluations SET prompts = 0, accuracy = 1.5",
+    ],
+)
+def test_a_damaged_journal_has_a_report_still(run: RunDirectory, damage: str) -> None:
+    journal = open_for_writing(run.path / FILE)
+    journal.execute(damage)
+    journal.close()
+    run.write_text(
+        "spec.yaml", "model: 3\ntask: {mix: 5}\nrollout: {engines: {}}\ntrainer: []\nalgorithm: {correction: 1}\n"
+    )
+    charts_of(render([summarize(run)]))
+
+
 # -- what charts show
 
 

@@ -32,16 +32,19 @@ def circumstances(
             "SELECT state, count(*) FROM groups WHERE state IN ('rejected', 'requeued') GROUP BY state"
         ).fetchall()
     )
-    work = workload(newest(recording(connection), SIMULATED_GROUPS))
+    try:
+        work = workload(newest(recording(connection), SIMULATED_GROUPS))
+    except ValueError:  # a damaged journal has batches without groups
+        work = None
     return Circumstances(
         spec=spec,
         max_staleness=settings.max_staleness,
         episodic=any("response/calls_mean" in span.metrics for span in spans),
         steps=len(spans),
-        most_rollouts=work.concurrency * work.settings.group_size,
+        most_rollouts=work.concurrency * work.settings.group_size if work else 0,
         rejected=dropped.get("rejected", 0) / trained,
         requeued=dropped.get("requeued", 0) / trained,
-        estimates=_estimates(work) if _reproduced(work) else (),
+        estimates=_estimates(work) if work and _reproduced(work) else (),
     )
 
 

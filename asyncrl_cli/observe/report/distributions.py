@@ -45,13 +45,14 @@ class Shares:
 
 
 _TRAINED = "groups g JOIN rollouts r ON r.group_id = g.id WHERE g.step IS NOT NULL"
+_FINITE = "BETWEEN -1e300 AND 1e300"  # also: not NULL
 
 
 def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram | None:
     """The distribution of a quantity; None when no rollout has it."""
     value = f"r.{quantity}"
     low, high, first, last = connection.execute(
-        f"SELECT min({value}), max({value}), min(g.step), max(g.step) FROM {_TRAINED} AND {value} IS NOT NULL"
+        f"SELECT min({value}), max({value}), min(g.step), max(g.step) FROM {_TRAINED} AND {value} {_FINITE}"
     ).fetchone()
     if low is None:
         return None
@@ -64,7 +65,7 @@ def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram |
     counts = [[0] * columns for _ in range(bins)]
     for column, at, count in connection.execute(
         f"SELECT (g.step - :first) / :size, CAST(({value} - :origin) / :width AS INTEGER), count(*) "
-        f"FROM {_TRAINED} AND {value} IS NOT NULL GROUP BY 1, 2",
+        f"FROM {_TRAINED} AND {value} {_FINITE} GROUP BY 1, 2",
         {"first": first, "size": size, "origin": origin, "width": width},
     ):
         counts[min(at, bins - 1)][column] += count
@@ -80,7 +81,7 @@ def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram |
 def distinct_rewards(connection: sqlite3.Connection) -> list[float] | None:
     """All rewards of trained rollouts, ascending; None when there are more than ``FEW_REWARDS``."""
     rows = connection.execute(
-        f"SELECT DISTINCT r.reward FROM {_TRAINED} AND r.reward IS NOT NULL LIMIT {FEW_REWARDS + 1}"
+        f"SELECT DISTINCT r.reward FROM {_TRAINED} AND r.reward {_FINITE} LIMIT {FEW_REWARDS + 1}"
     ).fetchall()
     return None if len(rows) > FEW_REWARDS else sorted(reward for (reward,) in rows)
 
@@ -89,7 +90,7 @@ def reward_shares(connection: sqlite3.Connection) -> Shares | None:
     """The share of rollouts by their reward, for rewards of few values; None without one."""
     return _shares(
         connection,
-        f"SELECT g.step, r.reward AS name FROM {_TRAINED} AND r.reward IS NOT NULL",
+        f"SELECT g.step, r.reward AS name FROM {_TRAINED} AND r.reward {_FINITE}",
         lambda name: f"{name:g}",
     )
 
@@ -100,7 +101,7 @@ def group_shares(connection: sqlite3.Connection) -> Shares | None:
     return _shares(
         connection,
         f"SELECT g.step, CASE WHEN min(r.reward) >= {CORRECT} THEN 2 WHEN min(r.reward) < max(r.reward) THEN 1 "
-        f"ELSE 0 END AS name FROM {_TRAINED} AND r.reward IS NOT NULL GROUP BY g.id",
+        f"ELSE 0 END AS name FROM {_TRAINED} AND r.reward {_FINITE} GROUP BY g.id",
         lambda name: GROUP_NAMES[int(name)],
     )
 
@@ -134,7 +135,7 @@ def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, 
     ).fetchone()
     every = max(1, rollouts // SCATTERED)
     return connection.execute(
-        f"SELECT r.tokens, r.reward, g.step + 1 FROM {_TRAINED} AND r.reward IS NOT NULL "
+        f"SELECT r.tokens, r.reward, g.step + 1 FROM {_TRAINED} AND r.reward {_FINITE} "
         "AND g.id IN (WITH RECURSIVE some(id) AS (SELECT 0 UNION ALL SELECT id + :every FROM some WHERE id < :last) "
         "SELECT id FROM some)",
         {"every": every, "last": last},

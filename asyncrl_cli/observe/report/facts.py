@@ -82,8 +82,9 @@ def _setup(spec: Mapping[str, Any]) -> dict[str, str]:
         value = value_at(spec, path)
         return UNKNOWN if value is None else number(value) if isinstance(value, float) else str(value)
 
-    mix = value_at(spec, "task.mix") or ()
-    tasks = [str(entry.get("use")) for entry in mix if isinstance(entry, Mapping)] or [at("task.use")]
+    mix = value_at(spec, "task.mix")
+    entries = [entry for entry in mix if isinstance(entry, Mapping)] if isinstance(mix, list) else []
+    tasks = [str(entry.get("use")) for entry in entries] or [at("task.use")]
     kind = at("trainer.schedule.kind")
     engine = _devices(spec, "rollout.gpus_per_engine", "rollout.threads_per_engine")
     rank = _devices(spec, "trainer.gpus_per_rank", "trainer.threads_per_rank")
