@@ -41,6 +41,8 @@ from asyncrl_cli.pipeline.preflight import (
     existing,
 )
 from asyncrl_cli.runs.manifest import package_versions
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.sandbox import Check, Limits, choose, run
 
 Status = Literal["ok", "warning", "failure"]
 """``failure``: a run cannot work here. ``warning``: some runs cannot, or slowly."""
@@ -89,6 +91,27 @@ DEEP = {"vLLM": "engine", "DeepSpeed": "trainer"}
 DEEP_S = 300.0
 """Seconds that one of these may take."""
 
+HOSTILE = """
+import builtins, os, socket
+builtins.exec = builtins.compile = lambda *arguments, **named: None
+class Equal:
+    __eq__ = lambda *arguments: True
+def f(x):
+    return Equal()
+def escapes():
+    tried = {"fork": os.fork, "socket": socket.socket, "kill": lambda: os.kill(os.getppid(), 0),
+             "read": lambda: open("/etc/passwd"), "write": lambda: os.open("/proc/sys/vm/swappiness", os.O_WRONLY)}
+    found = []
+    for name, action in tried.items():
+        try:
+            action()
+            found.append(name)
+        except OSError:
+            pass
+    return found
+"""
+"""A solution that wants to pass whatever the test, and to get out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -116,6 +139,7 @@ def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator
     yield judge_sockets(tempfile.gettempdir())
     yield _look_at_journal(existing(runs_dir.absolute()))
     yield _look_at_ports()
+    yield look_at_sandbox()
     yield judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield judge_compiler(shutil.which(os.environ.get("CXX", "g++")), _has_headers(), bool(gpus))
     for name, program in () if quick else IMPORTS.items():
@@ -304,6 +328,26 @@ def _look_at_ports() -> Finding:
         mend = "Give the host's name an address of this machine (/etc/hosts), and let it connect to itself"
         return Finding("ports", "failure", f"{name}: {error}", mend)
     return Finding("ports", "ok", f"{name} reaches itself at {address}")
+
+
+def look_at_sandbox() -> Finding:
+    """Judge one right, one wrong and one hostile solution, as the task `unit_tests` would."""
+    try:
+        kind = choose()
+        right, wrong = (
+            run(f"def f(x): return {value}", [Check("assert f(1) == 2")], Limits(), kind) for value in ("x + 1", "x")
+        )
+        cheated, held = run(HOSTILE, [Check("assert f(1) == 2"), Check("assert escapes() == []")], Limits(), kind)
+    except (TaskError, OSError) as error:
+        mend = getattr(error, "mend", None) or "Install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)"
+        return Finding("sandbox", "warning", f"none, so the task unit_tests is refused: {error}", mend)
+    if (right, wrong, cheated, held) != ([True], [False], False, True):
+        answers = f"right {right[0]}, wrong {wrong[0]}, hostile {cheated}, held back {held}"
+        return Finding("sandbox", "failure", f"{kind} judges wrongly: {answers}", "Do not use the task unit_tests here")
+    found = f"{kind}: judged a right, a wrong and a hostile solution"
+    if kind != "bubblewrap":
+        return Finding("sandbox", "ok", f"{found}; bubblewrap would also hide which files exist")
+    return Finding("sandbox", "ok", found)
 
 
 def _has_headers() -> bool:

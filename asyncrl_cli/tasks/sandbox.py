@@ -1,128 +1,125 @@
-"""Running Python code that nobody has read, with limits on all that it could use up.
+"""Running Python code that nobody has read, and judging it by tests.
 
-    run -> launcher (takes the network and most of the file system away) -> runner (runs the code and its tests)
+    run -> a sandbox with the tests  <- questions ->  a sandbox with the code
 
-Where the kernel lets a user make namespaces, the code has no network, sees no processes but its own, and can write
-nowhere but in a file system of its own in memory; ``launcher`` has the details. Where it does not (in most containers),
-audit hooks of Python refuse sockets, programs and writes elsewhere, which stops accidents and not
-ingenuity. Everywhere, the code may read what its user may read.
+The two processes share nothing but two pipes: the code sees no test, no expected value and no report, only the names
+and arguments that it is asked with (``sandbox_calls``). ``sandbox_boxes`` says what a sandbox is.
 
-Invariant: when ``run`` returns, no process of the code's lives, and its files are gone.
+Invariants: when ``run`` returns, no process of the code's lives, and its files are gone. A sandbox that did not start
+raises ``SandboxError``; it never counts as wrong code.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import os
-import secrets
 import select
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from asyncrl_cli.runs.offspring import below
-from asyncrl_cli.tasks import sandbox_launcher
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.sandbox_boxes import Box, Kind, Limits, SandboxError, missing
+from asyncrl_cli.tasks.sandbox_runner import BEGAN, PASSED
 
-LOOK_S = 0.1
-"""Seconds between two looks at how many processes there are."""
-END_S = 10.0
-"""Seconds that the kernel gets to end processes after SIGKILL."""
-PACKAGES = Path(__file__).parents[2]
+__all__ = ["Check", "Kind", "Limits", "SandboxError", "Wanted", "choose", "run"]
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the code may use: seconds (wall clock, and of each process's CPU), MiB of memory of each process, MiB of
-    files, and processes (threads count)."""
-
-    time_s: float = 10.0
-    memory_mb: int = 1024
-    disk_mb: int = 64
-    processes: int = 32
+Wanted = Literal["auto", "bubblewrap", "seccomp", "none"]
+START_S = 30.0
+"""Seconds that starting may take, on a busy machine."""
+LOOK_S = 0.05
+"""Seconds between two looks at threads and files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Code to run after the solution, and the name of a function of it to call (or none)."""
+    """Code to run with the solution's names, and the name of a function of it to call (or none)."""
 
     code: str
     call: str | None = None
 
 
-def run(code: str, tests: Sequence[Check], limits: Limits) -> list[bool]:
+@functools.cache
+def choose(wanted: Wanted = "auto") -> Kind:
+    """The kind of sandbox that works here: the one that is ``wanted``, or the strongest. It is tried.
+
+    Raises ``TaskError`` if it does not work.
+    """
+    if wanted not in get_args(Wanted):
+        raise TaskError(
+            f"task.options.sandbox: there is no sandbox {wanted!r}", mend=f"choose one of {', '.join(get_args(Wanted))}"
+        )
+    kinds: tuple[Kind, ...] = ("bubblewrap", "seccomp") if wanted == "auto" else (wanted,)
+    reasons = []
+    for kind in kinds:
+        if not (reason := missing(kind)):
+            try:
+                run("", [Check("")], Limits(), kind)
+                return kind
+            except SandboxError as error:
+                reason = str(error)
+        reasons.append(f"{kind}: {reason}")
+    raise TaskError(
+        f"no sandbox for the code of the model ({'; '.join(reasons)})",
+        mend="install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2), or allow user namespaces; "
+        "with the option `sandbox: none` the code runs without a sandbox, with all that your user may do",
+    )
+
+
+def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind | None = None) -> list[bool]:
     """Which tests pass after ``code``: those that end without an exception, before a limit is reached.
 
-    Raises ``OSError`` when no process can be started.
+    ``kind`` None is what ``choose`` finds. Raises ``SandboxError`` when the sandbox does not start, and ``TaskError``
+    where there is none.
     """
-    proof = secrets.token_hex(16)  # the code may write what it likes into the pipe, but not this without effort
-    order = {
-        "code": code,
-        "tests": [[test.code, test.call] for test in tests],
-        "proof": proof,
-        "limits": asdict(limits),
-        "python": sys.executable,
-    }
+    kind = kind or choose()
     report, theirs = os.pipe()
-    with (
-        os.fdopen(report, "rb") as reading,
-        tempfile.TemporaryFile() as stdin,
-        tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True) as folder,
-    ):
-        stdin.write(json.dumps(order).encode())
-        stdin.seek(0)
-        start = f"import sys; sys.path[:0] = [{str(PACKAGES)!r}]; from {sandbox_launcher.__name__} import main; main()"
+    (asked, asking), (answered, answering) = os.pipe(), os.pipe()
+    boxes: list[Box] = []
+    with ExitStack() as stack:
+        stack.callback(os.close, report)
         try:
-            launcher = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", start, str(os.getpid()), str(theirs), folder],
-                stdin=stdin,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs],
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
+            folders = [""] * 2
+            if kind != "bubblewrap":
+                folders = [
+                    stack.enter_context(
+                        tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True)
+                    )
+                    for _ in range(2)
+                ]
+            judging = {"report": theirs, "code": code, "tests": [[test.code, test.call] for test in tests]}
+            for folder, reading, writing, order in (
+                (folders[0], asked, answering, {"report": None}),
+                (folders[1], answered, asking, judging),
+            ):
+                box = Box(kind, limits, folder, reading, writing, order)
+                stack.callback(box.end)
+                boxes.append(box)
         finally:
-            os.close(theirs)
-        try:
-            _watch(launcher, limits)
-        finally:
-            _end(launcher)
-        os.set_blocking(report, False)
-        lines = (reading.read(2**16) or b"").decode(errors="replace").splitlines()
-    passed = {line.removeprefix(proof) for line in lines if line.startswith(proof)}
-    return [str(index) in passed for index in range(len(tests))]
+            for descriptor in (theirs, asked, asking, answered, answering):
+                os.close(descriptor)
+        told = _watch(report, boxes, limits, len(tests))
+        if told is None:
+            said = "; ".join(filter(None, (box.said() for box in boxes))) or f"no answer within {START_S:.0f} s"
+            raise SandboxError(f"the {kind} sandbox did not start: {said}")
+    return [told[index : index + 1] == PASSED for index in range(len(tests))]
 
 
-def _watch(launcher: subprocess.Popen[bytes], limits: Limits) -> None:
-    """Wait until the launcher ends, its time is over or it has too many processes."""
-    deadline = time.monotonic() + limits.time_s + sandbox_launcher.START_S
-    ended = os.pidfd_open(launcher.pid)
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            if select.select([ended], [], [], min(left, LOOK_S))[0]:
-                return
-            # The launcher has two processes of its own. The kernel's own limit does not hold for root.
-            if len(below([launcher.pid])) > limits.processes + 2:
-                return
-    finally:
-        os.close(ended)
-
-
-def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """Kill the launcher and all that came from it. It adopts orphans, so it goes last."""
-    deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline:
-        left = [process.pid for process in below([launcher.pid]) if not process.ended]
-        if not left:
+def _watch(report: int, boxes: Sequence[Box], limits: Limits, tests: int) -> bytes | None:
+    """What the tests' process reports until it has ended, its time is over or a sandbox exceeds a limit; None when it
+    does not begin."""
+    told, deadline = b"", time.monotonic() + START_S
+    while (left := deadline - time.monotonic()) > 0 and len(told) <= tests:
+        if not select.select([report], [], [], min(left, LOOK_S))[0]:
+            if told and any(box.exceeds() for box in boxes):
+                break
+            continue
+        if not (piece := os.read(report, 2**16)):
             break
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    launcher.kill()
-    launcher.wait(END_S)
+        if not told:
+            deadline = time.monotonic() + limits.time_s
+        told += piece
+    return told.removeprefix(BEGAN) if told.startswith(BEGAN) else None

@@ -90,7 +90,7 @@ def test_a_disk_that_may_not_be_written_or_is_full(tmp_path: Path, monkeypatch: 
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
     findings = list(examine(tmp_path / "not" / "there", quick=True))
-    assert len({finding.check for finding in findings}) == len(findings) == 13
+    assert len({finding.check for finding in findings}) == len(findings) == 14
     assert list(tmp_path.iterdir()) == []
     by_check = {finding.check: finding for finding in findings}
     assert by_check["journal"].status in ("ok", "warning") and "a commit takes" in by_check["journal"].found
@@ -149,11 +149,11 @@ def _lives(pid: int) -> bool:
 def test_what_is_tried_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
     monkeypatch.setattr(doctor, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
-    usual = [(one.check, one.found) for one in examine(tmp_path)][13:]
+    usual = [(one.check, one.found) for one in examine(tmp_path)][14:]
     assert usual == [("vLLM", "imported"), ("DeepSpeed", "imported"), ("Ray", "imported")]
-    deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][13:]
+    deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][14:]
     assert deep == [("vLLM", "started"), ("DeepSpeed", "started"), ("Ray", "imported")]
-    assert len(list(examine(tmp_path, quick=True))) == 13
+    assert len(list(examine(tmp_path, quick=True))) == 14
 
 
 def test_the_trials_go_where_a_run_would() -> None:

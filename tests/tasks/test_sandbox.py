@@ -1,10 +1,13 @@
-"""Code that nobody has read can do little, and its tests say what it is worth."""
+"""Code that nobody has read can do little, and only its tests say what it is worth."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,19 +15,39 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.tasks.matching import MissingField
-from asyncrl_cli.tasks.sandbox import Check, Limits, run
-from asyncrl_cli.tasks.unit_tests import UnitTests, code_in
+from asyncrl_cli.tasks import sandbox, sandbox_boxes
+from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.sandbox import Check, Kind, Limits, SandboxError, choose, run
+from tests.tasks import sandbox_attacks
 
 LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=1.0, memory_mb=512, disk_mb=16, processes=16)
-NO_NAMESPACES = ["unshare", "-U", "-r", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"]
-"""Runs a command where no namespaces can be made, as in most containers."""
+ATTACKS = Path(sandbox_attacks.__file__)
+AS_NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+"""Runs a command as a user who has nothing."""
 
 
-def passes(code: str, *tests: str, limits: Limits = LIMITS) -> list[bool]:
-    return run(code, [Check(test) for test in tests or ("assert f() == 1",)], limits)
+def works(kind: Kind) -> bool:
+    try:
+        return choose(kind) == kind
+    except TaskError:
+        return False
+
+
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.skipif(not works(kind), reason=f"no {kind} here"))
+    for kind in ("bubblewrap", "seccomp")
+]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+def passes(code: str, *tests: str, limits: Limits = LIMITS, kind: Kind | None = None) -> list[bool]:
+    return run(code, [Check(test) for test in tests or ("assert f() == 1",)], limits, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -34,60 +57,249 @@ def nothing_is_left() -> Any:
     assert [process for process in psutil.Process().children(recursive=True) if process not in before] == []
 
 
-def test_tests_pass_or_fail_each_for_itself() -> None:
+# -- what code cannot do
+
+
+def attacks(outside: Path, owner: int) -> str:
+    """The attacks as a solution that knows where the machine's files and its owner are."""
+    code = ATTACKS.read_text().replace('OUTSIDE = "/"', f"OUTSIDE = {str(outside)!r}")
+    return code.replace("OWNER = 1 ", f"OWNER = {owner} ")
+
+
+def successful_attacks(outside: Path, kind: Kind) -> list[str]:
+    code = attacks(outside, os.getpid())
+    names = [attack.__name__ for attack in sandbox_attacks.ATTACKS]
+    passed = run(code, [Check(f"assert {name}() == ''") for name in names], LIMITS, kind)
+    successful = [name for name, harmless in zip(names, passed, strict=True) if not harmless]
+    for name in (attack.__name__ for attack in sandbox_attacks.FATAL):
+        # The sandbox may have ended it: then it says nothing of success either.
+        if run(code, [Check(f"assert {name}() != ''")], LIMITS, kind) == [True]:
+            successful.append(name)
+    return successful
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    for name in ("secret", "writable"):
+        (tmp_path / name).write_text("x")
+        (tmp_path / name).chmod(0o666)
+    return tmp_path
+
+
+def test_no_attack_gets_out(kind: Kind, outside: Path) -> None:
+    assert successful_attacks(outside, kind) == []
+    assert sorted(path.name for path in outside.iterdir()) == ["secret", "writable"]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be somebody else")
+def test_no_attack_of_an_ordinary_user_gets_out(kind: Kind) -> None:
+    # That user may not enter root's folders, where Python may be: it is mounted where all may.
+    repository, packages = Path(__file__).parents[2], ":".join(sandbox_boxes._packages())
+    script = (
+        "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
+        "from tests.tasks.test_sandbox import *;"
+        "folder = TemporaryDirectory(dir='/var/tmp'); outside.__wrapped__(Path(folder.name));"
+        f"assert os.getuid() == 65534; print(successful_attacks(Path(folder.name), {kind!r}))"
+    )
+    python = f"/mnt/bin/{Path(sys.executable).resolve().name}"
+    command = f'mount --bind {sys.base_prefix} /mnt && exec "$@"'
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command, "sh", *AS_NOBODY, python, "-c", script],
+        env={"PYTHONPATH": f"{repository}:{packages}", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "mount:" in result.stderr or "unshare:" in result.stderr or "Permission denied" in result.stderr:
+        pytest.skip(f"cannot be tried here: {result.stderr.strip().splitlines()[-1]}")
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+CHEATS = {
+    "a replaced exec": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(): return 0",
+    "a replaced compile": "import builtins\nbuiltins.compile = lambda *a, **k: ''\ndef f(): return 0",
+    "no assertion errors": "import builtins\nbuiltins.AssertionError = None\ndef f(): return 0",
+    "equal to everything": "class f:\n    __eq__ = lambda *a: True\n    __hash__ = None",
+    "a number equal to everything": "class One(int):\n    __eq__ = lambda *a: True\n    __hash__ = int.__hash__\n"
+    "def f(): return One(0)",
+    "numbers of its own": "class One:\n    __sub__ = __rsub__ = __add__ = __abs__ = lambda *a: 0.0\n"
+    "    __le__ = __lt__ = __ge__ = __gt__ = __contains__ = __eq__ = lambda *a: True\ndef f(): return One()",
+    "builtins of its own": "def abs(*a): return 0\ndef isinstance(*a): return True\ndef len(*a): return 1\n"
+    "def all(*a): return True\ndef f(): return 0",
+    "leaving": "import os\ndef f(): os._exit(0)",
+    "exiting": "import sys\ndef f(): sys.exit(0)",
+    "leaving at once": "import os; os._exit(0)",
+    "the report": "import os\nfor fd in range(64):\n    try: os.write(fd, b'b111111')\n    except OSError: pass\n"
+    "def f(): return 0",
+    "the report, later": "import os\ndef f():\n    for fd in range(64):\n"
+    "        try: os.write(fd, b'b111111')\n        except OSError: pass\n    return 0",
+    "closed pipes": "import os; os.closerange(0, 64)\ndef f(): return 0",
+    "answers in advance": "import json, os\nm = json.dumps(['value', 1, None, '']).encode()\n"
+    "for fd in range(3, 64):\n    try: os.write(fd, len(m).to_bytes(4, 'big') + m)\n    except OSError: pass\n"
+    "def f(): raise SystemExit",
+    "messages without end": "import os\ndef f():\n    for fd in range(3, 64):\n"
+    "        try: os.write(fd, b'\\xff' * 4096)\n        except OSError: pass",
+    "frames and objects": "import gc, sys\ndef f():\n"
+    "    frame, word = sys._getframe().f_back, ''.join(['EXPEC', 'TED'])\n"
+    "    while frame:\n        if word in repr(frame.f_locals) + repr(frame.f_globals): return 1\n"
+    "        frame = frame.f_back\n    return int(any(word in o for o in gc.get_objects() if type(o) is dict))",
+    "an array at any address": "class Array:\n    __array_interface__ = {'data': (4096, False), 'shape': (1,),"
+    " 'typestr': '<i8', 'version': 3}\ndef f(): return Array()",
+    "JSON of its own": 'import json\njson.dumps = lambda *a, **k: \'["value", {"a": 1}, null, ""]\'\ndef f(): return 0',
+    "functions that it was not given": "import asyncrl_cli.tasks.sandbox_calls as c\ndef f(): return c.Given(None, 0)",
+}
+TESTS = (
+    "EXPECTED = 1\nassert f() == EXPECTED",
+    "assert abs(f() - 1.0) < 1e-6",
+    "assert f() in (1, 2) and 1 in [f()]",
+    "assert isinstance(f(), int) and f() >= 1",
+    "def check(value):\n    assert value == 1\ncheck(f())",
+    "from unittest import TestCase\nTestCase().assertAlmostEqual(f(), 1)",
+)
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_nothing_but_right_answers_passes(cheat: str) -> None:
+    assert passes(CHEATS[cheat], *TESTS) == [False] * len(TESTS)
+
+
+def test_code_sees_no_tests_before_it_is_asked() -> None:
+    code = """
+import gc, os, sys
+def seen():
+    words = [value for value in gc.get_objects() if isinstance(value, (list, dict, tuple))]
+    stdin = os.pread(0, 100, 0) if os.path.isfile("/dev/stdin") else b""
+    word = "".join(["EXPEC", "TED"])
+    return word in repr(words) or word.encode() in stdin or len(sys.argv) > 1
+before = seen()
+def f(x): return before or seen()
+"""
+    tests = ("assert f(1) is False", "assert f('EXPECTED') is True", "EXPECTED = 2\nassert f(EXPECTED) is False")
+    # The second one says that the search would find it; what it was asked with it may remember.
+    assert passes(code, *tests)[:2] == [True, True]
+
+
+# -- what code can do
+
+
+def test_tests_pass_or_fail_each_for_itself(kind: Kind) -> None:
     tests = ("assert f() == 1", "assert f() == 2", "f(3)", "import sys; sys.exit(0)", "assert f.__name__ == 'f'")
-    assert passes("def f(): return 1", *tests) == [True, False, False, False, True]
-    assert passes("def f(: return 1") == [False]
-    assert passes("raise ValueError") == [False]
-    assert passes("import os; os._exit(0)") == [False], "to leave is not to pass"
-    assert passes("print('x' * 10**7)\ndef f(): return 1") == [True]
+    assert passes("def f(): return 1", *tests, kind=kind) == [True, False, False, False, True]
+    assert passes("def f(: return 1", kind=kind) == [False]
+    assert passes("raise ValueError", kind=kind) == [False]
+    assert passes("print('x' * 10**7)\ndef f(): return 1", kind=kind) == [True]
 
 
-def test_there_is_no_network() -> None:
-    with __import__("socket").create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)\ndef f(): return 1"
-        assert passes(code) == [False]
-        reached = []
-        server.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            reached.append(server.accept())
+CLASSES = """
+import collections, enum, threading, tempfile, asyncio
+from dataclasses import dataclass
+
+class Short(ValueError):
+    def __init__(self, by):
+        super().__init__(f"short by {by}")
+        self.by = by
+
+class Stack:
+    "A stack."
+    def __init__(self, items=()): self.items = list(items)
+    def push(self, item): self.items.append(item)
+    def pop(self):
+        if not self.items: raise Short(1)
+        return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+    def __getitem__(self, index): return self.items[index]
+    def __enter__(self): return self
+    def __exit__(self, *error): self.items.clear(); return error[0] is KeyError
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+    y: int
+    def __add__(self, other): return Point(self.x + other.x, self.y + other.y)
+
+Pair = collections.namedtuple("Pair", "one two")
+Colour = enum.Enum("Colour", "RED BLUE")
+CALLS = []
+def record(x): CALLS.append(x)
+def sort(items): items.sort(); return None
+def rotate(rows): rows[:] = [list(row) for row in zip(*rows[::-1])]
+def each(function, items): return [function(item) for item in items]
+def count(n):
+    for number in range(n): yield number
+async def later(x):
+    await asyncio.sleep(0)
+    return x
+def in_thread():
+    found = []
+    thread = threading.Thread(target=found.append, args=(1,))
+    thread.start(); thread.join()
+    return found
+def write():
+    with tempfile.TemporaryFile() as file: return file.write(b"x")
+def program(): print(int(input()) + 1)
+def same(x): return x
+"""
+USES = [
+    "s = Stack([1]); s.push(2)\nassert s.pop() == 2 and len(s) == 1 and s[0] == 1 and list(s) == s.items == [1]",
+    "try: Stack().pop()\nexcept Short as error: assert error.by == 1 and str(error) == 'short by 1'\nelse: 1 / 0",
+    "import pytest\nwith pytest.raises(ValueError, match='short'): Stack().pop()",
+    "with Stack([1]) as s: raise KeyError\nassert not s and not list(s)",
+    "assert Point(1, 2) == Point(1, 2) != Point(2, 1) and Point(1, 2) + Point(1, 1) == Point(2, 3)",
+    "p = Point(1, 2)\nassert str(p) == 'Point(x=1, y=2)' and {p} == {Point(1, 2)} and isinstance(p, Point)",
+    "assert Pair(1, 2) == (1, 2) and Pair(1, 2).two == 2 and Colour.RED is Colour.RED and Colour['BLUE'].name == 'BLUE'"
+    " and not isinstance(1, Point)",
+    "record(1); record(2)\nassert CALLS == [1, 2]",
+    "items = [3, 1, 2]\nassert sort(items) is None and items == [1, 2, 3]",
+    "rows = [[1, 2], [3, 4]]\nfirst = rows[0]\nrotate(rows)\nassert rows == [[3, 1], [4, 2]] and rows[0] is first",
+    "assert each(lambda x: x + 1, [1, 2]) == [2, 3] and each(str, iter([1])) == ['1'] and each(len, ['ab']) == [2]",
+    "seen = []\neach(seen.append, [1, 2])\nassert seen == [1, 2]",
+    "numbers = count(3)\nassert next(numbers) == 0 and list(numbers) == [1, 2] and sum(count(4)) == 6",
+    "import asyncio\nassert asyncio.run(later(3)) == 3",
+    "assert in_thread() == [1] and write() == 1",
+    "import contextlib, io, sys\nsys.stdin, out = io.StringIO('41\\n'), io.StringIO()\n"
+    "with contextlib.redirect_stdout(out): program()\nassert out.getvalue() == '42\\n'",
+    "from decimal import Decimal\nfrom fractions import Fraction\nfrom collections import Counter, deque, OrderedDict\n"
+    "for x in (None, True, -1, 2**5000, 1.5, 1e300, 'x\\ud800', b'\\0', bytearray(b'x'), (1, [2, {3}]), {1: {2: 3}},\n"
+    "          {(1, 2): frozenset({3})}, 1j, range(3), Decimal('1.10'), Fraction(1, 3), Counter('aab'),\n"
+    "          deque([1], 2), OrderedDict(a=1), int, ValueError, []):\n"
+    "    y = same(x)\n    assert y == x and type(y) is type(x), x",
+    "nan = same(float('nan'))\nassert nan != nan",
+    "import numpy as np\nx = np.arange(4.0).reshape(2, 2)\ny = same(x)\n"
+    "assert y.dtype == x.dtype and (y == x).all() and same(np.float64(1.5)) == 1.5 and same(np.int64(2)) == 2",
+    "from solution import Stack as S\nassert solution.Stack is S and S.__name__ == 'Stack'",
+    "assert undefined() == 1",
+]
 
 
-def test_files_are_its_own_and_bounded(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    code = f"""
-import os, tempfile
-outside = []
-for path in ({str(tmp_path / "new")!r}, {str(tmp_path / "mine")!r}, os.path.expanduser("~root/new"), "/dev/shm/new"):
+def test_code_may_use_all_of_python(kind: Kind) -> None:
+    passed = passes(CLASSES, *USES, kind=kind)
+    assert [use for use, right in zip(USES, passed, strict=True) if not right] == USES[-1:]
+
+
+def test_results_are_read_while_tests_run(kind: Kind) -> None:
+    checks = [Check("f()")] * 70_000  # more than a pipe takes
+    assert all(run("f = lambda: 1", [*checks[:10], *[Check("pass")] * 69_990], LIMITS, kind))
+
+
+def test_files_are_its_own_and_bounded(kind: Kind) -> None:
+    code = """
+import tempfile
+written = 0
+def write():
+    global written
     try:
-        open(path, "w").write("x")
-        outside.append(path)
+        while written < 2**30:
+            with tempfile.NamedTemporaryFile(delete=False) as file:
+                file.write(b"x" * 2**20)
+            written += 2**20
     except OSError:
         pass
-written = 0
-try:
-    while written < 2**30:
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            file.write(b"x" * 2**20)
-        written += 2**20
-except OSError:
-    pass
 """
-    # What is hidden from it may look writable; it is nobody else's.
-    assert passes(code, "assert 8 * 2**20 < written < 17 * 2**20") == [True]
-    assert (tmp_path / "mine").read_text() == "mine"
-    assert not (tmp_path / "new").exists() and not Path("/dev/shm/new").exists()
-
-
-def test_it_sees_no_environment_and_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "x")
-    tests = (
-        "assert 'SECRET' not in os.environ and 'ASYNCRL' not in str(os.environ)",
-        "assert all(int(name) < 10 for name in os.listdir('/proc') if name.isdigit())",
-        f"os.kill({os.getpid()}, 0)",
-    )
-    assert passes("import os", *tests) == [True, True, False]
+    before = set(Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*"))
+    bounded = passes(code, "write()\nassert 8 * 2**20 < written < 17 * 2**20", "assert False", kind=kind)
+    assert bounded == ([True, False] if kind == "bubblewrap" else [False, False]), "the other one is ended for it"
+    assert set(Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*")) == before
 
 
 @pytest.mark.parametrize(
@@ -97,71 +309,46 @@ def test_it_sees_no_environment_and_no_processes(monkeypatch: pytest.MonkeyPatch
         "while True: pass",
         "x = bytearray(2**31)",
         "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
-        "import os\nwhile True: os.fork()",
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(600,)).start()",
-        "import os, signal\nfor number in range(1, 30):\n    try: signal.signal(number, signal.SIG_IGN)\n"
+        "import signal\nfor number in range(1, 30):\n    try: signal.signal(number, signal.SIG_IGN)\n"
         "    except OSError: pass\nimport time; time.sleep(600)",
-        "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
-        "        import time; time.sleep(600)\n    os._exit(0)\nos.wait()\nraise ValueError",
     ],
-    ids=[
-        "sleeps",
-        "is busy",
-        "takes memory",
-        "holds the lock",
-        "forks",
-        "starts threads",
-        "ignores",
-        "leaves a daemon",
-    ],
+    ids=["sleeps", "is busy", "takes memory", "holds the lock", "starts threads", "ignores signals"],
 )
-def test_what_it_could_use_up_is_bounded(code: str) -> None:
-    before = {process.pid for process in psutil.process_iter()}
-    assert passes(code + "\ndef f(): return 1", limits=SHORT) == [False]
-    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    assert not [process for process in left if "sandbox_runner" in str(process.info["cmdline"])]
+def test_what_it_could_use_up_is_bounded(code: str, kind: Kind) -> None:
+    assert passes(code + "\ndef f(): return 1", limits=SHORT, kind=kind) == [False]
 
 
-def test_it_ends_with_its_owner() -> None:
-    code = "import time; time.sleep(600)"
-    script = f"from asyncrl_cli.tasks.sandbox import *; run({code!r}, [Check('')], Limits(time_s=600))"
+def test_threads_of_others_do_not_count(kind: Kind) -> None:
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    code = "import threading\ndef f():\n    t = threading.Thread(target=int)\n    t.start(); t.join()\n    return 1"
+    try:
+        assert passes(code, limits=Limits(processes=4), kind=kind) == [True]
+    finally:
+        stop.set()
+
+
+def test_it_ends_with_its_owner(kind: Kind) -> None:
+    code = "while True: pass"
+    script = f"from asyncrl_cli.tasks.sandbox import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
     owner = subprocess.Popen([sys.executable, "-c", script])
     started: list[psutil.Process] = []
-    while not any("sandbox_runner" in " ".join(process.cmdline()) for process in started):
+    while not any(process.cpu_times().user > 0.5 for process in started):  # the code runs
         started = psutil.Process(owner.pid).children(recursive=True)
     owner.kill()
     owner.wait()
     assert psutil.wait_procs(started, 20)[1] == []
 
 
-@pytest.mark.skipif(
-    subprocess.run([*NO_NAMESPACES, "true"], capture_output=True, check=False).returncode != 0,
-    reason="no namespaces to take away",
-)
-def test_without_namespaces_hooks_of_python_guard_it(tmp_path: Path) -> None:
-    script = f"""
-from asyncrl_cli.tasks.sandbox import *
-def passes(code): return run(code, [Check("")], Limits(time_s=20.0))[0]
-assert passes("import tempfile; tempfile.TemporaryFile().write(b'x')")
-assert passes("import numpy")
-assert not passes("import socket; socket.socket()")
-assert not passes("import subprocess; subprocess.run(['true'])")
-assert not passes("open({str(tmp_path / "new")!r}, 'w')")
-assert not passes("import os; os.mkdir({str(tmp_path / "new")!r})")
-assert not passes("import os; os.fork()")
-"""
-    command = [*NO_NAMESPACES, sys.executable, "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "no namespaces" in result.stderr
-    assert not (tmp_path / "new").exists()
-
-
-def test_many_at_once_keep_apart() -> None:
+def test_many_at_once_keep_apart(kind: Kind) -> None:
     results: dict[int, list[bool]] = {}
 
     def one(number: int) -> None:
-        results[number] = passes(f"open('mine', 'x').write('{number}')", f"assert open('mine').read() == '{number}'")
+        code = f"open('mine', 'x').write('{number}')\ndef read(): return open('mine').read()"
+        results[number] = passes(code, f"assert read() == '{number}'", kind=kind)
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -171,45 +358,52 @@ def test_many_at_once_keep_apart() -> None:
     assert results == {number: [True] for number in range(4)}
 
 
-# -- the task
+# -- a sandbox that does not start
 
 
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
-        ("```\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
-        ("  ```python\nx = 1\n  ```", "x = 1\n"),
-        ("```python\nx = 1", "```python\nx = 1"),
-    ],
-)
-def test_the_last_fenced_block_is_the_code(response: str, code: str) -> None:
-    assert code_in(response) == code
+def programs(folder: Path, **scripts: str) -> str:
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return str(folder)
 
 
-FUNCTIONS = "def test_one(): assert f(1) == 2\ndef test_two(): assert f(2) == 3\ndef helper(): assert False"
+@pytest.fixture
+def anew() -> Any:
+    """Have sandboxes looked for again, before and after."""
+    cached = (sandbox.choose, sandbox_boxes._bubblewrap)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("tests", "partial", "reward", "share"),
-    [
-        (FUNCTIONS, False, 1.0, 1.0),
-        (["assert f(1) == 2", "assert f(2) == 4"], False, 0.0, 0.5),
-        (["assert f(1) == 2", "assert f(2) == 4"], True, 0.5, 0.5),
-        ("assert f(1) == 2\nassert f(2) == 4", True, 0.0, 0.0),
-    ],
-)
-def test_rewards(tests: Any, partial: bool, reward: float, share: float) -> None:
-    response = "```python\ndef f(x):\n    return x + 1\n```"
-    scored = UnitTests(partial=partial).reward(Prompt("row", "?", {"tests": tests}), response, True)
-    assert (scored.reward, scored.metrics) == (reward, {"tests_passed": share})
+@pytest.mark.usefixtures("anew")
+def test_a_sandbox_that_does_not_start_is_no_wrong_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", programs(tmp_path, bwrap="echo 'bwrap: no permissions' >&2; exit 1"))
+    with pytest.raises(SandboxError, match="bubblewrap sandbox did not start: bwrap: no permissions"):
+        passes("def f(): return 1", kind="bubblewrap")
+    monkeypatch.setattr(sandbox_boxes, "LIBRARIES", ("/nowhere",))
+    with pytest.raises(TaskError, match=r"no sandbox .*bubblewrap: .*no permissions"):
+        choose("bubblewrap")
 
 
-def test_mistakes_in_a_row_are_no_fault_of_the_response() -> None:
-    task = UnitTests()
-    with pytest.raises(MissingField):
-        task.reward(Prompt("row", "?"), "x = 1", True)
-    with pytest.raises(SyntaxError):
-        task.reward(Prompt("row", "?", {"tests": "assert ("}), "x = 1", True)
-    assert task.reward(Prompt("row", "?", {"tests": "assert True"}), "I do not know", True).reward == 0.0
+@pytest.mark.usefixtures("anew")
+def test_without_bubblewrap_there_is_seccomp_and_without_both_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    if works("seccomp"):
+        choose.cache_clear()
+        assert choose() == "seccomp"
+    choose.cache_clear()
+    monkeypatch.setattr(sandbox_boxes.sandbox_confine, "landlock_version", lambda: 0)
+    with pytest.raises(TaskError, match="bwrap is not installed; seccomp: this kernel has no Landlock") as refusal:
+        choose()
+    assert "sandbox: none" in str(refusal.value.mend)
+    assert choose("none") == "none"
+    assert passes("def f(): return 1", kind="none") == [True]
+
+
+def test_only_known_sandboxes_are_asked_for() -> None:
+    with pytest.raises(TaskError, match=re.escape("there is no sandbox 'docker'")):
+        choose("docker")  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""The kinds of sandbox, and how a process is started in one.
+
+``bubblewrap``: bwrap starts the process in namespaces of its own, with no network and an empty file system, to which
+Python and its packages are bound read-only, and one in memory that it may write to. ``seccomp``: for machines without
+namespaces; Landlock closes the file system but for the same files and one folder. In both, seccomp refuses every system
+call that ``sandbox_filter`` does not name. ``none`` confines nothing but what the process may use up.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl_cli.tasks import sandbox_calls, sandbox_confine, sandbox_filter, sandbox_runner, sandbox_values
+
+Kind = Literal["bubblewrap", "seccomp", "none"]
+END_S = 10.0
+"""Seconds that the kernel gets to end a process after SIGKILL."""
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
+DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+"""Beside Python, what it needs of the system."""
+MODULES = (sandbox_runner, sandbox_calls, sandbox_values, sandbox_confine)
+"""What the process imports of this package; they import nothing else of it."""
+PACKAGES = Path(__file__).parents[2]
+OWN_IDS = range(0x70000000, 0x78000000)
+"""User ids that no machine gives to anybody."""
+
+
+class SandboxError(OSError):
+    """A sandbox that did not start; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the code may use: seconds (wall clock, and CPU), MiB of memory, MiB of files, and threads."""
+
+    time_s: float = 10.0
+    memory_mb: int = 1024
+    disk_mb: int = 64
+    processes: int = 32
+
+
+def missing(kind: Kind) -> str:
+    """What this machine lacks for a kind of sandbox; empty if it may work."""
+    if kind == "none":
+        return ""
+    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    if kind == "seccomp" and not sandbox_confine.landlock_version():
+        return "this kernel has no Landlock"
+    try:
+        sandbox_filter.program()
+    except OSError as error:
+        return f"libseccomp cannot be used ({error})"
+    return ""
+
+
+class Box:
+    """One process in a sandbox; started when made. Raises ``SandboxError``."""
+
+    def __init__(
+        self, kind: Kind, limits: Limits, folder: str, reading: int, writing: int, further: dict[str, Any]
+    ) -> None:
+        """``reading`` and ``writing`` are the descriptors of the pipes to the other process, ``folder`` the one that it
+        may write to (with bubblewrap it has its own). ``further`` belongs to the order; its ``report`` is a descriptor,
+        too."""
+        uid = secrets.choice(OWN_IDS) if os.getuid() == 0 else None
+        order = further | {
+            "limits": asdict(limits),
+            "reading": reading,
+            "writing": writing,
+            "uid": uid,
+            "landlock": kind == "seccomp",
+            "filter": None if kind == "none" else base64.b64encode(sandbox_filter.program()).decode(),
+            "packages": _packages(),
+            "readable": _readable(),
+            "folder": "/tmp" if kind == "bubblewrap" else folder,
+        }
+        if uid is not None and kind != "bubblewrap":
+            os.chown(folder, uid, uid)
+        self._folder = folder if kind == "seccomp" else None
+        self._limits = limits
+        info, their_info = os.pipe()
+        self._info = info
+        self._pid = 0
+        command = _python("/box" if kind == "bubblewrap" else str(PACKAGES))
+        passed = [reading, writing, *([further["report"]] if further["report"] is not None else [])]
+        if kind == "bubblewrap":
+            passed.append(their_info)
+            command = [*_bubblewrap(limits.disk_mb), "--info-fd", str(their_info), "--", *command]
+        stdin = os.memfd_create("order")
+        try:
+            with os.fdopen(os.dup(stdin), "wb") as file:
+                file.write(json.dumps(order).encode())
+            os.lseek(stdin, 0, os.SEEK_SET)
+            self._process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=passed,
+                env=_environment(order["folder"]),
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(info)
+            raise SandboxError(f"the sandbox cannot be started: {error}") from error
+        finally:
+            os.close(stdin)
+            os.close(their_info)
+        self._kind = kind
+
+    @property
+    def pid(self) -> int:
+        """Of the process inside, as seen from here, or of the one whose end the kernel has it end with."""
+        if not self._pid:
+            told = os.read(self._info, 4096) if self._kind == "bubblewrap" else b""
+            self._pid = int(json.loads(told)["child-pid"]) if told else self._process.pid
+        return self._pid
+
+    def exceeds(self) -> bool:
+        """Whether it has too many threads, or too much in its folder."""
+        with suppress(OSError):
+            if len(os.listdir(f"/proc/{self.pid}/task")) > self._limits.processes:
+                return True
+        return self._folder is not None and self._used() > self._limits.disk_mb * sandbox_confine.MEGABYTE
+
+    def _used(self) -> int:
+        """Bytes of its files: those in its folder, which has no folders, and those that it has open and removed."""
+        assert self._folder is not None
+        found = [entry.stat(follow_symlinks=False) for entry in os.scandir(self._folder)]
+        with suppress(OSError):
+            for name in os.listdir(descriptors := f"/proc/{self.pid}/fd"):
+                with suppress(OSError):
+                    held = os.stat(f"{descriptors}/{name}")
+                    found += [held] * (held.st_nlink == 0)
+        return sum(one.st_blocks * 512 for one in found)
+
+    def said(self) -> str:
+        """The last line of what it said of its start, or how it ended."""
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
+        status = self._process.poll()
+        return lines[-1] if lines else "" if status is None else f"exit status {status}"
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone. With its first process the kernel ends all others of a namespace."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(self.pid, signal.SIGKILL)
+            if self._kind != "bubblewrap":
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(END_S)
+        os.close(self._info)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+
+def _python(root: str) -> list[str]:
+    start = f"import sys; sys.path.insert(0, {root!r}); from {sandbox_runner.__name__} import main; main()"
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start]
+
+
+def _environment(folder: str) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | threads
+
+
+@functools.cache
+def _packages() -> list[str]:
+    """Folders of installed packages; not the project's, nor any other that Python's path has."""
+    named = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
+    return [os.path.realpath(path) for path in named if os.path.isdir(path)]
+
+
+@functools.cache
+def _readable() -> list[str]:
+    """Files and folders that Python itself needs."""
+    own = [os.path.realpath(sys.executable), os.path.dirname(os.path.realpath(os.__file__))]
+    own.append(os.path.join(os.path.realpath(sys.base_prefix), "lib"))
+    return [path for path in (*LIBRARIES, *DATA, *own) if os.path.exists(path)]
+
+
+@functools.cache
+def _bubblewrap(disk_mb: int) -> Sequence[str]:
+    """bwrap and its arguments, without the command."""
+    namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if os.getuid() == 0:
+        # Root makes these itself, and the process drops to an id of its own: a user namespace would map it to root.
+        # The first process of the namespace is bwrap's then: dying parents may not send signals to other ids.
+        user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        user = ["--unshare-user", "--uid", "1000", "--gid", "1000", "--as-pid-1"]
+    size = str(disk_mb * sandbox_confine.MEGABYTE)
+    arguments = [
+        *(shutil.which("bwrap") or "bwrap", *namespaces, "--cap-drop", "ALL", *user),
+        *("--die-with-parent", "--hostname", "sandbox"),
+        *("--perms", "0755", "--size", "65536", "--tmpfs", "/dev"),
+        *(word for path in sandbox_confine.DEVICES for word in ("--dev-bind", path, path)),
+        *("--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"),
+        *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
+    ]
+    places = {path: path for path in (*_readable(), *_packages())}
+    files = [str(module.__file__) for module in MODULES]
+    places |= {f"/box/asyncrl_cli/tasks/{os.path.basename(path)}": path for path in files}
+    for place in sorted(places):
+        source = places[place]
+        if os.path.islink(source) and source == place:
+            arguments += ["--symlink", os.readlink(source), place]
+        elif not any(os.path.commonpath([place, other]) == other for other in places if other != place):
+            for parent in _parents(place):
+                arguments += ["--perms", "0755", "--dir", parent]
+            arguments += ["--ro-bind", source, place]
+    return [*arguments, "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+def _parents(path: str) -> Iterator[str]:
+    for parent in reversed(Path(path).parents):
+        if str(parent) not in ("/", "/tmp"):
+            yield str(parent)

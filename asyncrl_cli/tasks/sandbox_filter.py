@@ -1,0 +1,91 @@
+"""The system calls that code in a sandbox may make, as a seccomp program that libseccomp compiles.
+
+What is not named here is refused, new system calls of later kernels included: programs and processes (threads are
+allowed), sockets, signals, limits and priorities of other processes, memory that nobody maps, owners, modes and times
+of files, namespaces, keys, tracing, io_uring.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import tempfile
+
+ALLOWED = frozenset(
+    """
+access brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat dup dup2 dup3
+epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd eventfd2 exit exit_group faccessat faccessat2
+fadvise64 fallocate fchdir fdatasync flock fstat fstatfs fsync ftruncate futex getcwd getdents getdents64
+getegid geteuid getgid getgroups getitimer getpgid getpgrp getpid getppid getrandom getresgid getresuid getrlimit
+getrusage getsid gettid gettimeofday getuid link linkat lseek lstat madvise mkdir mkdirat mmap mprotect mremap
+msync munmap nanosleep newfstatat pause pipe pipe2 poll ppoll pread64 preadv pselect6 pwrite64 pwritev read readahead
+readlink readlinkat readv recvfrom rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending
+rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min
+sched_getaffinity sched_getparam sched_getscheduler sched_yield select sendfile set_robust_list set_tid_address
+setitimer shutdown sigaltstack stat statfs statx symlink symlinkat sync_file_range sysinfo time timerfd_create
+timerfd_gettime timerfd_settime times umask uname unlink unlinkat write writev alarm
+""".split()  # noqa: SIM905
+)
+"""System calls with any arguments."""
+FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
+"""Copies, flags, locks and the size of a pipe; not the owner of a descriptor, which is sent signals."""
+IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Whether it is a terminal and how large, bytes to read, whether it blocks, close-on-exec."""
+PRCTL = (15, 16)
+"""The name of a thread."""
+
+SCMP_ACT_ALLOW, SCMP_ACT_ERRNO = 0x7FFF0000, 0x00050000
+SCMP_CMP_EQ, SCMP_CMP_MASKED_EQ = 4, 7
+AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
+CLONE_THREAD = 0x00010000
+
+
+class _Argument(ctypes.Structure):
+    """``struct scmp_arg_cmp``."""
+
+    _fields_ = (("number", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+@functools.cache
+def program() -> bytes:
+    """The program, for this machine's architecture. Raises ``OSError`` where there is no libseccomp."""
+    library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    library.seccomp_init.restype = ctypes.c_void_p
+    # Refused calls "do not exist": then the C library falls back to older ones, as from clone3 to clone.
+    context = ctypes.c_void_p(library.seccomp_init(SCMP_ACT_ERRNO | errno.ENOSYS))
+    if not context:
+        raise OSError("seccomp_init failed")
+
+    def allow(name: str, *arguments: tuple[int, int, int, int]) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # this architecture, or this version of the library, does not have it
+            return
+        compared = (_Argument * len(arguments))(*(_Argument(*argument) for argument in arguments))
+        if status := library.seccomp_rule_add_array(context, SCMP_ACT_ALLOW, number, len(arguments), compared):
+            raise OSError(-status, f"seccomp_rule_add_array {name}: {os.strerror(-status)}")
+
+    try:
+        for name in ALLOWED:
+            allow(name)
+        for name, place, values in (("fcntl", 1, FCNTL), ("ioctl", 1, IOCTL), ("prctl", 0, PRCTL)):
+            for value in values:
+                allow(name, (place, SCMP_CMP_EQ, value, 0))
+        allow("clone", (0, SCMP_CMP_MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
+        for place, name in ((1, "open"), (2, "openat")):
+            # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC.
+            for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+                allow(name, (place, SCMP_CMP_MASKED_EQ, os.O_ACCMODE | (0 if mode else os.O_TRUNC), mode))
+        allow("prlimit64", (0, SCMP_CMP_EQ, 0, 0))
+        allow("setrlimit")
+        # What event loops wake themselves up with. No other socket, and no address to send to.
+        allow("socketpair", (0, SCMP_CMP_EQ, AF_UNIX, 0), (1, SCMP_CMP_MASKED_EQ, SOCK_TYPE, SOCK_STREAM))
+        allow("sendto", (4, SCMP_CMP_EQ, 0, 0))
+        with tempfile.TemporaryFile() as file:
+            if status := library.seccomp_export_bpf(context, file.fileno()):
+                raise OSError(-status, f"seccomp_export_bpf: {os.strerror(-status)}")
+            file.seek(0)
+            return file.read()
+    finally:
+        library.seccomp_release(context)
