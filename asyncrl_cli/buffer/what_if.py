@@ -328,8 +328,8 @@ def _works(spans: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:
-    """The most spans that hold at one moment; one that ends where another begins is over."""
-    running = most = 0
+    """The most spans that hold at one moment, at least 1; one that ends where another begins is over."""
+    running, most = 0, 1  # spans may all have no length
     for _, change in sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans]):
         running += change
         most = max(most, running)

@@ -6,11 +6,13 @@ the rest inside the function, so that `asyncrl --help` never waits for torch, Ra
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 import traceback
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -88,6 +90,10 @@ def options(
         os.environ["ASYNCRL_DEBUG"] = "1"  # The actors of a run inherit it.
 
 
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+"""What printing can raise. Errors of files have their names, and commands catch those of what they write."""
+
+
 def main() -> None:
     """The entry point: run a command, and show a UserError as one paragraph without its traceback."""
     for number in (0, 1, 2):
@@ -104,8 +110,26 @@ def main() -> None:
     except UserError as error:
         if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        echo(str(error), err=True)
-        sys.exit(error.exit_code)
+        _end(str(error), error.exit_code)
+    except OSError as error:
+        if error.filename is not None or error.errno not in OUTPUT_ERRORS:
+            raise
+        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        _end(f"the output cannot be written: {error.strerror}. Free space, or send it elsewhere.", 1)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Print an error and exit. What is left in standard output or error and cannot be written is dropped: Python would
+    try again, print a traceback and exit with another code."""
+    with suppress(OSError):
+        echo(message, err=True)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def report(
     from asyncrl_cli.observe.report.summary import summarize
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.directory import RunError
+    from asyncrl_cli.runs.files import is_replaceable
 
     found = list({run.path: run for run in (find_run(runs_dir, name) for name in runs or ["latest"])}.values())
     page = render([summarize(run) for run in found])
@@ -46,4 +47,5 @@ def report(
         raise RunError(
             f"the report cannot be written: {error.strerror}", place=str(path), mend="Name another place with -o"
         ) from None
-    echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)")
+    # The file itself may be standard output.
+    echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)", err=not is_replaceable(path))

@@ -1,7 +1,7 @@
 """Prompts from a JSON Lines file: one JSON object a line.
 
-A row without ``uid`` is named by its line number and a hash of its text, so an edited file cannot pass for
-the one a run was started with. Blank lines are no rows.
+A row without ``uid`` is named by its line number and a hash of its text. Blank lines are no rows. ``resume`` compares
+the rows that were used last with the journal (pipeline/resume.py), so an edited file is noticed.
 """
 
 from __future__ import annotations

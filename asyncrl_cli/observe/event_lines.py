@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from datetime import datetime
 
 from asyncrl_cli.buffer.events import Event, Reader
-from asyncrl_cli.buffer.queries import snapshot
 from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.buffer.spool import spooled
 from asyncrl_cli.observe.pages import number
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.standing import UNDER_WAY, standing
@@ -43,8 +43,7 @@ def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Itera
     reader = Reader(kinds)
     while True:
         going_on = follow and standing(run) in UNDER_WAY  # asked first: what it wrote before it ended is read, too
-        with snapshot(run.path / FILE) as connection:
-            yield from reader.read(connection)
+        yield from spooled(run.path / FILE, reader.read)
         if not going_on:
             return
         time.sleep(LOOK_S)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappush, heapreplace
@@ -30,9 +29,12 @@ from typing import Any
 
 from asyncrl_cli.buffer.events import Checkpoint, Evaluation, Fault, Stall, Start, events
 from asyncrl_cli.buffer.queries import standing
+from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.buffer.spans import PublishSpan, StepSpan, first_publish, step_spans
+from asyncrl_cli.buffer.spool import spooled
 from asyncrl_cli.observe.resolved import resolved_spec, setting
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.files import written
 
 TraceEvent = Mapping[str, Any]
 
@@ -78,24 +80,17 @@ class Lanes:
         return len(self._free_at)
 
 
-def write_timeline(run: RunDirectory, connection: sqlite3.Connection, path: Path) -> int:
+def write_timeline(run: RunDirectory, path: Path) -> int:
     """Write a run's trace; gzipped when the path ends with ``.gz``, which Perfetto opens as it is.
 
-    Returns the number of events. A reader never sees half a file. Raises ``OSError``.
+    Returns the number of events. Raises ``OSError``, and ``JournalError``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        with aside.open("wb") as raw:
-            if path.suffix == ".gz":
-                with gzip.open(raw, "wb", compresslevel=5) as packed:
-                    count = _write(timeline_events(run, connection), packed)
-            else:
-                count = _write(timeline_events(run, connection), raw)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return count
+    events = spooled(run.path / FILE, lambda connection: timeline_events(run, connection))
+    with written(path) as raw:
+        if path.suffix == ".gz":
+            with gzip.open(raw, "wb", compresslevel=5) as packed:
+                return _write(events, packed)
+        return _write(events, raw)
 
 
 def _write(events: Iterable[TraceEvent], raw: Any) -> int:

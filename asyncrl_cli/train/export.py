@@ -52,6 +52,7 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
     from asyncrl_cli.train.lora import merge
 
     check_target(folder)
+    folder = folder.resolve()  # a link stays, and what it points to is written
     dtype = getattr(torch, checkpoint.trainer().dtype)
     weights = consolidate(checkpoint)
     config = AutoConfig.from_pretrained(skeleton)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.buffer import queries, spool
 from asyncrl_cli.buffer.events import KINDS, Event, Reader, events
 from asyncrl_cli.buffer.queries import snapshot
 from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.buffer.spool import spooled
 from asyncrl_cli.rollout.records import Spell
+from asyncrl_cli.runs.errors import UserError
 from tests.buffer.recorded_run import STARTED, RecordedRun, make_run, settings
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "events.md"
@@ -132,3 +137,37 @@ def test_every_kind_and_field_is_documented() -> None:
     assert rows.keys() == KINDS.keys()
     for name, kind in KINDS.items():
         assert [f"`{field.name}`" for field in fields(kind) if field.name != "at"] == rows[name].strip().split(", ")
+
+
+def test_a_reader_that_stands_still_does_not_hold_the_log(recorded: RecordedRun) -> None:
+    """`asyncrl events | less` on a live run: SQLite empties the log when no snapshot of it is open."""
+    recorded.step()
+    journal = recorded.book.journal
+    path = journal._path
+    shown = spooled(path, Reader().read)
+    first = next(shown)
+    journal.failed("engine", "engine-0", "later")
+    recorded.commit()
+    (busy, *_) = journal._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    assert not busy
+    assert path.with_name(f"{path.name}-wal").stat().st_size == 0
+    with queries.snapshot(path) as connection:
+        everything = [event for event in events(connection) if getattr(event, "message", "") != "later"]
+    assert [first, *shown] == everything
+
+
+def test_much_is_read_by_way_of_a_file(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "IN_MEMORY_BYTES", 1)
+    recorded.step()
+    path = recorded.book.journal._path
+    with queries.snapshot(path) as connection:
+        assert list(spooled(path, Reader().read)) == list(events(connection))
+
+
+def test_without_room_for_that_file_it_is_named(recorded: RecordedRun) -> None:
+    def full(connection: object) -> Iterator[int]:
+        yield 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="no room for a temporary file: No space left on device"):
+        next(spooled(recorded.book.journal._path, full))

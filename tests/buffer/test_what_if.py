@@ -56,6 +56,12 @@ def test_concurrency_bounds_what_runs() -> None:
     assert simulate(work([2, 6, 3, 1], 2, 2), 1).waited_s == 5
 
 
+def test_groups_that_took_no_time_run_all_the_same() -> None:
+    groups = [GroupTimes(1.0, 1.0, rejected=False)] * 2
+    record = Recording(settings(total_steps=1), groups, [BatchTimes(1.0, 2.0)])
+    assert simulate(workload(record), 1).waited_s == 0
+
+
 def test_rejected_groups_are_generated_in_vain() -> None:
     these = [Attempt(2.0), Attempt(3.0, rejected=True), Attempt(4.0)]
     outcome = simulate(Workload(settings(), these, [Step(4.0)], 2, 0.0, 0.0), 0)

@@ -81,8 +81,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 def trace_of(run: RunDirectory, path: Path) -> list[dict[str, Any]]:
-    with snapshot(run.path / FILE) as connection:
-        count = write_timeline(run, connection, path)
+    count = write_timeline(run, path)
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
     def refuse(constant: str) -> float:

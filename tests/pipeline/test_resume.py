@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from stand_ins import prompts, rollout, spec
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.buffer.schema import FILE, JournalError, check
+from asyncrl_cli.data.jsonl import read_jsonl
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.fleet import buffer_settings
-from asyncrl_cli.pipeline.launch import Start
-from asyncrl_cli.pipeline.resume import prepare
+from asyncrl_cli.pipeline.launch import Experiment, Start
+from asyncrl_cli.pipeline.resume import check_data, prepare
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     checkpoint_name,
@@ -255,6 +259,67 @@ def test_a_damaged_journal_is_said_to_be_and_kept(run: RunDirectory, damage: str
     with pytest.raises(JournalError, match="--without-journal"):
         start(run)
     assert on_disk(run) == before
+
+
+# -- edited data
+
+
+def with_data(run: RunDirectory, rows: list[dict[str, str]]) -> Experiment:
+    """The run's experiment, with these rows in its file."""
+    path = run.path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Experiment(SPEC, run.path, read_jsonl(path), ())
+
+
+ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for row in range(9)]
+
+
+def admit(run: RunDirectory, experiment: Experiment, count: int) -> None:
+    """Admit prompts as a run does."""
+    book = DurableLedger(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100))
+    loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
+    for serial in range(1, count + 1):
+        book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+def edited(row: int, **change: str) -> list[dict[str, str]]:
+    return [old | change if at == row else old for at, old in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize("admitted", [4, 9, 20])
+def test_data_as_it_was_is_accepted(run: RunDirectory, admitted: int) -> None:
+    admit(run, with_data(run, ROWS), admitted)
+    check_data(run, with_data(run, ROWS))
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        (edited(3, uid="other"), "the data now has prompt 'other' in its place"),
+        (edited(3, prompt="another question"), "prompt 'p3' was trained on, and the data now has other contents"),
+        (edited(3, answer="5"), "the data now has other contents"),
+        ([*ROWS, ROWS[0] | {"uid": "p9"}], "in its place"),
+        (ROWS[1:], "in its place"),
+    ],
+)
+def test_edited_data_is_noticed_before_the_run_goes_on(
+    run: RunDirectory, rows: list[dict[str, str]], fault: str
+) -> None:
+    admit(run, with_data(run, ROWS), 8 if len(rows) < 9 else 20)
+    with pytest.raises(RunError, match=fault) as caught:
+        check_data(run, with_data(run, rows))
+    assert caught.value.mend.endswith(f"asyncrl resume {run.argument} --accept-changed-data")
+
+
+def test_prompts_that_a_checkpoint_kept_have_no_row_to_be_compared_with(run: RunDirectory) -> None:
+    experiment = with_data(run, ROWS)
+    waiting = {"uid": "from before", "content": "text", "fields": {}}
+    book = DurableLedger(run.path / FILE, buffer_settings(SPEC), {"step": 0, "prompts": [waiting]})
+    book.admit([Candidate(1, Prompt("from before", "text"), (1,), {"epoch": 0, "position": 5})])
+    book.journal.commit(book.journal.noted())
+    check_data(run, experiment)
 
 
 # -- without the journal

@@ -7,7 +7,6 @@ the template, and data is JSON without a ``<``, so that nothing in a run can bec
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -19,6 +18,7 @@ from asyncrl_cli.observe.pages import number
 from asyncrl_cli.observe.report.charts import Chart, curve_charts, sections
 from asyncrl_cli.observe.report.summary import RunSummary
 from asyncrl_cli.observe.resolved import flattened
+from asyncrl_cli.runs.files import written
 
 NOT_SET = "not set"
 RUN_ID = re.compile(r"^(.+)-\d{8}-\d{6}-(\w+)$")
@@ -81,10 +81,8 @@ def short_labels(run_ids: Sequence[str]) -> list[str]:
 
 def write(text: str, path: Path) -> None:
     """Write a page whole. Raises ``OSError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with written(path) as file:
+        file.write(text.encode())
 
 
 def embedded(value: Any) -> str:

@@ -1,0 +1,33 @@
+"""A command whose output cannot be written says so in one line, and nothing else goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def asyncrl(arguments: str, redirection: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = f"{sys.executable} -m asyncrl_cli.cli.app {arguments} {redirection}"
+    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("arguments", ["--help", "init --list", "validate-spec --schema"])
+def test_a_full_disk_behind_the_output_is_one_line(tmp_path: Path, arguments: str) -> None:
+    ended = asyncrl(arguments, "> /dev/full", tmp_path)
+    assert ended.returncode == 1
+    line = "the output cannot be written: No space left on device. Free space, or send it elsewhere.\n"
+    assert ended.stderr == line
+
+
+def test_an_error_keeps_its_exit_code_when_nobody_can_read_it(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("unknown: 1\n")
+    ended = asyncrl("train spec.yaml", "2> /dev/full", tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_a_reader_that_has_gone_is_no_error_to_report(tmp_path: Path) -> None:
+    ended = asyncrl("validate-spec --schema", "| head -c 1 > /dev/null", tmp_path)
+    assert ended.stderr == ""

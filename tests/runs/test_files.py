@@ -1,0 +1,62 @@
+"""Files that a user has named: replaced whole, or written to as they are."""
+
+from __future__ import annotations
+
+import os
+import pty
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.observe.report.page import write
+from asyncrl_cli.runs.files import is_replaceable, written
+
+
+def test_a_regular_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.html"
+    with written(path) as file:
+        file.write(b"first")
+        assert not path.exists()
+    with pytest.raises(TypeError), written(path) as file:
+        file.writelines([b"half", "text"])  # type: ignore[list-item]
+    assert path.read_bytes() == b"first"
+    assert [found.name for found in path.parent.iterdir()] == ["report.html"]
+    with written(path) as file:
+        file.write(b"second")
+    assert path.read_bytes() == b"second"
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    write("a page", pipe)
+    reader.join()
+    assert got == ["a page"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_device_stays_one() -> None:
+    ours, theirs = pty.openpty()
+    path = Path(os.ttyname(theirs))
+    write("a page\n", path)
+    assert os.read(ours, 100).split() == [b"a", b"page"]
+    assert path.is_char_device()
+    assert not is_replaceable(path)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path: Path) -> None:
+    """`/dev/stdout` is a link, too."""
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    for text in ("new", "other"):
+        write(text, link)
+        assert link.is_symlink()
+        assert target.read_text() == text
+    assert {found.name for found in tmp_path.iterdir()} == {"link", "target"}
