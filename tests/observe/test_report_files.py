@@ -61,6 +61,23 @@ def test_bars_stand_on_one_another(tmp_path: Path) -> None:
     assert red.min() > blue.max(), "below it, and rows of a picture count from its top"
 
 
+def test_points_that_are_not_joined_have_no_line_between_them(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "two",
+        "y": [0.0, 1.0],
+        "line": {"color": "#ff0000", "dash": "solid", "width": 2.0},
+        "marker": {"color": "#ff0000"},
+    }
+    draw([Chart("Two", [points], {}, {"steps": [[0.0, 140.0]]})], tmp_path)
+    pixels = imread(tmp_path / "two.png")[..., :3]
+    columns = set((pixels == (1, 0, 0)).all(-1).nonzero()[1].tolist())
+    assert 4 <= len(columns) <= 40
+
+
 @pytest.mark.stack
 def test_mlflow_gets_the_report_of_a_run_as_it_ended_and_once(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path)

@@ -14,8 +14,8 @@ from typing import Any
 
 from asyncrl_cli.observe.report.curves import Axis, Curves, smoothed
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""By Okabe and Ito, so that colour-blind people tell them apart."""
+COLOURS = ("#2a85c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""By Okabe and Ito, so that colour-blind people tell them apart; the blue is lighter, to be seen on dark ground."""
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FAINT = "#8b949e"
@@ -179,7 +179,7 @@ def _chart(section: str, title: str, lines: Sequence[_Line], several: bool, smoo
         mean = smoothed(line.values) if smooth else None
         name = ", ".join(part for part in (line.run if several else "", line.label) if part) or title
         if mean is not None:
-            data.append(_trace(name, line.values, colour, "solid", 1.0) | {"opacity": 0.35, "hoverinfo": "skip"})
+            data.append(_trace(name, line.values, colour, "solid", 1.0) | {"opacity": 0.4, "hoverinfo": "skip"})
             axes.append(line.axis)
         trace = _trace(name, line.values if mean is None else mean, colour, dash, 2.0)
         if several:

@@ -62,7 +62,9 @@ def _draw(axes: Axes, trace: dict[str, Any], heights: dict[float, float]) -> Non
             style, marker = DASHES[line["dash"]], "o" if "markers" in mode else None
             raw = trace.get("hoverinfo") == "skip"  # values under their running mean, which has the name
             axes.plot(
-                *(x, y, "" if mode == "markers" else style),
+                *(x, y),
+                linestyle="none" if mode == "markers" else style,
+                linewidth=line["width"],
                 marker=marker,
                 markersize=4,
                 color=line["color"],
