@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,10 @@ from asyncrl_cli.spec.sections import Notice, NotifySpec
 WEBHOOK_S = 10.0
 COMMAND_S = 30.0
 """Seconds that a delivery may take."""
+WAIT_S = 45.0
+"""Seconds that the end of a run waits for all deliveries: a server that answers byte by byte outlasts the above."""
+AT_ONCE = 20
+"""Deliveries under way at a time; further notices are not sent."""
 FROM_ENVIRONMENT = "env:"
 LOG = "logs/notify.log"
 """What the command prints, in the run's folder."""
@@ -48,9 +53,13 @@ class Notifier:
             self._start(_execute, self._spec.command, notice, self._run.path / LOG)
 
     def wait(self) -> None:
-        """Until all notices are delivered, or have failed to be."""
-        while self._under_way:
-            self._under_way.pop().join()
+        """Until all notices are delivered or have failed to be, for ``WAIT_S`` seconds at most."""
+        deadline = time.monotonic() + WAIT_S
+        for thread in self._under_way:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if late := sum(thread.is_alive() for thread in self._under_way):
+            self._warn(f"notify: {late} not delivered within {WAIT_S:.0f} s")
+        self._under_way.clear()
 
     def _start(self, deliver: Callable[..., None], *arguments: Any) -> None:
         def work() -> None:
@@ -59,6 +68,10 @@ class Notifier:
             except Exception as error:  # whatever it is, the run goes on
                 self._warn(f"notify: {error}")
 
+        self._under_way = [thread for thread in self._under_way if thread.is_alive()]
+        if len(self._under_way) >= AT_ONCE:
+            self._warn(f"notify: not sent, {AT_ONCE} others are still being delivered")
+            return
         thread = Thread(target=work, name="notify", daemon=True)
         thread.start()
         self._under_way.append(thread)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, wait_for
+from asyncrl_cli.train.records import TrainingBatch
 
 GRACE_S = 20.0
 """Seconds that the other ranks have to end a call after one rank has failed."""
@@ -27,11 +28,25 @@ class TrainerLost(Exception):
         self.cause = cause
 
 
+def _put(batch: TrainingBatch) -> Any:
+    import ray
+
+    return ray.put(batch)
+
+
 class TrainerRanks:
     """All ranks of a run's trainer."""
 
-    def __init__(self, make_actor: Callable[[int], Any], ranks: int, search_path: Path, limit_s: float) -> None:
-        """``limit_s``: seconds that one call may take."""
+    def __init__(
+        self,
+        make_actor: Callable[[int], Any],
+        ranks: int,
+        search_path: Path,
+        limit_s: float,
+        share: Callable[[TrainingBatch], Any] = _put,
+    ) -> None:
+        """``limit_s``: seconds that one call may take. ``share`` makes a batch an argument for all ranks."""
+        self._share = share
         self._make_actor = make_actor
         self._search_path = search_path
         self._limit_s = limit_s
@@ -94,7 +109,12 @@ class TrainerRanks:
 
         Raises ``TrainerLost`` when a rank died, and otherwise the first error of any rank.
         """
-        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        # As an argument of each call a batch would be pickled once for each rank, in the driver's event loop.
+        shared = [
+            await asyncio.to_thread(self._share, argument) if isinstance(argument, TrainingBatch) else argument
+            for argument in arguments
+        ]
+        calls = [getattr(actor, method).remote(*shared) for actor in self._actors]
         return await _all(calls, limit_s or self._limit_s)
 
 

@@ -32,6 +32,8 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
     if spec.trainer.gpus_per_rank == 0:
         environment |= {
             "DS_ACCELERATOR": "cpu",
+            # One device. Without it DeepSpeed counts NUMA nodes by running numactl, for every micro-batch.
+            "LOCAL_SIZE": "1",
             "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
             # Threads that wait for each other sleep. Where something else runs on their cores, spinning takes from the
             # one that is waited for: a warm start of a minute took ten beside another.

@@ -53,18 +53,23 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
 
     check_target(folder)
     folder = folder.resolve()  # a link stays, and what it points to is written
-    dtype = getattr(torch, checkpoint.trainer().dtype)
-    weights = consolidate(checkpoint)
-    config = AutoConfig.from_pretrained(skeleton)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if lora is not None:
-            weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
-    model.tie_weights()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise RunError(
+            f"the folder cannot be made: {error.strerror}", place=str(folder), mend="Name another folder with --to"
+        ) from None
+    try:
+        dtype = getattr(torch, checkpoint.trainer().dtype)
+        weights = consolidate(checkpoint)
+        config = AutoConfig.from_pretrained(skeleton)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            if lora is not None:
+                weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
+        model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+        model.tie_weights()
         with without_progress_bars():
             model.save_pretrained(aside)
         AutoTokenizer.from_pretrained(skeleton).save_pretrained(aside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -102,6 +103,25 @@ def test_a_webhooks_address_may_stay_in_the_environment(
     assert told(spec, run) == [] and hook.got.qsize() == 1
     monkeypatch.setenv("MY_HOOK", "file:///etc/passwd")
     assert "no http address" in told(spec, run)[0]
+
+
+def test_a_webhook_that_never_finishes_its_answer_is_not_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(notify, "WAIT_S", 0.2)
+    monkeypatch.setattr(notify, "AT_ONCE", 2)
+    warnings: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as slow:  # accepts, and answers nothing
+        spec = NotifySpec(webhook=f"http://127.0.0.1:{slow.getsockname()[1]}")
+        notifier = Notifier(spec, run, warnings.append)
+        for _ in range(3):
+            notifier.tell("stall", "engine-0: gone")
+        notifier.wait()
+        assert warnings == [
+            "notify: not sent, 2 others are still being delivered",
+            "notify: 2 not delivered within 0 s",
+        ]
 
 
 def test_only_what_is_asked_for_is_told(run: RunDirectory, hook: Hook) -> None:

@@ -432,7 +432,13 @@ class Simulation:
         buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0)
         buffer.faults = faults = Notes().faults(max_restarts=1000)
         opening = await buffer.open(start.kind, start.note, start.base)
-        ranks = TrainerRanks(lambda rank: self._noted(Rank(self.fate, rank)), spec.trainer.ranks, Path(), 600.0)
+        ranks = TrainerRanks(
+            lambda rank: self._noted(Rank(self.fate, rank)),
+            spec.trainer.ranks,
+            Path(),
+            600.0,
+            share=lambda batch: batch,
+        )
         await ranks.preload()
         await ranks.start(start.checkpoint and start.checkpoint.folder)
         watchdog = Watchdog(600.0, reporter.warn)

@@ -13,6 +13,7 @@ from stand_ins import Actor, run
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.remote import NoAnswer
+from asyncrl_cli.train.records import TrainingBatch
 
 Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
 
@@ -52,7 +53,12 @@ class Ranks:
         self.behaviour = behaviour
         self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
         self.made: list[Rank] = []
-        self.trainer = TrainerRanks(self._make, count, Path("/search"), limit_s)
+        self.shared: list[TrainingBatch] = []
+        self.trainer = TrainerRanks(self._make, count, Path("/search"), limit_s, self._share)
+
+    def _share(self, batch: TrainingBatch) -> str:
+        self.shared.append(batch)
+        return f"reference {len(self.shared)}"
 
     def _make(self, rank: int) -> Rank:
         self.made.append(Rank(self, rank))
@@ -86,6 +92,19 @@ def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
         ranks = Ranks(answers)
         assert await ranks.trainer.call("train_step", "batch", 7) == [0, 10, 20]
         assert ranks.calls == [(rank, "train_step", ("batch", 7)) for rank in range(3)]
+
+    run(check())
+
+
+def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
+    async def answers(rank: Rank, method: str, arguments: tuple[Any, ...]) -> int:
+        return rank.rank
+
+    async def check() -> None:
+        ranks, batch = Ranks(answers), TrainingBatch(3, 2, ())
+        await ranks.trainer.call("train_step", batch)
+        assert ranks.shared == [batch]
+        assert ranks.calls == [(rank, "train_step", ("reference 1",)) for rank in range(3)]
 
     run(check())
 

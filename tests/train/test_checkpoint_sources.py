@@ -25,6 +25,8 @@ def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:
 
 def test_an_export_takes_nobodys_place(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
+    with pytest.raises(RunError, match="the folder cannot be made"):
+        export_model(Checkpoint(tmp_path / "step-000001", 1), "", Path("/proc/models/mine"))
     with pytest.raises(RunError, match="the folder is not empty"):
         export_model(Checkpoint(tmp_path / "step-000001", 1), "", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]

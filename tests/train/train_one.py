@@ -53,11 +53,16 @@ def batch(step: int, groups: int) -> TrainingBatch:
     return TrainingBatch(step, step, tuple(made))
 
 
+def no_numactl() -> None:
+    raise AssertionError("DeepSpeed runs numactl, for every micro-batch")
+
+
 def main() -> None:
     out, rank, port, *overrides = sys.argv[1:]
     spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
     os.environ.update(trainer_environment(spec))
     import torch
+    from deepspeed.utils import numa
 
     from asyncrl_cli.train.critic import start_critic
     from asyncrl_cli.train.finite import SkipLimit
@@ -67,6 +72,7 @@ def main() -> None:
     from asyncrl_cli.train.step import Learner, train_batch
 
     torch.set_num_threads(1)
+    numa.get_numa_cores = no_numactl
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
