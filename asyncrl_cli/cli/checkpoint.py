@@ -164,9 +164,18 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
 
 
 def _retention(run: RunDirectory) -> CheckpointSpec:
-    from asyncrl_cli.spec.load import load_spec
+    from pydantic import ValidationError
 
-    return load_spec(run.path / "spec.yaml").spec.checkpoints
+    from asyncrl_cli.observe.resolved import resolved_spec
+    from asyncrl_cli.runs.directory import RunError
+    from asyncrl_cli.spec.sections import CheckpointSpec
+
+    try:  # the section alone: others may refer to environment variables that are set where the run trains
+        return CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
+    except (KeyError, ValidationError):
+        raise RunError(
+            "the resolved spec has no valid `checkpoints`", place=str(run.path / "spec.yaml"), mend="Restore the file"
+        ) from None
 
 
 def _reasons(

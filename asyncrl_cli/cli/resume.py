@@ -43,8 +43,10 @@ def resume(
     run.lock()
     changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
     before = load_spec(run.path / "spec.yaml").spec
-    spec = load_spec(run.path / "spec.yaml", changes).spec.model_copy(update={"runs_dir": run.path.parent})
-    changed = check_changes(before, spec)
+    loaded = load_spec(run.path / "spec.yaml", changes)
+    spec = loaded.spec.model_copy(update={"runs_dir": run.path.parent})
+    references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
+    changed = check_changes(before, spec, references)
 
     from asyncrl_cli.cli.running import drive
     from asyncrl_cli.pipeline.launch import Experiment
@@ -56,6 +58,6 @@ def resume(
     if not (without_journal or accept_changed_data):
         check_data(run, experiment)
     start = plan.carry_out(run)  # nothing on disk changes before
-    run.write_text("spec.yaml", dump_spec(spec))
+    run.write_spec(dump_spec(spec, references))
     run.update(phase="starting", steps=spec.stop.steps)
     drive(experiment, run, start, quiet)

@@ -29,6 +29,7 @@ def track(
     Nothing is sent twice. Ends with 1 when not everything went through; then send again later.
     """
     from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.secrets import hide
     from asyncrl_cli.spec.load import load_spec
 
     run = find_run(runs_dir, run_id)
@@ -45,7 +46,7 @@ def track(
     echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
     if sender.unreported:
         echo(f"report   none could be made: {sender.unreported}")
-    echo(f"to       {tracking_target(spec).uri}")
+    echo(f"to       {hide(tracking_target(spec).uri)}")
     echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
     if sender.version:
         echo(f"model    {spec.tracking.register_model}, version {sender.version}")

@@ -36,6 +36,6 @@ def train(
     experiment = Experiment.load(loaded.spec, spec.absolute().parent)
     run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
     run.write_json("manifest.json", describe_start(spec))
-    run.write_text("spec.yaml", dump_spec(loaded.spec))
+    run.write_spec(dump_spec(loaded.spec, loaded.references))
     run.update(phase="starting", steps=loaded.spec.stop.steps)
     drive(experiment, run, Start(), quiet)

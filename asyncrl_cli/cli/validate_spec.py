@@ -65,6 +65,7 @@ class _Answer:
 
 def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
     from asyncrl_cli.spec.load import dump_spec, load_spec
+    from asyncrl_cli.spec.load import resolved as resolved_values
     from asyncrl_cli.spec.problems import SpecError
 
     try:
@@ -76,8 +77,8 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
         return _Answer(False, "", (error,), {"spec": spec, "valid": False, "problems": problems})
     document = {"spec": spec, "valid": True, "problems": [asdict(problem) for problem in loaded.warnings]}
     if resolved:
-        document["resolved"] = loaded.spec.model_dump(mode="json")
-    text = dump_spec(loaded.spec).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
+        document["resolved"] = resolved_values(loaded)
+    text = dump_spec(loaded.spec, loaded.references).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
     return _Answer(True, text, loaded.warnings, document)
 
 

@@ -29,6 +29,7 @@ WAIT_S = 45.0
 AT_ONCE = 20
 """Deliveries under way at a time; further notices are not sent."""
 FROM_ENVIRONMENT = "env:"
+COMMAND = "ASYNCRL_NOTIFY_COMMAND"
 LOG = "logs/notify.log"
 """What the command prints, in the run's folder."""
 
@@ -113,11 +114,12 @@ def _execute(command: str, notice: Mapping[str, Any], log: Path) -> None:
         "ASYNCRL_RUN_ID": notice["run"],
         "ASYNCRL_MESSAGE": notice["message"],
         "ASYNCRL_FOLDER": notice["folder"],
+        COMMAND: command,
     }
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
-            ["sh", "-c", command],
+            ["sh", "-c", f'eval "${COMMAND}"'],  # what a process is called with is for everybody to see
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.secrets import hide
 
 FILE = "mlflow.json"
 SPEC = "spec.yaml"
@@ -61,7 +62,7 @@ class Outbox:
 
     def __init__(self, run: RunDirectory, uri: str, experiment: str) -> None:
         self.run = run
-        self.sent = _read(run, uri, experiment)
+        self.sent = _read(run, hide(uri), experiment)
 
     @property
     def version(self) -> str:
@@ -71,7 +72,7 @@ class Outbox:
     def note(self, **changes: Any) -> None:
         """Something has been sent: write that down."""
         self.sent = replace(self.sent, **changes)
-        self.run.write_json(FILE, asdict(self.sent))
+        self.run.write_json(FILE, asdict(self.sent), private=True)
 
     def forget(self) -> None:
         """The MLflow run is gone: everything is to be sent again."""

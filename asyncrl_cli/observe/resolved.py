@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.secrets import hide
 
 
 def resolved_spec(run: RunDirectory) -> dict[str, Any]:
-    """The spec's sections; empty when the file is missing or damaged."""
+    """The spec's sections, without secrets; empty when the file is missing or damaged."""
     import yaml
 
     try:
-        value = yaml.safe_load((run.path / "spec.yaml").read_text())
+        value = yaml.safe_load(hide((run.path / "spec.yaml").read_text()))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -16,14 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
-
 from asyncrl_cli.observe import tables
 from asyncrl_cli.observe.entries import Number, evaluation_numbers, parameters, row_numbers
 from asyncrl_cli.observe.outbox import EVALUATIONS, SPEC, STEPS, Outbox
 from asyncrl_cli.observe.registering import RUN_TAG, register
+from asyncrl_cli.observe.resolved import resolved_spec
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.secrets import hide
 
 FINISHED = "FINISHED"
 METRICS_AT_ONCE = 1000
@@ -152,7 +152,7 @@ class Sender:
         for name, version in self._outbox.files(SPEC, self._outbox.sent.logged).items():
             from mlflow.entities import Param
 
-            spec = yaml.safe_load((self._run.path / name).read_text())
+            spec = resolved_spec(self._run)
             known = self._client.get_run(self.mlflow_run_id).data.params
             entries = [Param(key, value) for key, value in parameters(spec).items() if key not in known]
             for start in range(0, len(entries), PARAMETERS_AT_ONCE):
@@ -181,7 +181,10 @@ class Sender:
         for pattern in (SPEC, EVALUATIONS):
             for name, version in self._outbox.files(pattern, self._outbox.sent.uploaded).items():
                 folder = name.rpartition("/")[0] or None
-                self._client.log_artifact(self.mlflow_run_id, str(self._run.path / name), artifact_path=folder)
+                if pattern == SPEC:
+                    self._client.log_text(self.mlflow_run_id, hide((self._run.path / name).read_text()), name)
+                else:
+                    self._client.log_artifact(self.mlflow_run_id, str(self._run.path / name), artifact_path=folder)
                 if pattern == EVALUATIONS:
                     self._upload_table(name)
                 self._outbox.note(uploaded={**self._outbox.sent.uploaded, name: version})
@@ -225,10 +228,10 @@ def failure(error: Exception, uri: str) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if type(cause).__module__.startswith("requests"):
-            return f"no answer from {uri}"
+            return f"no answer from {hide(uri)}"
         cause = cause.__cause__ or cause.__context__
     lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return hide(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
 
 
 def _portions(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:

@@ -44,6 +44,7 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, Phase, RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.spec.sections import ExperimentSpec, Notice
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
@@ -152,14 +153,14 @@ def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start:
         end("interrupted", "stopped by the user", None)
         raise Interrupted from None
     except BaseException as error:
-        end("failed", _cause(error), "failure", str(error) or type(error).__name__)
+        end("failed", _cause(error), "failure", hide(str(error)) or type(error).__name__)
         raise
     end("finished", "", "finish", _in_short(run, outcome))
     return outcome
 
 
 def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return hide(f"{type(error).__name__}: {error}")
 
 
 def _in_short(run: RunDirectory, outcome: Outcome) -> str:
@@ -240,7 +241,7 @@ async def _start(
 
     async def record_fault(kind: str, part: str, message: str) -> None:
         reporter.faulted(kind)
-        await buffer.call("failed", kind, part, message)
+        await buffer.call("failed", kind, part, hide(message))
 
     buffer = BufferClient(factory.buffer, limit_s)
     faults = Faults(spec.pipeline.max_restarts, record_fault, reporter.warn)

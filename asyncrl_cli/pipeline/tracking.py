@@ -8,6 +8,7 @@ from asyncrl_cli.observe.outbox import Outbox
 from asyncrl_cli.observe.sender import FINISHED, Sender, Target, failure
 from asyncrl_cli.observe.tracker import TrackerClient
 from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 TRACKING_S = {"FINISHED": 30.0, "FAILED": 10.0, "KILLED": 2.0}
@@ -49,10 +50,10 @@ def close_tracker(
     outbox = Outbox(run, target.uri, target.experiment)
     if not problem:
         model = f", {target.model} version {outbox.version}" if target.model and status == FINISHED else ""
-        return Tracking(target.uri, f"run {outbox.sent.run_id} in experiment {target.experiment}{model}")
+        return Tracking(hide(target.uri), f"run {outbox.sent.run_id} in experiment {target.experiment}{model}")
     kept = len(outbox.steps())
     what = f"{kept} step{'s' if kept > 1 else ''}" if kept else "the rest"
-    return Tracking(target.uri, f"{what} kept, not sent ({problem}); later: asyncrl track {run.argument}")
+    return Tracking(hide(target.uri), f"{what} kept, not sent ({problem}); later: asyncrl track {run.argument}")
 
 
 def send_rest(spec: ExperimentSpec, run: RunDirectory) -> Sender:

@@ -6,8 +6,10 @@ was sampled from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -31,8 +33,13 @@ ALLOWED_BELOW = {"task": ("reward_timeout_s", "reward_workers", "reward_memory_m
 """Keys below a fixed one that may change all the same."""
 
 
-def check_changes(before: ExperimentSpec, after: ExperimentSpec) -> list[str]:
-    """The keys that changed, as `key=value`. Raises ``SpecError`` when one of them may not."""
+def check_changes(
+    before: ExperimentSpec, after: ExperimentSpec, references: Mapping[tuple[str, ...], str] | None = None
+) -> list[str]:
+    """The keys that changed, as `key=value`; a value in ``references`` (``LoadedSpec.references``) is written as there.
+
+    Raises ``SpecError`` when one of them may not.
+    """
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "runs_dir")
     problems = [problem for key in changed if (problem := _problem(key)) is not None]
@@ -46,7 +53,13 @@ def check_changes(before: ExperimentSpec, after: ExperimentSpec) -> list[str]:
         )
     if problems:
         raise SpecError(problems)
-    return [f"{key}={new.get(key)}" for key in changed]
+    written = {".".join(path): text for path, text in (references or {}).items()}
+    return [hide(f"{key}={written.get(key, new.get(key))}") for key in changed]
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a key may not change when a run is resumed."""
+    return _problem(key) is not None
 
 
 def _problem(key: str) -> Problem | None:

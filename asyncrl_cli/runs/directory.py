@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.secrets import hide
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
@@ -162,16 +163,20 @@ class RunDirectory:
             return True
         return any(_is_locked(path) for path in (self.path / "lock", self.path))
 
-    def write_json(self, name: str, value: Any) -> None:
+    def write_json(self, name: str, value: Any, private: bool = False) -> None:
         """Replace a JSON file whole."""
-        self.write_text(name, json.dumps(value, indent=1, default=str) + "\n")
+        self.write_text(name, json.dumps(value, indent=1, default=str) + "\n", private)
 
-    def write_text(self, name: str, text: str) -> None:
-        """Replace a text file whole."""
+    def write_text(self, name: str, text: str, private: bool = False) -> None:
+        """Replace a text file whole; a ``private`` one only its owner can read."""
         path = self.path / name
         aside = path.with_name(f".{path.name}.tmp")
         try:
-            aside.write_text(text, encoding="utf-8")
+            aside.unlink(missing_ok=True)  # what a kill left may have another mode
+            with os.fdopen(
+                os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600 if private else 0o644), "w", encoding="utf-8"
+            ) as file:
+                file.write(text)
             os.replace(aside, path)
         except OSError:
             aside.unlink(missing_ok=True)  # half a file is of no use, and its room is: the disk may be full
@@ -198,6 +203,10 @@ class RunDirectory:
         except OSError:
             return []
         return [row for line in lines if (row := _parsed(line)) is not None]
+
+    def write_spec(self, text: str) -> None:
+        """Replace the resolved spec; one with a secret written out (rather than as ``${env:NAME}``) is private."""
+        self.write_text("spec.yaml", text, private=hide(text) != text)
 
     @property
     def state(self) -> RunState:

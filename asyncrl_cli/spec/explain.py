@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.spec.catalogue import Key, general, keys
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.suggest import elsewhere, suggest
@@ -179,6 +180,6 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = str(value)
+    text = hide(str(value))
     text = text if len(text) <= 60 else text[:59] + "…"
     return text if isinstance(value, (int, float)) else repr(text)

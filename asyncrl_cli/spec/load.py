@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from asyncrl_cli.data.sources import names_a_file
+from asyncrl_cli.runs.changes import is_fixed
+from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.runs.terminal import printable
-from asyncrl_cli.spec.catalogue import keys
+from asyncrl_cli.spec.catalogue import general, keys
 from asyncrl_cli.spec.explain import explain
 from asyncrl_cli.spec.layers import Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
@@ -37,6 +40,8 @@ class LoadedSpec:
     spec: ExperimentSpec
     files: tuple[Path, ...]
     warnings: tuple[Problem, ...]
+    references: Mapping[tuple[str, ...], str]
+    """Values that hold environment variables, as they were written: ``dump_spec`` writes them so."""
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None) -> LoadedSpec:
@@ -47,7 +52,8 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | Non
     """
     problems: list[Problem] = []
     layers = Layers(problems)
-    spec = _load(layers.read(str(path), data), overrides, layers)
+    references: dict[tuple[str, ...], str] = {}
+    spec = _load(layers.read(str(path), data), overrides, layers, references)
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
@@ -55,13 +61,20 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | Non
         file = problem.file if NUL in problem.file else os.path.realpath(problem.file)
         return order.get(file, len(order)), problem.line or 0, problem.column or 0
 
-    problems = sorted(dict.fromkeys(problems), key=where)
+    problems = sorted(dict.fromkeys(map(_without_secrets, problems)), key=where)
     if spec is None or any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
-    return LoadedSpec(spec, tuple(layers.files), tuple(problems))
+    return LoadedSpec(spec, tuple(layers.files), tuple(problems), references)
 
 
-def _load(root: Node | None, overrides: Sequence[str], layers: Layers) -> ExperimentSpec | None:
+def _without_secrets(problem: Problem) -> Problem:
+    return replace(problem, message=hide(problem.message), mend=hide(problem.mend), file=hide(problem.file))
+
+
+def _load(
+    root: Node | None, overrides: Sequence[str], layers: Layers, references: dict[tuple[str, ...], str]
+) -> ExperimentSpec | None:
+    """``references`` receives what ``LoadedSpec.references`` has."""
     if root is None:
         return None
     problems = layers.problems
@@ -74,6 +87,7 @@ def _load(root: Node | None, overrides: Sequence[str], layers: Layers) -> Experi
         if key.holder is SplitSpec and name.endswith(".path"):
             root = _absolute(root, name.split("."), lambda text, _: names_a_file(text))
     root = _without_empty_sections(root)
+    references.update(root.references())
     blamed = [problem.path for problem in problems]
 
     def add(problem: Problem, key: bool) -> None:
@@ -128,8 +142,14 @@ def _absolute(node: Node, parts: list[str], is_path: Callable[[str, str], bool])
         return replace(node, value=node.value | chosen)
     if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
-    path = os.path.abspath(node.place.folder / os.path.expanduser(node.value))
-    return replace(node, value=path) if is_path(node.value, path) else node
+    written = os.path.expanduser(node.value)
+    path = os.path.abspath(node.place.folder / written)
+    if not is_path(node.value, path):
+        return node
+    reference = node.reference
+    if reference is not None and not os.path.isabs(written):
+        reference = f"{_literal(os.path.abspath(node.place.folder))}/{reference}"
+    return replace(node, value=path, reference=reference)
 
 
 def looks_like_path(text: str, path: str) -> bool:
@@ -138,6 +158,18 @@ def looks_like_path(text: str, path: str) -> bool:
         return False
     folder = os.path.dirname(path) if "/" in text else path
     return text.startswith(("/", "./", "../", "~")) or text in (".", "..") or os.path.exists(folder)
+
+
+def _literal(text: str) -> str:
+    """The text as it is to be written, so that it is read as it stands."""
+    return re.sub(r"\$+\{env:", r"$\g<0>", text)
+
+
+def _is_public(key: str, value: object) -> bool:
+    """Whether a value is written out though it came from the environment."""
+    if is_fixed(key):
+        return not key.startswith("task.options.")
+    return general(key) in keys() and not isinstance(value, (str, Path))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -156,16 +188,30 @@ for _tag, _pattern in SCALARS.items():
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def dump_spec(spec: ExperimentSpec) -> str:
-    """The whole spec as YAML, defaults included; loading it gives the same spec."""
+def resolved(loaded: LoadedSpec) -> dict[str, Any]:
+    """The whole spec as JSON-able values, defaults included, with references as ``dump_spec`` writes them."""
+    values: dict[str, Any] = _written(loaded.spec.model_dump(mode="json"), (), loaded.references, str)
+    return values
 
-    def writable(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: writable(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [writable(inner) for inner in value]
-        if isinstance(value, (str, Path)):
-            return re.sub(r"\$+\{env:", r"$\g<0>", str(value))
-        return value
 
-    return yaml.dump(writable(spec.model_dump()), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+def _written(
+    value: Any, path: tuple[str, ...], references: Mapping[tuple[str, ...], str], text: Callable[[str], str]
+) -> Any:
+    if isinstance(value, dict):
+        return {key: _written(inner, (*path, str(key)), references, text) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_written(inner, (*path, str(index)), references, text) for index, inner in enumerate(value)]
+    if path in references and not _is_public(".".join(path), value):
+        return references[path]
+    return text(str(value)) if isinstance(value, (str, Path)) else value
+
+
+def dump_spec(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
+    """The whole spec as YAML, defaults included; loading it gives the same spec.
+
+    Values in ``references`` are written as these, so that no secret is. Two kinds are not: numbers and switches, and
+    what a run is made of (``runs.changes.FIXED``), because it must be the same whenever the run is resumed.
+    """
+
+    values = _written(spec.model_dump(), (), references, _literal)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -29,6 +29,9 @@ This page is made from the models in `asyncrl_cli/spec` by `python -m asyncrl_cl
   `model: {path: ./saved, init: null}`; a whole section set to `null` has its defaults.
 - **Environment.** `${env:NAME}` and `${env:NAME:-default}` stand for environment variables, as a whole value (read
   as YAML's numbers, `true`, `false` and `null` are) or within a text. `$${env:` is a literal `${env:`.
+  What is written of a spec (the run's folder, MLflow, reports, `--resolved`) keeps the reference, and `resume` reads
+  the variable again: this is how to use a secret. Numbers, and keys that make the run what it is (`model`,
+  `data.train`), are written with their values.
 - **Command line.** `--set pipeline.max_staleness=2` overrides one key; the value is YAML, and a list's entries have
   indices, as in `--set trainer.optimizer.betas.1=0.99`.
 - **Paths** are relative to the file that states them, and to the current folder in `--set`. Only `runs_dir` always

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from asyncrl_cli.runs.secrets import hide, remember
 from asyncrl_cli.spec.problems import Place, Problem
 from asyncrl_cli.spec.syntax import explain_syntax
 
@@ -69,13 +70,18 @@ for _tag, _pattern in SCALARS.items():
     _Loader.add_implicit_resolver(_tag, _pattern, None)
 
 
+Scalar = str | int | float | bool | None
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A value with its place, and the place of the key it stands under (if it stands under one)."""
 
-    value: dict[str, Node] | list[Node] | str | int | float | bool | None
+    value: dict[str, Node] | list[Node] | Scalar
     place: Place
     key_place: Place | None = None
+    reference: str | None = None
+    """The text as it was written, when environment variables were put into it."""
 
     def plain(self) -> Any:
         """The value alone, as dicts, lists and scalars."""
@@ -90,6 +96,20 @@ class Node:
         if isinstance(self.value, list) and key.isdecimal() and int(key) < len(self.value):
             return self.value[int(key)]
         return None
+
+    def references(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Where environment variables were put in, as keys and indices, each with the text as it was written."""
+        if self.reference is not None:
+            yield path, self.reference
+        below = (
+            self.value.items()
+            if isinstance(self.value, dict)
+            else enumerate(self.value)
+            if isinstance(self.value, list)
+            else ()
+        )
+        for name, node in below:
+            yield from node.references((*path, str(name)))
 
     def place_of(self, path: str, *, key: bool = False) -> Place:
         """Where a dotted path is written: its value, or with ``key`` its key.
@@ -163,7 +183,8 @@ class _Reader:
                 return Node(self.mapping(source, path), place)
             if isinstance(source, yaml.SequenceNode):
                 return Node([self.node(item, f"{path}.{i}") for i, item in enumerate(source.value)], place)
-            return Node(self.scalar(source.tag, source.value, path, place), place)
+            value, substituted = self.scalar(source.tag, source.value, path, place)
+            return Node(value, place, reference=source.value if substituted else None)
         finally:
             self.open.pop()
 
@@ -198,7 +219,8 @@ class _Reader:
             else:
                 self.report(path, "`<<` takes a mapping, or a list of mappings", node.place)
 
-    def scalar(self, tag: str, text: str, path: str, place: Place) -> str | int | float | bool | None:
+    def scalar(self, tag: str, text: str, path: str, place: Place) -> tuple[Scalar, bool]:
+        """A scalar's value, and whether environment variables were put into it."""
         expanded, substituted = self.expand(text, path, place)
         if substituted:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
@@ -208,11 +230,11 @@ class _Reader:
         try:
             value = _convert(tag, expanded)
         except ValueError:
-            self.report(path, f"`{expanded[:40]}` cannot be read as {tag.removeprefix(_TAG)}", place)
-            return expanded
+            self.report(path, f"`{hide(expanded)[:40]}` cannot be read as {tag.removeprefix(_TAG)}", place)
+            return expanded, substituted
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            self.report(path, f"`{expanded[:40]}` does not fit into 64 bits", place, "Use a smaller number.")
-        return value
+            self.report(path, f"`{hide(expanded)[:40]}` does not fit into 64 bits", place, "Use a smaller number.")
+        return value, substituted
 
     def characters(self, text: str, path: str, place: Place) -> str:
         """The text with escaped surrogates (as JSON writes rare characters) joined; half of a pair is a mistake."""
@@ -241,12 +263,14 @@ class _Reader:
                 self.report(path, f"the environment variable {name} is not set", place, mend)
                 return match[0]
             substituted = True
-            return os.environ.get(name, default or "")
+            found = os.environ.get(name, default or "")
+            remember(name, found)
+            return found
 
         return _REFERENCE.sub(value, text), substituted
 
 
-def _convert(tag: str, text: str) -> str | int | float | bool | None:
+def _convert(tag: str, text: str) -> Scalar:
     """A scalar's value. ValueError when its tag promises what its text does not keep."""
     kind = tag.removeprefix(_TAG)
     if kind in ("null", "bool", "int", "float") and not SCALARS[tag].match(text):

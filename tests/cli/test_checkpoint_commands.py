@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunDirectory:
     run.unlock()
     (tmp_path / "spec.yaml").write_text(SPEC)
     run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
-    run.write_text("spec.yaml", dump_spec(load_spec(tmp_path / "spec.yaml").spec))
+    run.write_text("spec.yaml", dump_spec(load_spec(tmp_path / "spec.yaml").spec, {}))
     for step in (10, 20, 30, 40, 50):
         make_checkpoint(run, step)
     with closing(open_for_writing(run.path / FILE)) as journal:

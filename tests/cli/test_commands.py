@@ -228,7 +228,7 @@ def resumable(runs_dir: Path, step: int = 0, checkpoint: int | None = None, **st
     usual = {"phase": "interrupted", "step": step, "steps": 10}
     run = make_run(runs_dir, "run-1", "2026-01-01T00:00:00+00:00", **usual | state)
     (runs_dir / "spec.yaml").write_text(SPEC)
-    run.write_text("spec.yaml", dump_spec(load_spec(runs_dir / "spec.yaml").spec))
+    run.write_text("spec.yaml", dump_spec(load_spec(runs_dir / "spec.yaml").spec, {}))
     if step:
         record(run, step)
         save(run, step if checkpoint is None else checkpoint)

@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     run = RunDirectory.create(tmp_path / "runs", "spell")
     run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
     (tmp_path / "spec.yaml").write_text(SPEC)
-    run.write_text("spec.yaml", dump_spec(load_spec(tmp_path / "spec.yaml").spec))
+    run.write_text("spec.yaml", dump_spec(load_spec(tmp_path / "spec.yaml").spec, {}))
     for step in (1, 2, 3):
         run.append("metrics.jsonl", {"step": step, "version": step, "time": 1e6 + step, "loss": 0.5})
     result = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}

@@ -69,7 +69,7 @@ def test_on_a_full_disk_the_cause_is_told_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launch, "ray_cluster", lambda *_: nullcontext())
     monkeypatch.setattr(launch, "_run", fails)
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
-    (run.path / ".state.json.tmp").symlink_to("/dev/full")
+    (run.path / ".state.json.tmp").mkdir()
     experiment = cast("Experiment", SimpleNamespace(spec=SimpleNamespace(notify=NotifySpec(command="cat > ../told"))))
     monkeypatch.chdir(run.path)
     with pytest.raises(RunError, match=r"journal.db: no space left on device\. Make room"):

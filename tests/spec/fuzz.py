@@ -104,7 +104,7 @@ def try_case(case: Case, report: Report, schema: Draft202012Validator, by_comman
                 report.add(case, NO_LINE, str(problem))
     if valid:
         again = case.path.with_name("resolved.yaml")
-        again.write_text(dump_spec(loaded.spec), encoding="utf-8")
+        again.write_text(dump_spec(loaded.spec, loaded.references), encoding="utf-8")
         if load_spec(again).spec != loaded.spec:
             report.add(case, "resolved differs")
         if not case.overrides:

@@ -82,7 +82,7 @@ def test_only_files_are_sought_beside_the_spec(write: Write) -> None:
     assert (data.train.path, data.eval.path) == (str(path.parent / "rows.csv"), "my.rows:make")
     assert sets["hub"].data.path == "hf:a/b@main"
     assert sets["file"].data.path == str(path.parent / "more.jsonl")
-    again = write(dump_spec(loaded.spec), "again.yaml")
+    again = write(dump_spec(loaded.spec, loaded.references), "again.yaml")
     assert load_spec(again).spec == loaded.spec
 
 

@@ -366,5 +366,5 @@ def test_a_dumped_spec_loads_as_the_same_spec(
     }
     spec = ExperimentSpec.model_validate(document)
     path = tmp_path / "dumped.yaml"
-    path.write_text(dump_spec(spec), encoding="utf-8")
+    path.write_text(dump_spec(spec, {}), encoding="utf-8")
     assert load_spec(path).spec == spec

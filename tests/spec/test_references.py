@@ -1,0 +1,156 @@
+"""Secrets from the environment stay references in everything that is written."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.observe.entries import parameters
+from asyncrl_cli.observe.outbox import Outbox
+from asyncrl_cli.observe.resolved import resolved_spec
+from asyncrl_cli.runs.changes import check_changes
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.manifest import describe_start
+from asyncrl_cli.runs.secrets import hide
+from asyncrl_cli.spec.load import LoadedSpec, dump_spec, load_spec, resolved
+from asyncrl_cli.spec.problems import SpecError
+
+SECRET = "s3cret-value-1"
+SPEC = """
+name: from-${env:TEAM}
+model: {init: {architecture: llama, config: {hidden_size: "${env:WIDTH}"}}}
+task:
+  use: chain_sum
+  options: {key: "${env:API_KEY}", pin: "${env:PIN}", deep: [{env: "a ${env:API_KEY} $${env:NO}"}]}
+data: {eval: {path: "${env:HELD_OUT}"}}
+rollout: {engines: "${env:ENGINES}", engine_args: {hf_token: "${env:API_KEY}"}}
+tracking: {uri: "https://me:${env:API_KEY}@mlflow.example.com"}
+notify: {command: "tell ${env:WHOM:-nobody at all}"}
+stop: {steps: 3}
+"""
+
+
+@pytest.fixture
+def spec_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    settings = {"TEAM": "maths", "WIDTH": "64", "API_KEY": SECRET, "PIN": "123456", "ENGINES": "2"}
+    for name, value in (settings | {"HELD_OUT": "rows.jsonl"}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n')
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+def written(loaded: LoadedSpec, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "spec.yaml").write_text(dump_spec(loaded.spec, loaded.references))
+    return folder / "spec.yaml"
+
+
+def test_what_is_written_has_references_and_loads_to_the_same(spec_file: Path, tmp_path: Path) -> None:
+    loaded = load_spec(spec_file)
+    again = written(loaded, tmp_path / "run")
+    text = again.read_text()
+    assert SECRET not in text and "123456" not in text
+    values = yaml.safe_load(text)
+    assert values["task"]["options"]["deep"] == [{"env": "a ${env:API_KEY} $${env:NO}"}]
+    assert values["tracking"]["uri"] == "https://me:${env:API_KEY}@mlflow.example.com"
+    assert values["data"]["eval"]["path"] == f"{tmp_path}/${{env:HELD_OUT}}", "from the folder that it was written in"
+    # What other commands read as numbers, and what makes the run what it is, is written out.
+    assert (values["rollout"]["engines"], values["name"]) == (2, "from-maths")
+    assert values["model"]["init"]["config"]["hidden_size"] == 64
+    reloaded = load_spec(again)
+    assert reloaded.spec == loaded.spec
+    assert dump_spec(reloaded.spec, reloaded.references) == text
+    assert SECRET not in json.dumps(resolved(loaded))
+
+
+def test_a_run_keeps_what_it_is_made_of_and_takes_a_new_secret(
+    spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_spec(spec_file)
+    again = written(loaded, tmp_path / "run")
+    for name in ("TEAM", "WIDTH"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("API_KEY", "another-secret")
+    spec = load_spec(again).spec
+    assert (spec.name, spec.task.options["key"]) == ("from-maths", "another-secret")
+    changed = load_spec(again, ["notify.command=say ${env:API_KEY}"])
+    assert check_changes(spec, changed.spec, changed.references) == ["notify.command=say ${env:API_KEY}"]
+    monkeypatch.delenv("API_KEY")
+    with pytest.raises(SpecError) as error:
+        load_spec(again)
+    assert "tracking.uri: the environment variable API_KEY is not set" in str(error.value)
+    assert "Export it" in str(error.value) and error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "stop.steps=${env:API_KEY}",
+        "pipeline.mode=${env:API_KEY}",
+        "notify.webhook=${env:API_KEY}",
+        "trainer.ranks=!!int ${env:API_KEY}",
+        "rollout.max_running_rollouts=[https://me:${env:API_KEY}@host]",
+    ],
+)
+def test_no_error_quotes_a_secret(spec_file: Path, assignment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", long := SECRET + 80 * "x")
+    with pytest.raises(SpecError) as error:
+        load_spec(spec_file, [assignment])
+    assert SECRET not in str(error.value), long
+    assert SECRET not in repr(error.value.problems)
+    assert SECRET not in str(RunError(f"the judge answered 401 to {long}", place=long, mend=long))
+
+
+def test_what_is_shown_of_a_run_has_no_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri, hook = "https://me:opensesame@mlflow.example.com/x", "https://hooks.example.com/services/opensesame"
+    file = tmp_path / "spec.yaml"
+    file.write_text(
+        "model: {init: {architecture: llama, config: {}}}\ntask: {use: chain_sum}\nstop: {steps: 3}\n"
+        f"tracking: {{uri: '{uri}'}}\nnotify: {{webhook: '{hook}'}}\n"
+    )
+    loaded = load_spec(file)
+    run = RunDirectory.create(tmp_path / "runs", "test")
+    run.write_spec(dump_spec(loaded.spec, loaded.references))
+    assert load_spec(run.path / "spec.yaml").spec == loaded.spec
+    shown: dict[str, Any] = resolved_spec(run)
+    assert shown["tracking"]["uri"] == "https://***@mlflow.example.com/x"
+    assert shown["notify"]["webhook"] == "https://hooks.example.com/***"
+    assert "opensesame" not in str(parameters(shown))
+    outbox = Outbox(run, uri, "mine")
+    outbox.note(step=3)
+    assert "opensesame" not in (run.path / "mlflow.json").read_text()
+    assert Outbox(run, uri, "mine").sent.step == 3
+    modes = {name: stat.S_IMODE((run.path / name).stat().st_mode) for name in ("spec.yaml", "mlflow.json")}
+    assert modes == {"spec.yaml": 0o600, "mlflow.json": 0o600}
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "train", "--set", f"tracking.uri={uri}", f"notify.webhook={hook}"])
+    assert "opensesame" not in str(describe_start(file)["command"])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no answer from postgresql+psycopg://me:a%20b/@db:5432/x", None),
+        ("see https://example.com/a@b and sqlite:////tmp/a.db", "see https://example.com/a@b and sqlite:////tmp/a.db"),
+        ("hf_abcdefghijklmnopqrstuv is not valid", "hf_*** is not valid"),
+        ("mail me@example.com", "mail me@example.com"),
+    ],
+)
+def test_what_is_hidden(text: str, shown: str | None) -> None:
+    assert hide(text) == (text if shown is None else shown)
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Z")), min_size=1))
+@settings(max_examples=50, deadline=None)
+def test_no_password_in_a_uri_is_shown(password: str) -> None:
+    password = "".join(char for char in password if char not in "/?#'\"") or "x"
+    assert hide(f"x https://me:{password}@host/path y") == "x https://***@host/path y"
