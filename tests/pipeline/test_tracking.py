@@ -38,7 +38,7 @@ def test_what_was_not_sent_is_kept_and_how_to_send_it_is_said(tmp_path: Path, st
     for step in range(1, steps + 1):
         run.append("metrics.jsonl", {"step": step, "time": float(step), "loss": 0.5})
     note = closed(run, "no answer from http://there")
-    assert note == f"{kept} kept, not sent (no answer from http://there); later: asyncrl track {run.run_id}"
+    assert note == f"{kept} kept, not sent (no answer from http://there); later: asyncrl track {run.argument}"
 
 
 def test_where_everything_went(tmp_path: Path) -> None:
