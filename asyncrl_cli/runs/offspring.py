@@ -11,7 +11,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -53,18 +53,16 @@ def below(roots: Iterable[int], spared: Iterable[int] = ()) -> list[Process]:
     return found
 
 
-def kill_below(spared: Iterable[int] = (), wanted: Callable[[Process], bool] = lambda _: True) -> None:
-    """Kill what comes from this process and is ``wanted``, until none of it is left but what is ``spared``."""
+def kill_below(spared: Iterable[int] = ()) -> None:
+    """Kill what comes from this process, until none of it is left but what is ``spared``."""
     spared = frozenset(spared)
-    condemned: set[int] = set()  # what has ended has no environment any more to know it by
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        found = [one for one in below([os.getpid()], spared) if one.pid in condemned or wanted(one)]
+        found = below([os.getpid()], spared)
         see_off(process.pid for process in found if process.ended and process.parent == os.getpid())
         if all(process.ended for process in found):
             return
         for process in found:
-            condemned.add(process.pid)
             with suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.005)

@@ -6,7 +6,8 @@ It finds in its environment where the policy is (``OPENAI_BASE_URL``, ``OPENAI_A
 (``ASYNCRL_SCRATCH``). Its reward is the last line that it prints, a number or ``{"reward": ..., "metrics": {...}}``, or
 what the option ``reward`` says of the policy's last reply.
 
-Invariant: when ``run`` returns or is cancelled, no process lives that the command has started.
+Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. A command that kills its
+keeper (``runs.keeper``) breaks it; what it leaves ends with the process that plays episodes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import importlib
 import json
 import os
 import shlex
-import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.runs.offspring import Process, kill_below
+from asyncrl_cli.runs.keeper import with_keeper
+from asyncrl_cli.runs.offspring import PATIENCE_S
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult
 from asyncrl_cli.tasks.episode_messages import FOLDER
 from asyncrl_cli.tasks.errors import TaskError
@@ -36,7 +37,6 @@ LONGEST_VARIABLE = 100_000
 """Bytes that an environment variable may have; the kernel takes 128 KiB."""
 PIPES_S = 1.0
 """Seconds in which what a command has printed must have come through, after its end."""
-SCRATCH = "ASYNCRL_SCRATCH"
 
 
 class CommandFailed(Exception):
@@ -86,11 +86,11 @@ class Command:
                 "OPENAI_MODEL": model.model,
                 "ASYNCRL_PROMPT_FILE": str(row_file),
                 "ASYNCRL_ROLLOUT": model.rollout_id,
-                SCRATCH: scratch,
+                "ASYNCRL_SCRATCH": scratch,
             }
             if len(row.encode()) <= LONGEST_VARIABLE:
                 environment["ASYNCRL_PROMPT"] = row
-            status, printed, errors = await _run(self._words, cwd, environment | self._env, scratch)
+            status, printed, errors = await _run(self._words, cwd, environment | self._env)
         if status != 0:
             last = _last_line(errors) or _last_line(printed) or "it printed nothing"
             raise CommandFailed(f"it ended with status {status}: {last}")
@@ -104,14 +104,14 @@ class Command:
         return value
 
 
-async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str], scratch: str) -> tuple[int, str, str]:
+async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Run a command to its end; its status, and the end of what it printed on both streams."""
     # Pipes of our own: asyncio would wait for everyone who has inherited them, too.
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     reading = [asyncio.create_task(_end_of(descriptor)) for descriptor in (out, err)]
     try:
         process = await asyncio.create_subprocess_exec(
-            *words,
+            *with_keeper(words),
             cwd=cwd,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
@@ -122,17 +122,15 @@ async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str], 
     finally:
         os.close(to_out)
         os.close(to_err)
-
-    def came_of_it(one: Process) -> bool:
-        return one.session == process.pid or _has_scratch(one.pid, scratch)
-
     try:
         status = await process.wait()
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        await asyncio.to_thread(kill_below, wanted=came_of_it)
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 2 * PATIENCE_S)
+        except TimeoutError:  # the command has stopped it
+            process.kill()
         await asyncio.wait(reading, timeout=PIPES_S)
         for task in reading:
             task.cancel()
@@ -155,12 +153,6 @@ async def _end_of(descriptor: int) -> bytes:
     finally:
         transport.close()
     return kept
-
-
-def _has_scratch(pid: int, scratch: str) -> bool:
-    with suppress(OSError):
-        return f"{SCRATCH}={scratch}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
 
 
 def _last_line(text: str) -> str:

@@ -115,7 +115,9 @@ sleep 600 & echo $! >> {pids}
 setsid sleep 600 & echo $! >> {pids}
 (setsid sleep 600 & echo $! >> {pids}) &
 env -i sleep 600 & echo $! >> {pids}
-sleep 0.2
+setsid env -i sleep 600 & echo $! >> {pids}
+(cd / && setsid --fork env -i sh -c 'echo $$ >> {pids}; exec sleep 600') &
+while [ $(wc -l < {pids}) -lt 6 ]; do :; done
 """
 
 
@@ -133,7 +135,7 @@ def test_nothing_of_a_command_stays(tmp_path: Path, end: str) -> None:
             playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
         started = [int(pid) for pid in pids.read_text().split()]
-        assert len(started) == 4
+        assert len(started) == 6
         assert [pid for pid in started if psutil.pid_exists(pid)] == []
 
     run(test())
