@@ -28,8 +28,9 @@ from asyncrl_cli.train.tokenizer import character_tokenizer
 from tests.rollout.conversation_stand_ins import end_of
 
 MODEL = "tiny"
-KEY = "the-key-of-calls-without-a-session"
 SECRET = b"of this gateway"
+KEY = session_key(SECRET, "0")
+"""Opens calls without a session, and, for clients that have only one key, the session "0"."""
 MAX_LENGTH = 2048
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
