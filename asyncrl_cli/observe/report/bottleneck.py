@@ -1,9 +1,10 @@
 """What held a run back, from how the trainer's time was spent. Pure: shares and settings in, sentences out.
 
 The trainer's time is divided completely into ``PARTS``: it trains, or waits for exactly one thing. Training is what the
-run is for, so only the waits are ranked, and the largest of them is named. Training itself is named when next to
-nothing but training and publishing is left. What engines, journal and settings say, and an estimate of other staleness
-bounds, lead to the advice; advice that does not fit the run is not given.
+run is for, so only the waits are ranked. Waits for a batch count together against other waits, as one remedy often
+shortens all of them; the largest of them is named. Training itself is named when next to nothing but training and
+publishing is left. What engines, journal and settings say, and an estimate of other staleness bounds, lead to the
+advice; advice that does not fit the run is not given.
 
 Invariant: what ``split_wait`` returns adds up to the wait.
 """
@@ -32,7 +33,8 @@ NAMES: Mapping[Part, str] = {
     "saving": "saving checkpoints",
     "between": "other waits",
 }
-WAITS = tuple(part for part in PARTS if part != "training")
+FOR_BATCHES: tuple[Part, ...] = ("generation", "due", "reward")
+OTHER_WAITS: tuple[Part, ...] = ("publishing", "saving", "between")
 TRAINER_BOUND = 0.85
 """Training and publishing together: from this share of the time on, nothing else can have mattered much."""
 PUBLISHING_MINOR = 0.25
@@ -133,11 +135,11 @@ def split_wait(
 
 
 def bottleneck(activity: Activity, run: Circumstances) -> Bottleneck:
-    """Name it. Of equal shares the first in ``PARTS`` counts."""
+    """Name it."""
     part = _part(activity.trainer)
     share = activity.trainer[part]
     advice = " ".join(_advice(part, activity, run))
-    sentence = _sentence(part, share, run)
+    sentence = _sentence(part, activity.trainer, run)
     if run.steps < FEW_STEPS:
         sentence += f" Only {run.steps} step(s) are trained, so this is mostly the start of the run."
     return Bottleneck(part, share, sentence, _breakdown(activity.trainer), advice)
@@ -155,18 +157,29 @@ def _part(spent: Mapping[Part, float]) -> Part:
     work = spent["training"] + spent["publishing"]
     if work >= TRAINER_BOUND and spent["publishing"] <= PUBLISHING_MINOR * work:
         return "training"
-    return max(WAITS, key=lambda part: spent[part])
+    other = max(OTHER_WAITS, key=lambda part: spent[part])
+    if spent[other] > _for_batches(spent):
+        return other
+    return max(FOR_BATCHES, key=lambda part: spent[part])
 
 
-def _sentence(part: Part, share: float, run: Circumstances) -> str:
-    of_time = f"{share:.0%} of the trainer's time"
+def _for_batches(spent: Mapping[Part, float]) -> float:
+    return sum(spent[part] for part in FOR_BATCHES)
+
+
+def _sentence(part: Part, spent: Mapping[Part, float], run: Circumstances) -> str:
+    share = f"{spent[part]:.0%}"
+    of_time = f"{share} of the trainer's time"
+    waited = (
+        f"the trainer waited for batches {_for_batches(spent):.0%} of its time, and the largest part of that ({share})"
+    )
     return {
         "training": f"The trainer held the run back: training took {of_time}.",
         "publishing": f"Publishing weights held the run back: it took {of_time}.",
-        "generation": f"Generation held the run back: for {of_time}, fewer groups had finished than a batch needs.",
-        "due": f"The staleness bound held the run back: for {of_time}, enough groups had finished for a batch, but "
-        f"max_staleness {run.max_staleness} did not allow it to leave others behind that were still running.",
-        "reward": f"Rewards held the run back: for {of_time}, it waited for generated rollouts to be scored.",
+        "generation": f"Generation held the run back: {waited} because fewer groups had finished than a batch needs.",
+        "due": f"The staleness bound held the run back: {waited} for groups that max_staleness {run.max_staleness} "
+        "did not allow it to leave behind, although enough others had finished.",
+        "reward": f"Rewards held the run back: {waited} for generated rollouts to be scored.",
         "saving": f"Checkpoints held the run back: saving them took {of_time}.",
         "between": f"Waits between steps held the run back: for {of_time}, the next batch was complete but the loop "
         "was held up.",
