@@ -1,7 +1,9 @@
-"""Faults that the run survives: each is recorded, and too many of one kind end the run with the first cause."""
+"""Faults that the run survives: each is recorded, and too many of one kind lately end the run."""
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -10,28 +12,38 @@ from asyncrl_cli.runs.directory import RunError
 Part = Literal["engine", "trainer", "buffer", "scorer", "runner", "gateway"]
 
 
+WINDOW_S = 6 * 3600.0
+"""Seconds over which restarts are counted. One takes 10 minutes at most, so a part that never comes up ends the run."""
+
+
 class Faults:
-    """Counts restarts by the kind of part."""
+    """Counts recent restarts by the kind of part."""
 
     def __init__(
-        self, max_restarts: int, record: Callable[[str, str, str], Awaitable[None]], warn: Callable[[str], None]
+        self,
+        max_restarts: int,
+        record: Callable[[str, str, str], Awaitable[None]],
+        warn: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``record(kind, part, message)`` makes a fault durable, ``warn(text)`` shows it."""
+        """``record(kind, part, message)`` makes a fault durable, ``warn(text)`` shows it; ``now()`` is in seconds."""
         self._max_restarts = max_restarts
         self._record = record
         self._warn = warn
-        self._restarts: dict[str, int] = {}
-        self._first: dict[str, str] = {}
+        self._now = now
+        self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind: when, and what it was
 
     async def restarting(self, kind: Part, name: str, cause: str) -> None:
         """The part ``name`` failed and is about to be started again. Raises ``RunError`` when that is one too many."""
-        count = self._restarts[kind] = self._restarts.get(kind, 0) + 1
-        first = self._first.setdefault(kind, f"{name}: {cause}")
-        self._warn(f"{name}: {cause}; restart {count} of at most {self._max_restarts}")
+        now, hours = self._now(), f"{WINDOW_S / 3600:g} hours"
+        recent = [one for one in self._restarts[kind] if one[0] > now - WINDOW_S]
+        self._restarts[kind] = recent = [*recent, (now, f"{name}: {cause}")]
+        count, (_, first) = len(recent), recent[0]
+        self._warn(f"{name}: {cause}; restart {count} of at most {self._max_restarts} in {hours}")
         await self._record(kind, name, cause)
         if count > self._max_restarts:
             raise RunError(
-                f"restarted {count - 1} times, and it failed again; the first cause: {first}",
+                f"restarted {count - 1} times in {hours}, and it failed again; the first cause: {first}",
                 place=name,
                 mend=f"Mend that cause (logs/{name}.log says more), or raise pipeline.max_restarts",
             )

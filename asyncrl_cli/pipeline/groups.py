@@ -16,6 +16,7 @@ from typing import Any
 from asyncrl_cli.buffer.records import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.pipeline.buffer_client import BufferClient
 from asyncrl_cli.pipeline.episodes import Episodes, Recorded
+from asyncrl_cli.pipeline.failures import RecentFailures
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.rollout.client import GenerationClient
@@ -53,8 +54,8 @@ def rollout_seed(seed: int, group_id: int, index: int) -> int:
 class GroupSource:
     """Starts groups while the buffer has room and the engines have slots, and sees their rollouts through.
 
-    ``failures`` counts groups lost to a failed rollout, ``first_failure`` says why the first was;
-    ``rejected_in_a_row`` counts rejections since a group finished.
+    ``failures`` knows of groups lately lost to failed rollouts; ``rejected_in_a_row`` counts rejections since a group
+    finished.
     """
 
     def __init__(
@@ -88,8 +89,7 @@ class GroupSource:
         self._open: dict[int, Admission] = {}
         self._candidates: deque[Candidate] = deque()
         self._wanted = asyncio.Event()
-        self.failures = 0
-        self.first_failure = ""
+        self.failures = RecentFailures(spec.rollout.max_failed_share)
         self.rejected_in_a_row = 0
 
     def fill(self) -> None:
@@ -255,14 +255,16 @@ class GroupSource:
         reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
         for group_id in settled.finished:
             self._visited(group_id, settled)
+            self.failures.finished()
             self.rejected_in_a_row = 0
         for group_id, reason in settled.rejected:
             self._visited(group_id, settled)
             self.rejected_in_a_row += 1
             if reason == "failed":
-                self.failures += 1
-                self.first_failure = self.first_failure or reasons[group_id]
+                self.failures.failed(reasons[group_id])
                 await self._cancel(group_id)
+            else:
+                self.failures.finished()
         self._check()
         self.fill()
 
@@ -279,12 +281,12 @@ class GroupSource:
         await self._client.cancel(ids)
 
     def _check(self) -> None:
-        if self.failures > self._spec.rollout.max_failures:
+        if message := self.failures.too_many():
             raise RunError(
-                f"{self.failures} groups were lost to failed rollouts; the first: {self.first_failure}",
+                message,
                 place="rollout",
-                mend="Mend that cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or raise "
-                "rollout.max_failures",
+                mend="Correct that cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or "
+                "raise rollout.max_failed_share",
             )
         if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
             raise RunError(

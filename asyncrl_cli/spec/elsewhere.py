@@ -43,6 +43,8 @@ NAMES = {
     "truncation": "Prompts above rollout.max_prompt_tokens are always left out and counted. Remove it.",
     "apply_chat_template": "Prompts that are lists of chat messages get the chat template. Remove it.",
     "return_raw_chat": _REMOVE,
+    # Earlier names
+    "max_failures": "rollout.max_failed_share",
     # Lengths
     "max_prompt_length": "rollout.max_prompt_tokens",
     "prompt_max_len": "rollout.max_prompt_tokens",

@@ -289,7 +289,11 @@ class RolloutSpec(Section):
         "`max_running_rollouts` sequences of average length.",
     )
     retries: Whole = Field(2, description="Times a failed rollout is generated again before its group is rejected.")
-    max_failures: Whole = Field(16, description="Groups that may be lost to failed rollouts before the run stops.")
+    max_failed_share: Fraction = Field(
+        0.25,
+        description="The run stops when a larger share of the last 100 groups, and at least 8 of them, was lost to "
+        "failed rollouts. 0: at the first one.",
+    )
     hang_seconds: Seconds = Field(
         120.0, description="An engine that has rollouts to generate and gives no token for so long is restarted."
     )
@@ -402,8 +406,8 @@ class PipelineSpec(Section):
     )
     max_restarts: Whole = Field(
         10,
-        description="Restarts of one kind of part (engines, trainer ranks, buffer, scorer) before the run stops with "
-        "the first cause.",
+        description="Restarts of one kind of part (engines, trainer ranks, buffer, scorer) in 6 hours before the run "
+        "stops with the first cause.",
     )
     max_rejected_in_a_row: Count = Field(
         2000, description="Groups rejected one after another, with none finished between them, before the run stops."

@@ -103,7 +103,7 @@ def test_a_bad_reward_ends_the_run_with_its_name(own_runs: Runs, reward: str, sa
     spec = own_runs.write_spec(
         model={"warm_start": None},
         task={"use": "bad_reward:reward", "reward_timeout_s": 1.0},
-        rollout={"max_failures": 1},
+        rollout={"max_failed_share": 0.0},
         data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 1}},
     )
     ended = own_runs.run("train", spec)

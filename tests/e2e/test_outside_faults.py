@@ -44,7 +44,7 @@ def test_rewards_that_fail_cost_their_groups_and_nothing_else(tmp_path: Path) ->
         model={"warm_start": None},
         task={"use": "bad_reward:reward", "reward_timeout_s": 0.5},
         data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 10}, "shuffle": False},
-        rollout={"group_size": 2, "max_failures": len(FAULTS)},
+        rollout={"group_size": 2, "max_failed_share": 1.0},
         pipeline={"groups_per_step": 4},
         stop={"steps": 4},
     )

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from stand_ins import Notes
 
-from asyncrl_cli.pipeline.faults import Faults, Part
+from asyncrl_cli.pipeline.faults import WINDOW_S, Faults, Part
 from asyncrl_cli.runs.directory import RunError
 
 
@@ -22,8 +22,8 @@ def test_every_restart_is_recorded_and_shown() -> None:
     restart(faults, "engine", "engine-0", "no answer within 120 s")
     assert notes == [("engine", "engine-1", "the process died"), ("engine", "engine-0", "no answer within 120 s")]
     assert notes.warnings == [
-        "engine-1: the process died; restart 1 of at most 2",
-        "engine-0: no answer within 120 s; restart 2 of at most 2",
+        "engine-1: the process died; restart 1 of at most 2 in 6 hours",
+        "engine-0: no answer within 120 s; restart 2 of at most 2 in 6 hours",
     ]
 
 
@@ -37,7 +37,10 @@ def test_one_too_many_ends_the_run_with_the_first_cause() -> None:
         else:
             restart(faults, "engine", name, cause)
     assert error.value.place == "engine-2"
-    assert error.value.message == "restarted 2 times, and it failed again; the first cause: engine-1: out of memory"
+    assert (
+        error.value.message
+        == "restarted 2 times in 6 hours, and it failed again; the first cause: engine-1: out of memory"
+    )
     assert "logs/engine-2.log" in error.value.mend
     assert "pipeline.max_restarts" in error.value.mend
     assert notes[-1] == ("engine", "engine-2", "hangs"), "the last one is recorded, too"
@@ -55,7 +58,9 @@ def test_kinds_are_counted_apart() -> None:
 
 def test_no_restart_at_all_may_be_allowed() -> None:
     notes = Notes()
-    with pytest.raises(RunError, match="restarted 0 times, and it failed again; the first cause: buffer: gone"):
+    with pytest.raises(
+        RunError, match="restarted 0 times in 6 hours, and it failed again; the first cause: buffer: gone"
+    ):
         restart(notes.faults(0), "buffer", "buffer", "gone")
     assert notes == [("buffer", "buffer", "gone")]
 
@@ -68,3 +73,13 @@ def test_what_needs_no_restart_is_noted_and_not_counted() -> None:
     restart(faults, "trainer", "trainer-0", "died")
     assert notes[:3] == [("weights", "trainer-0", "other bits")] * 3
     assert notes.warnings[:3] == ["trainer-0: other bits"] * 3
+
+
+def test_restarts_of_long_ago_do_not_count() -> None:
+    notes, clock = Notes(), [0.0]
+    faults = Faults(2, notes._record, notes.warnings.append, lambda: clock[0])
+    for number in range(20):
+        clock[0] = number * WINDOW_S / 2
+        restart(faults, "engine", "engine-0", f"cause {number}")
+    with pytest.raises(RunError, match="the first cause: engine-0: cause 18"):
+        restart(faults, "engine", "engine-0", "again")

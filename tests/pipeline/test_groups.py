@@ -34,6 +34,7 @@ from asyncrl_cli.buffer.schema import open_for_reading
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.failures import LEAST
 from asyncrl_cli.pipeline.groups import GroupSource, rollout_seed
 from asyncrl_cli.pipeline.prompting import PromptSource
 from asyncrl_cli.rollout.records import RolloutFailure, RolloutRequest, place_of
@@ -297,10 +298,10 @@ def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
         await scene.end("0-0", RolloutFailure("0-1", "out of memory"))
         assert scene.states()[0] == "rejected"
         assert scene.engines[0].cancelled == ["0-2"], "what is left of it is not generated"
-        assert (scene.groups.failures, scene.groups.first_failure) == (1, "out of memory")
+        assert scene.groups.failures.reasons == ["out of memory"]
         assert scene.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is given back"
         await scene.end(RolloutFailure("1-0", "another"))
-        assert (scene.groups.failures, scene.groups.first_failure) == (2, "out of memory")
+        assert scene.groups.failures.reasons == ["out of memory", "another"]
         assert scene.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
         assert ("0-1", "out of memory") in scene.table("rollouts", "group_id || '-' || place, failure")
 
@@ -312,7 +313,7 @@ def test_a_reward_that_fails_takes_the_group_with_it(tmp_path: Path) -> None:
         scene.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
         await scene.end("0-0", "0-1", "1-0")
         assert scene.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
-        assert (scene.groups.failures, scene.groups.first_failure) == (1, "reward failed")
+        assert scene.groups.failures.reasons == ["reward failed"]
 
     play(tmp_path, test)
 
@@ -328,7 +329,7 @@ def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> N
         scene.groups._on_end([(scene.requests[0], rollout("0-0"))])  # it was on its way when it was cancelled
         await scene.settled()
         assert scene.scorer.asked == [("p0", "text of 0-0")]
-        assert scene.groups.failures == 1
+        assert len(scene.groups.failures.reasons) == 1
 
     play(tmp_path, test)
 
@@ -344,21 +345,21 @@ def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, 
         assert scene.states()[0] == ("rejected" if rejected else "finished")
         assert scene.states()[1] == "finished"
         assert len(scene.states()) == (5 if rejected else 4)
-        assert scene.groups.failures == 0
+        assert scene.groups.failures.too_many() == ""
 
     play(tmp_path, test, algorithm={"uniform_groups": policy})
 
 
 def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        for group_id in range(3):
+        for group_id in range(LEAST):
             await scene.end(RolloutFailure(f"{group_id}-0", f"cause {group_id}"))
         raise AssertionError("it goes on")
 
-    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failures": 2})
+    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
     assert error.place == "rollout"
-    assert error.message == "3 groups were lost to failed rollouts; the first: cause 0"
-    assert "rollout.max_failures" in error.mend
+    assert error.message == "8 of the last 8 groups were lost to failed rollouts; the first of them: cause 0"
+    assert "rollout.max_failed_share" in error.mend
 
 
 def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
@@ -551,7 +552,7 @@ def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no
         assert uids == [f"p{i}" for i in range(len(uids))]
         assert len(scene.ids) == len(set(scene.ids)), "nothing is generated twice"
 
-    rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failures": 100}
+    rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failed_share": 1.0}
     play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS}, dies_at=dies_at)
 
 

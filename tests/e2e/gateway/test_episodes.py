@@ -204,7 +204,7 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_goes_on(runs: Runs) -> N
     run = runs.train(
         model=SMALL["model"],
         pipeline=SMALL["pipeline"],
-        rollout=ROLLOUT | {"retries": 0, "max_failures": 100},
+        rollout=ROLLOUT | {"retries": 0, "max_failed_share": 1.0},
         task={"use": "players:bad", "episode": {"timeout_s": 30, "max_calls": 8}},
         data={"train": {"path": "all.jsonl"}, "eval": {"path": "plays-fair.jsonl", "size": 2}, "shuffle": False},
     )
