@@ -279,6 +279,20 @@ async def with_one_step(buffer: Buffer) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
+def test_a_buffer_whose_place_was_taken_answers_nothing_any_more(tmp_path: Path) -> None:
+    async def test() -> None:
+        old = await opened(tmp_path)
+        await old.admit(candidates(1, 2))
+        new = await opened(tmp_path, kind="resume")
+        for _ in range(2):
+            with pytest.raises(JournalError, match="another process has begun to write this journal"):
+                await old.failed("engine", "engine-0", "a message")
+        await new.record(group_rollouts(0), [], group_outcomes(0))
+        assert opening_of(tmp_path).counts.finished == 1
+
+    run(test())
+
+
 def test_a_batch_is_waited_for_and_its_taking_is_durable(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
