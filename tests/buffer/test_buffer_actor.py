@@ -373,9 +373,6 @@ def test_what_old_checkpoints_need_no_more_is_pruned(tmp_path: Path) -> None:
 
 @pytest.mark.stack
 def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
-    import ray
-    from ray.exceptions import RayActorError
-
     from asyncrl_cli.pipeline.cluster import ray_cluster
     from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -387,6 +384,9 @@ def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
     logs.mkdir()
 
     with ray_cluster(ExperimentSpec.model_validate(smallest), logs):
+        import ray  # Ray reads its settings, the token among them, when it is imported
+        from ray.exceptions import RayActorError
+
         for life, kind in enumerate(("train", "restart", "restart", "resume")):
             buffer = ray.remote(Buffer).options(num_cpus=0).remote(str(tmp_path / FILE), settings, str(logs))
             opening = ray.get(buffer.open.remote(kind), timeout=LIMIT_S)
