@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl_cli.cli.arguments import AsJson, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
+
+if TYPE_CHECKING:
+    from asyncrl_cli.pipeline.findings import Finding
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 INDENT = 23
@@ -30,7 +33,6 @@ def doctor(
     """
     from dataclasses import asdict
 
-    from asyncrl_cli.observe.pages import paragraph
     from asyncrl_cli.pipeline.doctor import examine
 
     if quick and deep:
@@ -39,11 +41,18 @@ def doctor(
     for finding in examine(runs_dir, quick, deep):
         findings.append(finding)
         if not as_json:  # at once: the last ones take long
-            mend = [f"-> {finding.mend}"] if finding.mend else []
-            first, *more = paragraph("\n".join([finding.found, *mend]), " " * INDENT)
-            echo("\n".join([f"{MARKS[finding.status]}  {finding.check}".ljust(INDENT) + first.lstrip(), *more]))
+            show_finding(finding)
     healthy = all(finding.status != "failure" for finding in findings)
     if as_json:
         echo_json({"healthy": healthy, "findings": [asdict(one) for one in findings]})
     if not healthy:
         raise typer.Exit(1)
+
+
+def show_finding(finding: Finding) -> None:
+    """One check: a mark, its name, what was found, and what to do about it."""
+    from asyncrl_cli.observe.pages import paragraph
+
+    mend = [f"-> {finding.mend}"] if finding.mend else []
+    first, *more = paragraph("\n".join([finding.found, *mend]), " " * INDENT)
+    echo("\n".join([f"{MARKS[finding.status]}  {finding.check} ".ljust(INDENT) + first.lstrip(), *more]))

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir, Step
-from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 
@@ -49,18 +48,16 @@ def resume(
     references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
     changed = check_changes(before, spec, references)
 
-    from asyncrl_cli.cli.running import drive
-    from asyncrl_cli.pipeline.launch import Experiment
+    from asyncrl_cli.cli.running import drive, start_checks
     from asyncrl_cli.pipeline.resume import check_data, prepare
 
     plan = prepare(run, spec, step, ", ".join(changed), without_journal)
     search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
-    experiment = Experiment.load(spec, search_path)
+    with start_checks(spec, search_path) as checks:
+        experiment = checks.experiment()
     if not (without_journal or accept_changed_data):
         check_data(run, experiment)
     start = plan.carry_out(run)  # nothing on disk changes before
-    if start.note != plan.start.note:
-        echo(f"{run.run_id}: {start.note}", err=True)
     run.write_spec(dump_spec(spec, references))
     run.update(phase="starting", steps=spec.stop.steps)
     drive(experiment, run, start, quiet)

@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.output import echo
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.runs.terminal import printable
 
 if TYPE_CHECKING:
     from asyncrl_cli.observe.outlet import Terminal
     from asyncrl_cli.pipeline.launch import Experiment, Outcome, Start
+    from asyncrl_cli.pipeline.start_checks import StartChecks
     from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.spec.sections import ExperimentSpec
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print the run's id, and then nothing but what went wrong.")]
+
+
+def start_checks(spec: ExperimentSpec, search_path: Path, thorough: bool = False) -> StartChecks:
+    """All that is checked before anything starts; what takes long is told on standard error."""
+    from asyncrl_cli.pipeline.start_checks import StartChecks
+
+    return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough)
 
 
 def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
@@ -53,7 +63,8 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
     except Interrupted:
         terminal.err.write(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.argument}\n")
         raise typer.Exit(INTERRUPTED) from None
-    except UserError:
+    except UserError as error:
+        error.exit_code = UserError.exit_code  # 2 says that nothing was started
         raise
     except Exception as error:
         if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):

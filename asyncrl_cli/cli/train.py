@@ -2,40 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides
-from asyncrl_cli.cli.output import echo
+from asyncrl_cli.cli.output import echo, echo_json
 from asyncrl_cli.cli.running import Quiet
+
+if TYPE_CHECKING:
+    from asyncrl_cli.pipeline.findings import Status
 
 
 def train(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
     overrides: Overrides = None,
     quiet: Quiet = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make all checks of a start and show them; start nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the checks as JSON.")] = False,
 ) -> None:
     """Train: check the spec, start Ray, DeepSpeed and vLLM, and run to the last step.
 
-    Ends with 0 when the run is finished, 2 when the spec cannot run, 1 when the run failed and 130 when it was
-    stopped by Ctrl-C.
+    Ends with 0 when the run is finished, 2 when the spec cannot run here (nothing was started), 1 when the run failed
+    and 130 when it was stopped by Ctrl-C. With --dry-run ends with 0 when the spec can run, and with 2 when it cannot.
     """
     from asyncrl_cli.spec.load import dump_spec, load_spec
 
+    if dry_run:
+        _dry_run(spec, overrides or (), as_json)
+        return
+    if as_json:
+        raise typer.BadParameter("belongs to --dry-run", param_hint="--json")
     loaded = load_spec(spec, overrides or ())
     for problem in loaded.warnings:
         echo(str(problem), err=True)
 
-    from asyncrl_cli.cli.running import drive
-    from asyncrl_cli.pipeline.launch import Experiment, Start
+    from asyncrl_cli.cli.running import drive, start_checks
+    from asyncrl_cli.pipeline.launch import Start
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
 
-    experiment = Experiment.load(loaded.spec, spec.absolute().parent)
+    with start_checks(loaded.spec, spec.absolute().parent) as checks:
+        experiment = checks.experiment()
     run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
     run.write_json("manifest.json", describe_start(spec))
     run.write_spec(dump_spec(loaded.spec, loaded.references))
     run.update(phase="starting", steps=loaded.spec.stop.steps)
     drive(experiment, run, Start(), quiet)
+
+
+def _dry_run(spec: Path, overrides: Sequence[str], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from asyncrl_cli.cli.doctor import show_finding
+    from asyncrl_cli.cli.running import start_checks
+    from asyncrl_cli.pipeline.findings import Finding
+    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.spec.problems import SpecError
+
+    found: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        found.append(finding)
+        if not as_json:  # at once: the last ones take long
+            show_finding(finding)
+
+    try:
+        loaded = load_spec(spec, overrides)
+    except SpecError as error:
+        if not as_json:
+            raise
+        problems, checked = error.problems, None
+    else:
+        problems, checked = loaded.warnings, loaded.spec
+    for problem in problems:
+        status: Status = "failure" if problem.severity == "error" else "warning"
+        note(Finding("spec", status, str(replace(problem, mend="")), problem.mend))
+    if checked is not None:
+        if not problems:
+            note(Finding("spec", "ok", str(spec)))
+        with start_checks(checked, spec.absolute().parent, thorough=True) as checks:
+            for finding in checks.findings():
+                note(finding)
+    can_run = all(finding.status != "failure" for finding in found)
+    if as_json:
+        echo_json({"can_run": can_run, "findings": [asdict(finding) for finding in found]})
+    if not can_run:
+        raise typer.Exit(2)

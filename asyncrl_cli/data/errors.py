@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError
 
 
-class DataError(UserError):
+class DataError(ConfigError):
     """Prompts that cannot be read or made."""

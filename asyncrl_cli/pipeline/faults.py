@@ -29,7 +29,7 @@ class Faults:
         """``record(kind, part, message)`` makes a fault durable, ``warn(text)`` shows it; ``now()`` is in seconds."""
         self._max_restarts = max_restarts
         self._record = record
-        self._warn = warn
+        self.warn = warn
         self._now = now
         self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind: when, and what it was
 
@@ -39,7 +39,7 @@ class Faults:
         recent = [one for one in self._restarts[kind] if one[0] > now - WINDOW_S]
         self._restarts[kind] = recent = [*recent, (now, f"{name}: {cause}")]
         count, (_, first) = len(recent), recent[0]
-        self._warn(f"{name}: {cause}; restart {count} of at most {self._max_restarts} in {hours}")
+        self.warn(f"{name}: {cause}; restart {count} of at most {self._max_restarts} in {hours}")
         await self._record(kind, name, cause)
         if count > self._max_restarts:
             raise RunError(
@@ -50,5 +50,5 @@ class Faults:
 
     async def note(self, kind: str, name: str, message: str) -> None:
         """Something went wrong that needs no restart."""
-        self._warn(f"{name}: {message}")
+        self.warn(f"{name}: {message}")
         await self._record(kind, name, message)

@@ -18,9 +18,10 @@ from typing import Any
 from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.pipeline.faults import Faults
+from asyncrl_cli.pipeline.placement import engine_wants, placed, rank_wants
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.directory import RunError
-from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, wait_for
+from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
 from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
 
 MANY = 100_000
@@ -46,10 +47,10 @@ class ActorFactory:
         from asyncrl_cli.rollout.engine import engine_environment
         from asyncrl_cli.rollout.worker import RolloutWorker
 
-        rollout = self.spec.rollout
+        wants = engine_wants(self.spec)
         options = ray.remote(RolloutWorker).options(
-            num_cpus=rollout.threads_per_engine,
-            num_gpus=rollout.gpus_per_engine,
+            num_cpus=wants["CPU"],
+            num_gpus=wants["GPU"],
             runtime_env={"env_vars": engine_environment(self.spec)},
         )
         return options.remote(name, self.spec, self._logs)
@@ -60,10 +61,10 @@ class ActorFactory:
         from asyncrl_cli.train.deepspeed_engine import trainer_environment
         from asyncrl_cli.train.worker import TrainerWorker
 
-        trainer = self.spec.trainer
+        wants = rank_wants(self.spec)
         options = ray.remote(concurrency_groups={"watch": 1})(TrainerWorker).options(
-            num_cpus=trainer.threads_per_rank,
-            num_gpus=trainer.gpus_per_rank,
+            num_cpus=wants["CPU"],
+            num_gpus=wants["GPU"],
             runtime_env={"env_vars": trainer_environment(self.spec)},
         )
         return options.remote(rank, self.spec, self._logs)
@@ -137,6 +138,10 @@ class EngineProcess:
         self._pid: int | None = None
         self.actor = factory.engine(name)
 
+    async def placed(self, warn: Callable[[str], None]) -> None:
+        """Wait until Ray has room for the actor; ``warn`` is told what is missing. Raises ``RunError``."""
+        await placed(self.actor.ping.remote(), self.name, engine_wants(self._factory.spec), warn)
+
     async def preload(self) -> None:
         """Import what ``start`` needs."""
         self._pid = await wait_for(self.actor.preload.remote(), self.name, START_TIMEOUT_S)
@@ -182,7 +187,7 @@ async def start_fleet(
 ) -> str:
     """Bring engines and trainer up; returns the initial model's folder. Those that die meanwhile are started again.
 
-    Raises ``RunError`` that names the actor that failed.
+    Raises ``UserError`` with the first cause: a mistake in the settings ends the start at once.
     """
     progress("starting engines and trainer")
     folder = asyncio.create_task(asyncio.to_thread(skeleton))
@@ -209,6 +214,7 @@ async def _start_trainers(
 ) -> str:
     while True:
         try:
+            await trainers.placed(faults.warn)
             await trainers.preload()
             model_dir = await trainers.prepare_model(progress)
             progress("starting trainer")
@@ -222,19 +228,16 @@ async def _start_trainers(
 
 
 async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], faults: Faults) -> str:
-    """Start one engine on ``folder``, again when it dies meanwhile; returns the Ray node's id. Raises ``RunError``.
+    """Start one engine on ``folder``; returns the Ray node's id.
 
-    One that fails is started once more: when vLLM's core process is killed while it starts, that looks like a failure
-    of the engine's own. A mistake in the settings fails again.
+    It is started again when its process dies or does not answer, and for no other reason: a mistake in the settings
+    would come back. Raises ``UserError``.
     """
-    failed = False
     while True:
         try:
+            await engine.placed(faults.warn)
             await engine.preload()
             return await engine.start(await asyncio.shield(folder))
-        except RunError as error:
-            if (folder.done() and folder.exception() is error) or (failed and not isinstance(error, ActorDied)):
-                raise
-            failed = failed or not isinstance(error, ActorDied)
+        except (ActorDied, NoAnswer) as error:
             await faults.restarting("engine", engine.name, error.message)
             engine.renew()

@@ -32,8 +32,8 @@ from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.fleet import ActorFactory, EngineProcess, start_fleet
 from asyncrl_cli.pipeline.gateway_client import GatewayClient
 from asyncrl_cli.pipeline.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
+from asyncrl_cli.pipeline.placement import rank_wants
 from asyncrl_cli.pipeline.playing import Playing
-from asyncrl_cli.pipeline.preflight import check_machine
 from asyncrl_cli.pipeline.prompting import PromptEncoder, PromptSource
 from asyncrl_cli.pipeline.scoring import Scoring
 from asyncrl_cli.pipeline.tracking import Tracking, close_tracker, start_tracker
@@ -43,6 +43,7 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, Phase, RunDirectory, RunError
 from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.own_code import CODE_S, own_code
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.spec.sections import ExperimentSpec, Notice
@@ -105,27 +106,34 @@ class Experiment:
     episodic: frozenset[str] = frozenset()
 
     @classmethod
-    def load(cls, spec: ExperimentSpec, search_path: Path) -> Experiment:
-        """Import the task, open the data, look at the machine. Raises a ``UserError`` that names what is wrong."""
-        check_machine(spec)
-        task = load_task(spec.task, search_path)
-        train_prompts = load_prompts("train", spec.data.train, task, search_path)
-        sets, tasks = {}, {"": task}
-        for name, chosen in spec.evaluation.sets.items():
-            set_task = task if chosen.task is None else load_task(chosen.task, search_path)
-            split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
-            place = f"evaluation.sets.{name}.data"
-            sets[name] = load_prompts(split, chosen.data, set_task, search_path, place)
-            tasks[name] = set_task
-        return cls(
-            spec,
-            search_path,
-            train_prompts,
-            load_prompts("eval", spec.data.eval, task, search_path),
-            stages_of(train_prompts, spec.data.curriculum),
-            sets,
-            frozenset(name for name, one in tasks.items() if is_episodic(one)),
-        )
+    def load(
+        cls, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None] = lambda _: None
+    ) -> Experiment:
+        """Import the task and open the data; ``notice`` is told what takes long. Raises a ``UserError`` that names what
+        is wrong."""
+        with own_code("importing the task", notice, CODE_S):
+            task = load_task(spec.task, search_path)
+            tasks = {"": task} | {
+                name: task if chosen.task is None else load_task(chosen.task, search_path)
+                for name, chosen in spec.evaluation.sets.items()
+            }
+        with own_code("opening the data", notice):  # without a limit: it may have to be downloaded
+            train_prompts = load_prompts("train", spec.data.train, task, search_path)
+            eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
+            sets = {}
+            for name, chosen in spec.evaluation.sets.items():
+                split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
+                place = f"evaluation.sets.{name}.data"
+                sets[name] = load_prompts(split, chosen.data, tasks[name], search_path, place)
+            return cls(
+                spec,
+                search_path,
+                train_prompts,
+                eval_prompts,
+                stages_of(train_prompts, spec.data.curriculum),
+                sets,
+                frozenset(name for name, one in tasks.items() if is_episodic(one)),
+            )
 
 
 def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start: Start) -> Outcome:
@@ -247,7 +255,7 @@ async def _start(
     faults = Faults(spec.pipeline.max_restarts, record_fault, reporter.warn)
     buffer.faults = faults
     # The watchdog knows since when a call takes too long, so it speaks first.
-    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s)
+    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s, rank_wants(spec))
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), faults)
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None

@@ -67,9 +67,9 @@ class PromptEncoder:
         )["input_ids"]
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """A response's text, as engines decode it."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """A response's text, as engines decode it: without special tokens, unless they are asked for."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
 
 class PromptSource:

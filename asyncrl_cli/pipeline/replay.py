@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl_cli.buffer.rollout_rows import read_batch
-from asyncrl_cli.buffer.schema import FILE, explained, open_for_reading
+from asyncrl_cli.buffer.schema import FILE, open_for_reading
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.fleet import ActorFactory
+from asyncrl_cli.pipeline.placement import rank_wants
 from asyncrl_cli.pipeline.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory, RunError
@@ -73,7 +74,9 @@ def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[Re
 async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
     run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
     factory = ActorFactory(spec, run.path, search_path, _log_folder(run))
-    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, search_path, spec.pipeline.stall_minutes * 60)
+    ranks = TrainerRanks(
+        factory.trainer, spec.trainer.ranks, search_path, spec.pipeline.stall_minutes * 60, rank_wants(spec)
+    )
     connection = open_for_reading(run.path / FILE)
     try:
         progress("starting the trainer")
@@ -82,8 +85,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         await ranks.start(checkpoint.folder if checkpoint else None)
         for step in range(checkpoint.step if checkpoint else 0, plan.last):
             try:
-                with explained(run.path / FILE):
-                    batch = read_batch(connection, step)
+                batch = read_batch(connection, step)
             except LookupError as error:
                 raise RunError(
                     str(error.args[0]),

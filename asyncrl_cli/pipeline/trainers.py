@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.pipeline.placement import Resources, placed
 from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, wait_for
 from asyncrl_cli.train.records import TrainingBatch
 
@@ -43,16 +44,34 @@ class TrainerRanks:
         ranks: int,
         search_path: Path,
         limit_s: float,
+        wants: Resources,
         share: Callable[[TrainingBatch], Any] = _put,
     ) -> None:
-        """``limit_s``: seconds that one call may take. ``share`` makes a batch an argument for all ranks."""
+        """``limit_s``: seconds that one call may take. ``wants``: Ray's resources of a rank. ``share`` makes a batch an
+        argument for all ranks."""
         self._share = share
+        self._wants = wants
         self._make_actor = make_actor
         self._search_path = search_path
         self._limit_s = limit_s
         self._actors = [make_actor(rank) for rank in range(ranks)]
         self._model_dir = ""
         self.node = ""
+
+    async def placed(self, warn: Callable[[str], None]) -> None:
+        """Wait until Ray has room for all ranks; ``warn`` is told what is missing. Raises ``RunError``, and
+        ``TrainerLost``."""
+        waits = [
+            asyncio.ensure_future(placed(_look_at(actor), f"trainer-{rank}", self._wants, warn))
+            for rank, actor in enumerate(self._actors)
+        ]
+        try:
+            await asyncio.gather(*waits)
+        except ActorDied as died:
+            raise TrainerLost(died.place, died.message) from died
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def preload(self) -> None:
         """Import what ``start`` needs."""
@@ -66,9 +85,7 @@ class TrainerRanks:
         making.add_done_callback(lambda made: made.cancelled() or made.exception())  # a death may be heard of below
         try:
             while not making.done():
-                done, total, loss = await wait_for(
-                    rank_0.progress.options(concurrency_group="watch").remote(), name, START_TIMEOUT_S
-                )
+                done, total, loss = await wait_for(_look_at(rank_0), name, START_TIMEOUT_S)
                 if total:
                     progress(f"warm start: {done} of {total} updates, loss {loss:.3f}")
                 await asyncio.wait([making], timeout=0.5)
@@ -101,8 +118,7 @@ class TrainerRanks:
 
     async def check(self) -> None:
         """Raises ``TrainerLost`` when a rank is dead."""
-        looks = [actor.progress.options(concurrency_group="watch").remote() for actor in self._actors]
-        await _all(looks, self._limit_s)
+        await _all([_look_at(actor) for actor in self._actors], self._limit_s)
 
     async def call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
         """Call all ranks alike; returns their answers, rank by rank.
@@ -116,6 +132,12 @@ class TrainerRanks:
         ]
         calls = [getattr(actor, method).remote(*shared) for actor in self._actors]
         return await _all(calls, limit_s or self._limit_s)
+
+
+def _look_at(actor: Any) -> Awaitable[Any]:
+    """A call that a rank answers beside whatever else it does."""
+    answer: Awaitable[Any] = actor.progress.options(concurrency_group="watch").remote()
+    return answer
 
 
 async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[Any]:

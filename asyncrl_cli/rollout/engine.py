@@ -11,11 +11,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncrl_cli.rollout.continuation import cut, finished, join, rest_of
+from asyncrl_cli.rollout.engine_start import start_vllm
 from asyncrl_cli.rollout.records import Attestation, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.running import request_id, running_segments, running_tokens, sampled_logprobs
 from asyncrl_cli.rollout.slots import Aborted, Slots
@@ -53,17 +55,19 @@ def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
     return ENVIRONMENT | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": threads}
 
 
-def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
-    """Bytes of key-value cache for ``max_running_rollouts`` sequences of half the longest length.
-
-    Per token: 2 (key and value) × layers × key-value heads × head size × bytes per number.
-    """
-    if spec.rollout.kv_cache_mb is not None:
-        return spec.rollout.kv_cache_mb * 2**20
+def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
+    """2 (key and value) × layers × key-value heads × head size × bytes per number."""
     heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
     head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
-    per_token = 2 * int(hf_config.num_hidden_layers) * int(heads) * int(head_size) * item
+    return 2 * int(hf_config.num_hidden_layers) * int(heads) * int(head_size) * item
+
+
+def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
+    """Bytes of key-value cache for ``max_running_rollouts`` sequences of half the longest length."""
+    if spec.rollout.kv_cache_mb is not None:
+        return spec.rollout.kv_cache_mb * 2**20
+    per_token = cache_bytes_per_token(spec, hf_config)
     longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
     blocks_each = -(-longest // (2 * BLOCK_SIZE)) + 1
     least = -(-longest // BLOCK_SIZE) + 1
@@ -112,15 +116,16 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
 class Engine:
     """An engine with weights of a known version; none before the first ``update_weights`` or ``serve_own``."""
 
-    def __init__(self, spec: ExperimentSpec, model_dir: str, own_weights: bool = False) -> None:
-        """Start vLLM (seconds). Raises whatever vLLM raises when it cannot.
+    def __init__(
+        self, spec: ExperimentSpec, model_dir: str, own_weights: bool = False, log: Path | None = None
+    ) -> None:
+        """Start vLLM (seconds). Raises as ``start_vllm`` does; ``log`` is where this process writes its output.
 
         ``own_weights``: read those in the folder. Otherwise the first publish brings them.
         """
         from transformers import AutoTokenizer
-        from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._vllm = AsyncLLM.from_engine_args(engine_args(spec, model_dir, "auto" if own_weights else "dummy"))
+        self._vllm = start_vllm(spec, model_dir, "auto" if own_weights else "dummy", log)
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._version = -1
         self._mapped: str | None = None

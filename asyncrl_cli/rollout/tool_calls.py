@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -39,7 +39,7 @@ class ToolCalls:
 ToolParser = Callable[[str, Tools], ToolCalls | None]
 
 
-class ToolParserError(UserError):
+class ToolParserError(ConfigError):
     """``rollout.tool_parser`` names no parser, or one that this model's tokenizer has no tokens for."""
 
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.rollout.activity import ActivityClock
@@ -45,6 +46,7 @@ class RolloutWorker:
     def __init__(self, name: str, spec: ExperimentSpec, log_dir: str) -> None:
         redirect_output(log_dir, name)
         self._spec = spec
+        self._log = Path(log_dir) / f"{name}.log"
         self._ended: list[Rollout | RolloutFailure] = []
         self._aborted: list[str] = []
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -56,6 +58,9 @@ class RolloutWorker:
         self._news = asyncio.Event()
         self._awaited_news = asyncio.Event()
         self._clock = ActivityClock()
+
+    async def ping(self) -> None:
+        """Answer, which shows that Ray has found room for the actor."""
 
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
@@ -70,7 +75,7 @@ class RolloutWorker:
 
         from asyncrl_cli.rollout.engine import Engine
 
-        self._engine = Engine(self._spec, model_dir, own_weights=version is not None)
+        self._engine = Engine(self._spec, model_dir, own_weights=version is not None, log=self._log)
         if version is not None:
             await self._engine.serve_own(version)
             await self._engine.attest((0, 0), 0.0)  # what the engine cannot run is to fail now

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError
 
 
-class TaskError(UserError):
+class TaskError(ConfigError):
     """A task that cannot be loaded, or a reward that is not a number."""

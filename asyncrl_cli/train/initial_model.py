@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError
 from asyncrl_cli.spec.sections import ModelInit
 from asyncrl_cli.train.tokenizer import character_tokenizer, load_tokenizer, with_chat_template
 
@@ -31,7 +31,7 @@ OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """Keys that every transformers config takes and turns into its ``rope_parameters``."""
 
 
-class ModelInitError(UserError):
+class ModelInitError(ConfigError):
     """A ``model.init`` that no model can be made from."""
 
 

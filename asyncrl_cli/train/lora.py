@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError
 from asyncrl_cli.spec.sections import LoraSpec
 
 ADAPTER = "default"
@@ -25,7 +25,7 @@ BASE = "base_layer"
 """What peft calls the layer that an adapted one is made round."""
 
 
-class LoraError(UserError):
+class LoraError(ConfigError):
     """Adapters that the model cannot have."""
 
 

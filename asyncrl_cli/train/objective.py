@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError
 from asyncrl_cli.runs.own_modules import import_beside
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.train.advantages import ADVANTAGES, Estimator
@@ -33,15 +34,15 @@ class Objective:
     def of(cls, algorithm: AlgorithmSpec, search_path: Path) -> Objective:
         """Modules of the user's own functions are sought in ``search_path`` first.
 
-        Raises ``UserError`` when one cannot be had.
+        Raises ``ConfigError`` when one cannot be imported, or does not take the arguments that it is called with.
         """
         estimator = None
         if not algorithm.needs_critic:
-            estimator = _function(ADVANTAGES, algorithm.advantage, "algorithm.advantage", search_path)
+            estimator = _function(ADVANTAGES, algorithm.advantage, "algorithm.advantage", search_path, ("rewards",))
         return cls(
             algorithm,
             estimator,
-            _function(LOSSES, algorithm.loss, "algorithm.loss", search_path),
+            _function(LOSSES, algorithm.loss, "algorithm.loss", search_path, LOSS_ARGUMENTS),
             LossSettings(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.sapo_temperatures),
             KL[algorithm.kl_estimator],
             Correction(
@@ -50,18 +51,34 @@ class Objective:
         )
 
 
-def _function(known: Mapping[str, Function], name: str, place: str, search_path: Path) -> Function:
+LOSS_ARGUMENTS = ("logprobs", "proximal_logprobs", "advantages", "mask", "settings")
+"""What a ``PolicyLoss`` is called with."""
+
+
+def _function(
+    known: Mapping[str, Function], name: str, place: str, search_path: Path, arguments: tuple[str, ...]
+) -> Function:
     if name in known:
         return known[name]
     module, _, attribute = name.partition(":")
     try:
         function: Any = getattr(import_beside(module, search_path), attribute)
     except Exception as error:
-        raise UserError(
+        raise ConfigError(
             f"{name} cannot be imported: {type(error).__name__}: {error}",
             place=place,
-            mend=f"put {module.replace('.', '/')}.py with the function {attribute} beside the spec file",
+            mend=f"Put {module.replace('.', '/')}.py with the function {attribute} beside the spec file",
         ) from error
     if not callable(function):
-        raise UserError(f"{name} is no function but {type(function).__name__}", place=place, mend="name a function")
+        raise ConfigError(f"{name} is no function but {type(function).__name__}", place=place, mend="Name a function")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} cannot be called as f({', '.join(arguments)}): {error}",
+            place=place,
+            mend="Give it these parameters, in this order",
+        ) from None
+    except ValueError:  # a builtin without a signature: the first call will show
+        pass
     return function  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,7 +59,11 @@ def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-class ChatTemplateError(UserError):
+_MARK = "what-the-user-said"
+"""Stands for a message while a template is tried."""
+
+
+class ChatTemplateError(ConfigError):
     """A ``model.chat_template`` that is no Jinja template."""
 
 
@@ -99,7 +103,7 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
         return tokenizer
     try:
         tokenizer.chat_template = Path(chat_template).read_text()
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
         raise ChatTemplateError(
@@ -107,5 +111,11 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
             mend="give a file with a Jinja template, or leave it out to use the tokenizer's own",
         ) from error
     except TemplateError:
-        pass  # one may well refuse this conversation
+        return tokenizer  # one may well refuse this conversation
+    if _MARK not in rendered:
+        raise ChatTemplateError(
+            f"{chat_template} is no chat template: what it renders has nothing of the messages",
+            place="model.chat_template",
+            mend="Give a file with a Jinja template, or leave it out to use the tokenizer's own",
+        )
     return tokenizer

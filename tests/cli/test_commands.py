@@ -200,7 +200,7 @@ def test_a_task_that_is_not_there_is_refused_before_anything_starts(tmp_path: Pa
     temporary.mkdir()
     token = secrets.token_hex(8)
     environment = {"ASYNCRL_TEST": token, "TMPDIR": str(temporary)}
-    shown = refused(asyncrl("train", "spec.yaml", cwd=tmp_path, environment=environment), 1)
+    shown = refused(asyncrl("train", "spec.yaml", cwd=tmp_path, environment=environment), 2)
     assert f"no module 'no_such_module' in {tmp_path} or on Python's path" in shown
     assert "\n" not in shown
     assert processes_with(f"ASYNCRL_TEST={token}") == []
@@ -211,10 +211,28 @@ def test_a_task_that_is_not_there_is_refused_before_anything_starts(tmp_path: Pa
 def test_a_runs_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     (tmp_path / "file").symlink_to("gone")
-    shown = refused(asyncrl("train", "spec.yaml", "--set", "runs_dir=file/runs", cwd=tmp_path), 1)
-    assert "the run's folder cannot be made: File exists. Set runs_dir to a folder you may write to." in shown
+    shown = refused(asyncrl("train", "spec.yaml", "--set", "runs_dir=file/runs", cwd=tmp_path), 2)
+    assert shown.startswith("runs_dir: ")
+    assert "Set runs_dir to a folder" in shown
     assert str(tmp_path / "file") in shown
-    assert "\n" not in shown
+
+
+def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC.replace("chain_sum", "leaves:reward"))
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    wanting = ("--set", "trainer.gpus_per_rank=1", "--dry-run", "--json")
+    done = asyncrl("train", "spec.yaml", *wanting, cwd=tmp_path, environment=hidden)
+    assert done.returncode == 2
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert "wants 1 GPU (1 engines × 0 + 1 ranks × 1), and this machine has no GPU" in found["devices"]["found"]
+    assert found["task and data"]["found"].startswith(f"{tmp_path}/leaves.py:1: importing the task called sys.exit(3)")
+    assert "model 'org/model'" in found["model files"]["found"] or "'org/model'" in found["model files"]["found"]
+    assert found["tokenizer"]["found"] == "not checked: it needs model files"
+    failures = {name for name, finding in found.items() if finding["status"] == "failure"}
+    assert failures == {"devices", "task and data", "model files"}
+    assert all(found[name]["mend"] for name in failures)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["leaves.py", "spec.yaml"]
 
 
 # -- resume, as far as it can be refused
@@ -318,7 +336,16 @@ from asyncrl_cli.pipeline import launch
 def drive(spec, run, start, quiet):
     print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))
     raise SystemExit(7)
-launch.Experiment.load = staticmethod(lambda spec, search_path: spec)
+class Checks:
+    def __init__(self, spec, search_path):
+        self.spec = spec
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        pass
+    def experiment(self):
+        return self.spec
+running.start_checks = Checks
 running.drive = drive
 sys.argv[0] = "asyncrl"
 app.main()

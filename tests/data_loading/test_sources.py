@@ -158,7 +158,7 @@ def test_what_arrow_has_and_json_has_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "place", "said"),
     [
-        ([{"text": "a"}], {}, "", "there is no column `prompt`.*the columns are text"),
+        ([{"text": "a"}], {}, "", "there is no column `prompt`.*The columns are text"),
         ([{"text": "a"}], {"template": "{question}"}, "", "there is no column `question`"),
         ([{"a": "x", "b": 1}, {"a": "y", "b": None}], {"template": "{a}{b}"}, ":2", "`b` that is null"),
         ([{"prompt": "a"}], {"uid_column": "id"}, "", "there is no column `id`"),
@@ -235,7 +235,7 @@ def test_a_saved_data_set_with_splits_wants_one(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
     datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "saved")
     assert [prompt.content for prompt in read("saved", tmp_path, split="test")] == ["b"]
-    with pytest.raises(DataError, match=r"has several splits\. set `split` to one of train, test"):
+    with pytest.raises(DataError, match=r"has several splits\. Set `split` to one of train, test"):
         read("saved", tmp_path)
     with pytest.raises(DataError, match="has no split 'dev'"):
         read("saved", tmp_path, split="dev")

@@ -114,12 +114,13 @@ def test_a_bad_reward_ends_the_run_with_its_name(own_runs: Runs, reward: str, sa
     assert json.loads((own_runs.newest() / "state.json").read_text())["phase"] == "failed"
 
 
-def test_an_engine_that_cannot_start_is_named_with_its_log(own_runs: Runs) -> None:
+def test_an_engine_that_cannot_start_is_named_with_its_cause_and_not_started_again(own_runs: Runs) -> None:
     spec = own_runs.write_spec(model={"warm_start": None}, rollout={"engine_args": {"block_size": 7}})
     ended = own_runs.run("train", spec)
-    assert ended.code == 1
-    assert "engine-0" in ended.err
+    assert ended.code == 1, "processes were started"
+    assert "vLLM does not start: " in ended.err
     assert "logs/engine-0.log" in ended.err
+    assert "restart" not in ended.err
     assert "Traceback" not in ended.out + ended.err
 
 

@@ -437,6 +437,7 @@ class Simulation:
             spec.trainer.ranks,
             Path(),
             600.0,
+            {},
             share=lambda batch: batch,
         )
         await ranks.preload()

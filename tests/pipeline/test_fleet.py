@@ -16,6 +16,7 @@ from asyncrl_cli.pipeline import fleet
 from asyncrl_cli.pipeline.fleet import EngineProcess, start_fleet
 from asyncrl_cli.pipeline.trainers import TrainerLost
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.errors import ConfigError, UserError
 
 
 class EngineActor(Actor):
@@ -28,6 +29,10 @@ class EngineActor(Actor):
         self.node = "node-0"
         self.started_on = ""
         self._fate = fate
+
+    @remote
+    async def ping(self) -> None:
+        pass
 
     @remote
     async def preload(self) -> int:
@@ -45,7 +50,10 @@ class Factory:
     """Makes the actors of engines; their process ids are 1001, 1002, ..."""
 
     def __init__(self, fate: Callable[[EngineActor], None] = lambda actor: None, address: str | None = None) -> None:
-        self.spec = SimpleNamespace(cluster=SimpleNamespace(address=address))
+        self.spec = SimpleNamespace(
+            cluster=SimpleNamespace(address=address),
+            rollout=SimpleNamespace(threads_per_engine=1, gpus_per_engine=0),
+        )
         self.made: list[EngineActor] = []
         self._fate = fate
 
@@ -64,6 +72,9 @@ class Trainers:
         self.node = ""
         self.calls: list[str] = []
         self._dies_at = list(dies_at)
+
+    async def placed(self, warn: Callable[[str], None]) -> None:
+        self._note("placed")
 
     async def preload(self) -> None:
         self._note("preload")
@@ -105,11 +116,12 @@ def started(
     engines: int = 2,
     max_restarts: int = 10,
     skeleton: Callable[[], Path] = lambda: Path("/skeleton"),
+    notes: Notes | None = None,
 ) -> tuple[str, Notes, list[str]]:
     """Start such a fleet; returns the model's folder, what was noted of faults, and what was shown."""
 
     async def start() -> tuple[str, Notes, list[str]]:
-        notes, shown = Notes(), list[str]()
+        noted, shown = Notes() if notes is None else notes, list[str]()
         processes = [factory.process(f"engine-{index}") for index in range(engines)]
         folder = await start_fleet(
             processes,
@@ -117,10 +129,10 @@ def started(
             skeleton,
             Path("/step-000004"),
             shown.append,
-            notes.faults(max_restarts),
+            noted.faults(max_restarts),
         )
         assert all(process.actor.started_on == "/skeleton" for process in processes)
-        return folder, notes, shown
+        return folder, noted, shown
 
     return run(start())
 
@@ -141,7 +153,7 @@ def test_everything_starts_from_the_skeleton_and_the_checkpoint() -> None:
     trainers = Trainers()
     folder, notes, shown = started(Factory(), trainers)
     assert folder == "/models/one"
-    assert trainers.calls == ["preload", "prepare_model", "start /step-000004"]
+    assert trainers.calls == ["placed", "preload", "prepare_model", "start /step-000004"]
     assert shown == ["starting engines and trainer", "starting trainer", "starting engines"]
     assert notes == []
 
@@ -160,25 +172,34 @@ def test_a_trainer_that_dies_while_it_starts_is_started_again() -> None:
     assert folder == "/models/one"
     assert [cause for _, _, cause in notes] == ["died at preload", "died at prepare_model", "died at start"]
     assert trainers.calls.count("renew") == 3
-    assert trainers.calls[-3:] == ["preload", "prepare_model", "start /step-000004"]
+    assert trainers.calls[-4:] == ["placed", "preload", "prepare_model", "start /step-000004"]
 
 
 def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
     def dies(actor: EngineActor) -> None:
         actor.die()
 
-    with pytest.raises(RunError, match="restarted 2 times, and it failed again; the first cause: engine-0"):
+    with pytest.raises(RunError, match="restarted 2 times in 6 hours, and it failed again; the first cause: engine-0"):
         started(Factory(dies), Trainers(), engines=1, max_restarts=2)
 
 
-def test_an_engine_that_cannot_start_is_started_once_more_and_named(killed: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("block_size must be a multiple of 8"), "engine-1: ValueError: block_size must be a multiple of 8"),
+        (ConfigError("vLLM has no engine argument 'nosuch'", place="rollout"), "rollout: vLLM has no engine argument"),
+    ],
+)
+def test_an_error_that_would_come_back_is_not_retried(error: Exception, said: str, killed: list[Any]) -> None:
     def fails(actor: EngineActor) -> None:
         if actor.name == "engine-1":
-            raise ValueError("block_size must be a multiple of 8")
+            raise error
 
-    with pytest.raises(RunError, match="engine-1: ValueError: block_size must be a multiple of 8"):
-        started(Factory(fails), Trainers())
-    assert len(killed) == 2, "its process, and its actor, once"
+    factory, notes = Factory(fails), Notes()
+    with pytest.raises(UserError, match=said):
+        started(factory, Trainers(), notes=notes)
+    assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "none was started a second time"
+    assert (notes, killed) == ([], [])
 
 
 def test_a_skeleton_that_cannot_be_made_ends_the_start() -> None:

@@ -54,7 +54,7 @@ class Ranks:
         self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
         self.made: list[Rank] = []
         self.shared: list[TrainingBatch] = []
-        self.trainer = TrainerRanks(self._make, count, Path("/search"), limit_s, self._share)
+        self.trainer = TrainerRanks(self._make, count, Path("/search"), limit_s, {}, self._share)
 
     def _share(self, batch: TrainingBatch) -> str:
         self.shared.append(batch)

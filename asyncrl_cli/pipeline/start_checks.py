@@ -1,0 +1,224 @@
+"""All that a start does short of processes, one check after another: `asyncrl train` begins with it, and
+`asyncrl train --dry-run` does nothing else.
+
+Invariant: no run folder, no MLflow run and no process of a run exists before these checks have passed. A thorough
+look (`--dry-run`) also has vLLM check the engine's settings, in a process of its own that takes ten seconds, and has
+more time for prompts. A check that needs what a failed one should have given is not made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.pipeline import model_checks, preflight
+from asyncrl_cli.pipeline.cluster import joined
+from asyncrl_cli.pipeline.findings import Finding
+from asyncrl_cli.pipeline.launch import Experiment
+from asyncrl_cli.pipeline.prompting import PromptEncoder
+from asyncrl_cli.rollout import engine_names, engine_start
+from asyncrl_cli.runs.errors import ConfigError, UserError
+from asyncrl_cli.spec.load import dump_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
+"""Seconds for trying the prompts of one split."""
+ENGINE_S = 180.0
+"""Seconds that vLLM may take to check its settings; a cold disk takes most of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check; ``look`` gives what it found, or raises a ``UserError``. ``needs``: checks that must have passed."""
+
+    name: str
+    look: Callable[[], str | Finding]
+    needs: tuple[str, ...] = ()
+
+
+class StartChecks:
+    """The checks of one spec. Use it as a context: it has a folder for temporary files."""
+
+    def __init__(
+        self, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None], thorough: bool = False
+    ) -> None:
+        """``search_path``: where the user's own modules lie. ``notice`` is told what takes long."""
+        self._spec = spec
+        self._search_path = search_path
+        self._notice = notice
+        self._thorough = thorough
+        self._temporary = tempfile.TemporaryDirectory(prefix="asyncrl-check-")
+        self._folder = Path(self._temporary.name)
+        self._model_dir = ""
+        self._experiment: Experiment | None = None
+        self._tokenizer: Any = None
+        self._config: Any = None
+
+    def __enter__(self) -> StartChecks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._temporary.cleanup()
+
+    def experiment(self) -> Experiment:
+        """The experiment, ready to run, and warnings told to ``notice``. Raises the first failure, as a mistake of the
+        spec (exit code 2): nothing was started."""
+        for check in self._checks():
+            try:
+                found = check.look()
+            except UserError as error:
+                error.exit_code = ConfigError.exit_code
+                raise
+            if isinstance(found, Finding) and found.status == "warning":
+                self._notice(f"{found.check}: {found.found}. {found.mend}")
+        assert self._experiment is not None
+        return self._experiment
+
+    def findings(self) -> Iterator[Finding]:
+        """What every check found, failures too."""
+        failed: set[str] = set()
+        for check in self._checks():
+            if missing := failed.intersection(check.needs):
+                failed.add(check.name)
+                yield Finding(check.name, "warning", f"not checked: it needs {', '.join(sorted(missing))}")
+                continue
+            try:
+                found = check.look()
+            except UserError as error:
+                failed.add(check.name)
+                place = f"{error.place}: " if error.place else ""
+                yield Finding(check.name, "failure", f"{place}{error.message}", error.mend)
+            else:
+                yield found if isinstance(found, Finding) else Finding(check.name, "ok", found)
+
+    def _checks(self) -> Iterator[Check]:
+        """In the order of what they cost."""
+        spec = self._spec
+        yield Check("devices", partial(preflight.check_devices, spec))
+        yield Check("memory", partial(preflight.check_memory, spec))
+        yield Check("runs folder", partial(preflight.check_run_folder, spec))
+        yield Check("packages", partial(preflight.check_packages, spec))
+        yield Check("tracking", partial(preflight.check_tracking, spec, self._thorough))
+        yield Check("notify", partial(preflight.check_notify, spec))
+        yield Check("engine names", self._engine_names)
+        yield Check("task and data", self._task)
+        episodic = self._experiment is not None and bool(self._experiment.episodic)
+        yield Check("gateway", partial(preflight.check_gateway, spec, episodic))
+        yield Check("model files", partial(model_checks.check_saved_model, spec.model))
+        yield Check("tokenizer", self._load_tokenizer, ("model files",))
+        if episodic:
+            yield Check("chat template", partial(self._with_tokenizer, model_checks.check_conversation), ("tokenizer",))
+        yield from self._prompt_checks()
+        yield Check("model", self._model, ("tokenizer",))
+        yield Check("engine cache", self._cache, ("model",))
+        yield Check("algorithm", self._algorithm)
+        if self._thorough and spec.cluster.address is not None:
+            yield Check("cluster", self._cluster)
+        if self._thorough:
+            yield Check("engine", self._engine, ("model",))
+
+    def _engine_names(self) -> str:
+        rollout = self._spec.rollout
+        if rollout.engine_args:
+            engine_names.check_engine_arguments(rollout.engine_args, engine_names.engine_arguments())
+        engine_names.check_tool_parser(rollout.tool_parser)
+        return f"{len(rollout.engine_args)} engine arguments, tool parser {rollout.tool_parser or 'hermes'}"
+
+    def _task(self) -> str:
+        experiment = self._experiment = Experiment.load(self._spec, self._search_path, self._notice)
+        task = self._spec.task
+        name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
+        return (
+            f"{name}; {len(experiment.train_prompts):,} prompts to train on, {len(experiment.eval_prompts):,} held out"
+        )
+
+    def _load_tokenizer(self) -> str:
+        from asyncrl_cli.train.initial_model import without_progress_bars
+        from asyncrl_cli.train.prepare import skeleton
+        from asyncrl_cli.train.tokenizer import load_tokenizer
+
+        model = self._spec.model
+
+        def load() -> Any:
+            self._model_dir = str(skeleton(self._spec, self._folder))
+            return load_tokenizer(self._model_dir, model.chat_template)
+
+        with without_progress_bars():
+            self._tokenizer = model_checks.load_saved_tokenizer(load)
+        template = "no chat template" if self._tokenizer.chat_template is None else "a chat template"
+        return f"{len(self._tokenizer):,} tokens, {template}"
+
+    def _with_tokenizer(self, look: Callable[[Any], str]) -> str:
+        return look(self._tokenizer)
+
+    def _prompt_checks(self) -> Iterator[Check]:
+        if (experiment := self._experiment) is None:
+            return
+        limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
+        splits = {"data.train": ("", experiment.train_prompts), "data.eval": ("", experiment.eval_prompts)}
+        splits |= {f"evaluation.sets.{name}.data": (name, prompts) for name, prompts in experiment.sets.items()}
+        for place, (name, prompts) in splits.items():
+            if name in experiment.episodic:
+                continue  # its task says what the model is given, while an episode runs
+
+            def look(place: str = place, prompts: Any = prompts) -> str | Finding:
+                return model_checks.check_prompts(prompts, self._encoder(), place, limit_s, place)
+
+            yield Check(place, look, ("tokenizer",))
+            if self._thorough and place == "data.train":
+                first = partial(lambda prompts: model_checks.first_prompt(prompts[0], self._encoder()), prompts)
+                yield Check("first prompt", first, ("tokenizer", place))
+
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._tokenizer, self._spec.rollout.max_prompt_tokens)
+
+    def _model(self) -> str:
+        place = "model.init.config" if self._spec.model.init is not None else "model.path"
+        self._config = model_checks.load_model_config(self._model_dir, place)
+        return model_checks.check_model(self._spec, self._config, self._tokenizer)
+
+    def _cache(self) -> str | Finding:
+        return model_checks.check_cache(self._spec, self._config)
+
+    def _algorithm(self) -> str:
+        return model_checks.check_algorithm(self._spec, self._search_path, self._notice)
+
+    def _cluster(self) -> str:
+        with joined(self._spec) as found:
+            return found
+
+    def _engine(self) -> str:
+        """Have vLLM check its settings, in a process of its own: importing it here would take 700 MB until the end."""
+        spec_file = self._folder / "spec.yaml"
+        spec_file.write_text(dump_spec(self._spec, {}))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", engine_start.__name__, str(spec_file), self._model_dir],
+                capture_output=True,
+                text=True,
+                timeout=ENGINE_S,
+                env=os.environ | {"TMPDIR": str(self._folder)},
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            mend = "`asyncrl doctor` shows whether vLLM can be imported here"
+            raise ConfigError(f"vLLM gave no answer within {ENGINE_S:.0f} s", place="rollout", mend=mend) from None
+        for line in done.stdout.splitlines():
+            kind, _, said = line.partition(" ")
+            if kind == "ANSWER":
+                return said
+            if kind == "MISTAKE":
+                message, place, mend = json.loads(said)
+                raise ConfigError(message, place=place, mend=mend)
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        mend = "`asyncrl doctor` shows whether vLLM can be imported here"
+        raise ConfigError(f"vLLM cannot check its settings: {last}", place="rollout", mend=mend)

@@ -1,0 +1,70 @@
+"""Names that the installed vLLM knows, read from its source: importing vLLM takes ten seconds and 700 MB.
+
+Where vLLM's source has another shape than expected, nothing is known (None), and the engine itself refuses the name.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.rollout.tool_calls import HERMES
+from asyncrl_cli.runs.errors import ConfigError
+
+
+def engine_arguments() -> set[str] | None:
+    """The names of vLLM's engine arguments."""
+    found = {
+        statement.target.id
+        for node in _statements("engine/arg_utils.py")
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+    return found or None
+
+
+def tool_parsers() -> set[str] | None:
+    """The names of vLLM's tool parsers."""
+    for node in _statements("tool_parsers/__init__.py"):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            (target,) = node.targets
+            if isinstance(target, ast.Name) and target.id == "_TOOL_PARSERS_TO_REGISTER":
+                return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+    return None
+
+
+def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] | None) -> None:
+    """Raises ``ConfigError`` for the first argument of ``rollout.engine_args`` that vLLM does not have."""
+    for name in arguments:
+        if known is not None and name not in known:
+            close = get_close_matches(name.strip("-").replace("-", "_"), known, n=1)
+            raise ConfigError(
+                f"vLLM has no engine argument {name!r}",
+                place=f"rollout.engine_args.{name}",
+                mend=f"Did you mean {close[0]}?" if close else "Remove it; `vllm serve --help` lists the arguments",
+            )
+
+
+def check_tool_parser(name: str | None) -> None:
+    """Raises ``ConfigError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has."""
+    known = tool_parsers() if name not in (None, HERMES) else None
+    if known is not None and name not in known:
+        close = get_close_matches(str(name), known, n=1)
+        raise ConfigError(
+            f"vLLM has no tool parser {name!r}",
+            place="rollout.tool_parser",
+            mend=f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(sorted(known))}",
+        )
+
+
+def _statements(path: str) -> list[ast.stmt]:
+    package = find_spec("vllm")  # does not import it
+    if package is None or package.origin is None:
+        return []
+    file = Path(package.origin).parent / path
+    return ast.parse(file.read_text()).body if file.is_file() else []

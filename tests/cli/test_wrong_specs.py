@@ -1,0 +1,185 @@
+"""Specs that are well-formed, realistic, and cannot work: all are refused before a process starts, each with the key
+that is wrong and a hint. `asyncrl train` makes exactly these checks, in this order, before it makes the run's folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.pipeline import preflight
+from asyncrl_cli.pipeline.start_checks import StartChecks
+from asyncrl_cli.pipeline.trials import trial_spec
+from asyncrl_cli.rollout.engine_start import engine_config
+from asyncrl_cli.runs.errors import ConfigError, UserError
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.problems import SpecError
+from asyncrl_cli.train.initial_model import write_skeleton
+
+SPEC = """
+model:
+  init:
+    architecture: qwen3
+    config: {hidden_size: 96, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 3,
+             num_key_value_heads: 1, head_dim: 32}
+  max_length: 256
+task: {use: chain_sum}
+data: {train: {size: 200}, eval: {size: 64}}
+rollout: {max_prompt_tokens: 32, max_response_tokens: 192, max_running_rollouts: 64}
+pipeline: {groups_per_step: 8}
+stop: {steps: 20}
+"""
+CONFIG = "model.init.config"
+WRONG = [
+    # the model
+    ("model.init.architecture=qwen33", "model.init.architecture", "Did you mean qwen3?"),
+    (f"{CONFIG}.hiden_size=96", CONFIG, "Did you mean hidden_size?"),
+    (f"{CONFIG}.hidden_size=0", CONFIG, ""),
+    (f"{CONFIG}.hidden_size=-96", CONFIG, ""),
+    (f"{CONFIG}.hidden_size=big", CONFIG, ""),
+    (f"{CONFIG}.hidden_size=[64]", CONFIG, ""),
+    (f"{CONFIG}.hidden_size=.nan", CONFIG, ""),
+    (f"{CONFIG}.num_hidden_layers=2.5", CONFIG, ""),
+    (f"{CONFIG}.num_key_value_heads=2", CONFIG, ""),
+    (f"{CONFIG}.hidden_act=nosuch", CONFIG, ""),
+    (f"{CONFIG}.max_position_embeddings=64", "model", ""),
+    ("model={path: ./empty}", "model.path", "save_pretrained"),
+    ("model={path: ./no-weights}", "model.path", ".safetensors"),
+    ("model={path: nobody-at-all/nosuch-model}", "model.path", ""),
+    ("model={path: not a hub id}", "model.path", ""),
+    ("model.init.tokenizer=./empty", "model.init.tokenizer", ""),
+    ("model.chat_template=./README.md", "model.chat_template", "Jinja"),
+    ("model.chat_template=./broken.jinja", "model.chat_template", "Jinja"),
+    ("model.lora={target_modules: [nosuch]}", "model.lora.target_modules", ""),
+    ("model.lora={target_modules: [embed_tokens]}", "model.lora.target_modules", ""),
+    # the task and its data
+    ("task.use=nosuch:reward", "task.use", "nosuch.py"),
+    ("task.use=exits:reward", "exits.py:3", "Remove the call"),
+    ("task.use=raises:reward", "task.use", "raises"),
+    ("task.options={min_term: 2}", "task.options", "Did you mean min_terms?"),
+    ("task.reward_memory_mb=1", "task.reward_memory_mb", ""),
+    ("data.train={path: missing.jsonl}", "data.train.path", ""),
+    ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),
+    ("data.train={path: refused.jsonl}", "data.train", "chat_template"),
+    ("rollout.max_prompt_tokens=1", "data.train", "Raise rollout.max_prompt_tokens"),
+    # engines
+    ("rollout.tool_parser=hermess", "rollout.tool_parser", ""),
+    ("rollout.tool_parser=lama3_json", "rollout.tool_parser", "Did you mean llama3_json?"),
+    ("rollout.engine_args={nosuch: 1}", "rollout.engine_args.nosuch", "Remove it"),
+    (
+        "rollout.engine_args={gpu_memory_utilisation: 0.5}",
+        "rollout.engine_args",
+        "Did you mean gpu_memory_utilization?",
+    ),
+    ("rollout.gpus_per_engine=1", "rollout.gpus_per_engine", "to 0 to run on CPU"),
+    ("trainer.gpus_per_rank=1", "trainer.gpus_per_rank", "to 0 to run on CPU"),
+    ("rollout.kv_cache_mb=1 & model.max_length=4096", "rollout.kv_cache_mb", "Raise it"),
+    ("rollout.gateway.host=not a host", "rollout.gateway.host", ""),
+    ("rollout.sampling.stop=['']", "rollout.sampling.stop", ""),
+    # the objective
+    ("algorithm.advantage=nosuch:advantage", "algorithm.advantage", "nosuch.py"),
+    ("algorithm.loss=nosuch:loss", "algorithm.loss", "nosuch.py"),
+    ("algorithm.advantage=own:two_arguments", "algorithm.advantage", "parameters"),
+    ("algorithm.advantage=own:wrong_shape", "algorithm.advantage", ""),
+    ("algorithm.loss=own:wrong_shape", "algorithm.loss", "parameters"),
+    ("algorithm.sapo_temperatures=[-1, -1]", "algorithm.sapo_temperatures", ""),
+    ("trainer.optimizer.learning_rate=10", "trainer.optimizer.learning_rate", ""),
+    ("trainer.optimizer.learning_rate=1e30", "trainer.optimizer.learning_rate", ""),
+    # the loop
+    ("pipeline.stall_minutes=1e-9", "pipeline.stall_minutes", ""),
+    ("pipeline.stall_minutes=1e300", "pipeline.stall_minutes", ""),
+    ("stop.steps=1000000000000000000000", "stop.steps", ""),
+    # around it
+    ("tracking.uri=nonsense://x", "tracking.uri", ""),
+    ("tracking={mlflow: false, register_model: mine}", "tracking", ""),
+    ("runs_dir=README.md", "runs_dir", "folder"),
+    ("cluster.address=not an address", "cluster.address", ""),
+]
+"""What is set, the place that is blamed, and words of the hint."""
+USELESS = [
+    ("pipeline.max_staleness=20", "pipeline.max_staleness"),
+    ("pipeline.publish_every=20", "pipeline.publish_every"),
+    ("checkpoints={keep_best: 2, every: 3}", "checkpoints.keep_best"),
+]
+"""What runs, and does not do what it seems to: a warning."""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Make the checks of a start, with one thing set."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "installed_gpus", lambda: ())  # whatever machine the tests run on
+    for name, text in FILES.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    Path("empty").mkdir()
+
+    def make(override: str) -> None:
+        spec = load_spec("spec.yaml", override.split(" & ") if override else []).spec
+        with StartChecks(spec, tmp_path, notices.append) as checks:
+            checks.experiment()
+
+    notices: list[str] = []
+    yield make
+    assert not Path("runs").exists(), "nothing is made"
+
+
+FILES = {
+    "spec.yaml": SPEC,
+    "README.md": "# A page, and no template\n",
+    "broken.jinja": "{% for message in messages %}",
+    "no-weights/config.json": json.dumps({"model_type": "qwen3"}),
+    "exits.py": '"""A script."""\nimport sys\nsys.exit(3)\n',
+    "raises.py": "raise RuntimeError('no licence')\n",
+    "own.py": "def two_arguments(rewards, more): return rewards\ndef wrong_shape(rewards): return rewards[:, :1]\n",
+    "no-prompt.jsonl": '{"question": "1+1="}\n',
+    "refused.jsonl": '{"prompt": [{"role": "user", "content": "?", "tool_calls": [{}]}]}\n',
+}
+
+
+def test_the_spec_itself_can_run(check: Callable[[str], None]) -> None:
+    check("")
+
+
+@pytest.mark.parametrize(("override", "place", "hint"), WRONG, ids=[override for override, _, _ in WRONG])
+def test_what_cannot_work_is_refused_with_place_and_hint(
+    check: Callable[[str], None], override: str, place: str, hint: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        check(override)
+    error = refused.value
+    assert error.exit_code == 2
+    if isinstance(error, SpecError):
+        found = [problem for problem in error.problems if problem.severity == "error"]
+        assert any(f"{problem.file}: {problem.path}".find(place) >= 0 for problem in found), error
+        assert all(
+            problem.mend or "must be" in problem.message or "must not be" in problem.message for problem in found
+        )
+    else:
+        assert place in f"{error.place}: {error.message}"
+        assert error.mend
+        assert hint in error.mend, error
+
+
+@pytest.mark.parametrize(("override", "key"), USELESS)
+def test_what_has_no_effect_is_warned_of(check: Callable[[str], None], override: str, key: str) -> None:
+    warnings = load_spec("spec.yaml", [override]).warnings
+    assert key in [problem.path for problem in warnings if problem.mend]
+    check(override)
+
+
+@pytest.mark.parametrize("argument", [{"block_size": 0}, {"gpu_memory_utilization": 7}, {"quantization": "nosuch"}])
+def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
+    argument: dict[str, object], tmp_path: Path
+) -> None:
+    """`--dry-run` asks for this in a process of its own; `train` hears it from the engine, which is not retried."""
+    spec = trial_spec(gpu=False)
+    write_skeleton(spec.model.init, spec.model.max_length, tmp_path)
+    wrong = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": argument})})
+    with pytest.raises(ConfigError, match="vLLM refuses the engine's settings: ") as refused:
+        engine_config(wrong, str(tmp_path), "dummy")
+    assert refused.value.place == "rollout.engine_args"
+    assert next(iter(argument)) in refused.value.mend

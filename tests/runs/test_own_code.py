@@ -1,0 +1,68 @@
+"""User code that hangs or ends the process is named with its line."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.runs.errors import ConfigError
+from asyncrl_cli.runs.own_code import own_code
+from asyncrl_cli.runs.own_modules import import_beside
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "while True: pass",
+        "import time; time.sleep(600)",
+        "import threading; threading.Event().wait()",
+        "import time\nwhile True:\n    try: time.sleep(600)\n    except Exception: pass",
+    ],
+)
+def test_an_import_that_hangs_is_ended_and_named(tmp_path: Path, hang: str) -> None:
+    (tmp_path / "hanging.py").write_text(f"# a module\n{hang}\n")
+    notices: list[str] = []
+    handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    with pytest.raises(ConfigError, match="importing the task took more than 0 s") as error:  # noqa: SIM117
+        with own_code("importing the task", notices.append, limit_s=0.2):
+            import_beside("hanging", tmp_path)
+    assert error.value.place.startswith(f"{tmp_path}/hanging.py:")
+    assert error.value.exit_code == 2
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (timer[0] > 0), "another one's timer goes on"
+
+
+def test_what_takes_long_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.runs.own_code.FIRST_NOTICE_S", 0.05)
+    (tmp_path / "waiting.py").write_text("def wait(told):\n    while not told:\n        pass\n")
+    notices: list[str] = []
+    with own_code("opening the data", notices.append):
+        import_beside("waiting", tmp_path).wait(notices)
+    assert notices[0].startswith("opening the data takes long: 0 s, now at ")
+    assert f"{tmp_path}/waiting.py:" in notices[0]
+
+
+@pytest.mark.parametrize(("call", "said"), [("sys.exit(3)", "sys.exit(3)"), ("sys.exit()", "sys.exit()")])
+def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, said: str) -> None:
+    (tmp_path / "leaving.py").write_text(f"import sys\n\n{call}\n")
+    with pytest.raises(ConfigError) as error, own_code("importing the task", print):
+        import_beside("leaving", tmp_path)
+    assert (error.value.place, error.value.message) == (f"{tmp_path}/leaving.py:3", f"importing the task called {said}")
+
+
+def test_other_errors_pass_and_other_threads_have_no_limit() -> None:
+    with pytest.raises(KeyError), own_code("this", print):
+        raise KeyError
+    ended: list[bool] = []
+
+    def work() -> None:
+        with own_code("that", print, limit_s=1.0):
+            ended.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ended == [True]
