@@ -64,7 +64,10 @@ def make_run(folder: Path, rollouts: int) -> Path:
         journal.execute("BEGIN")
         for key, value in (("settings", asdict(settings)), ("base", {})):
             journal.execute("INSERT INTO meta VALUES (?, ?)", (key, json.dumps(value)))
-        journal.execute("INSERT INTO starts VALUES (1, ?, 'train', 'host', 1, 0, 0, '')", (STARTED,))
+        journal.execute(
+            "INSERT INTO starts (at, kind, host, pid, step, version, note) VALUES (?, 'train', 'host', 1, 0, 0, '')",
+            (STARTED,),
+        )
         journal.execute("INSERT INTO publishes VALUES (0, 0, ?, 'x', 0.1, 0.05, 0, 0)", (STARTED,))
         numbers = np.random.default_rng(0)
         for step in range(steps):

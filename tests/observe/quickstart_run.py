@@ -31,7 +31,8 @@ def quickstart_run(folder: Path) -> RunDirectory:
 
     def publish(version: int, at: str | None, length: str | None) -> None:
         journal.execute(
-            "INSERT INTO publishes VALUES (?, ?, ?, '', ?, 0.03, 0, 0)",
+            "INSERT INTO publishes (version, step, at, checksum, seconds, stall_s, gap, change) "
+            "VALUES (?, ?, ?, '', ?, 0.03, 0, 0)",
             (version, version, second(at), int(length or 0) / 1000),
         )
 
