@@ -312,8 +312,9 @@ class Journal(JournalFile):
 
     def _note_segment(self, group_id: int, place: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
         start, version, *_, crc = columns
-        key = (group_id, place, branch, start, version)
-        self._note(_SEGMENT, group_id, place, branch, *columns, at, key_crc(*key, crc))
+        keyed = key_crc(group_id, place, branch, start, version, crc)
+        # Unchecked: integers and bytes can always be stored, and this is most of what a run writes.
+        self._noted.append((_SEGMENT, (group_id, place, branch, *columns, at, keyed)))
 
     def _note_rollout(self, columns: tuple[Any, ...], judged_at: float | None, recorded_at: float) -> None:
         self._note(_ROLLOUT, *columns, judged_at, recorded_at, row_crc(*columns))

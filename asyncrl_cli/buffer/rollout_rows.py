@@ -173,9 +173,9 @@ def prompt_texts(prompt: Prompt) -> tuple[str, str]:
 
 
 def row_crc(*values: Any) -> int:
-    """The CRC-32 of some columns."""
-    shown = [zlib.crc32(value) if isinstance(value, bytes) else value for value in values]
-    return zlib.crc32(json.dumps(shown).encode())
+    """The CRC-32 of some columns, as ``ascii`` shows them: it is faster than JSON and as exact."""
+    shown = [zlib.crc32(value) if type(value) is bytes else value for value in values]
+    return zlib.crc32(ascii(shown).encode())
 
 
 def key_crc(group_id: int, place: int, branch: int, start: int, version: int, crc: int) -> int:

@@ -8,10 +8,19 @@ from pathlib import Path
 
 from asyncrl_cli.buffer.schema import JournalError
 
+_LIMIT = 2**63
+"""SQLite's integers have 64 bits."""
+
 
 def fault_in(values: Iterable[object]) -> str:
     """What keeps a row of these values from being stored; empty when nothing does."""
-    return next(filter(None, map(_fault, values)), "")
+    for value in values:
+        kind = type(value)
+        if value is None or kind is bytes or (kind is int and -_LIMIT <= value < _LIMIT):  # type: ignore[operator]
+            continue
+        if fault := _fault(value):
+            return fault
+    return ""
 
 
 def refusal(record: str, fault: str, path: Path) -> JournalError:
@@ -29,9 +38,9 @@ def printable(text: str) -> str:
 
 
 def _fault(value: object) -> str:
-    if value is None or isinstance(value, bytes):
-        return ""
     if isinstance(value, str):
+        if value.isascii():
+            return ""
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -40,5 +49,5 @@ def _fault(value: object) -> str:
     if isinstance(value, float):
         return "NaN" if math.isnan(value) else ""
     if isinstance(value, int):
-        return "" if -(2**63) <= value < 2**63 else "a number of more than 64 bits"
+        return "" if -_LIMIT <= value < _LIMIT else "a number of more than 64 bits"
     return f"a {type(value).__name__}"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir, Step
+from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 
@@ -58,6 +59,8 @@ def resume(
     if not (without_journal or accept_changed_data):
         check_data(run, experiment)
     start = plan.carry_out(run)  # nothing on disk changes before
+    if start.note != plan.start.note:
+        echo(f"{run.run_id}: {start.note}", err=True)
     run.write_spec(dump_spec(spec, references))
     run.update(phase="starting", steps=spec.stop.steps)
     drive(experiment, run, start, quiet)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl_cli.buffer.rollout_rows import read_batch
-from asyncrl_cli.buffer.schema import FILE, open_for_reading
+from asyncrl_cli.buffer.schema import FILE, explained, open_for_reading
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.pipeline.fleet import ActorFactory
 from asyncrl_cli.pipeline.placement import rank_wants
@@ -85,7 +85,8 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         await ranks.start(checkpoint.folder if checkpoint else None)
         for step in range(checkpoint.step if checkpoint else 0, plan.last):
             try:
-                batch = read_batch(connection, step)
+                with explained(run.path / FILE):
+                    batch = read_batch(connection, step)
             except LookupError as error:
                 raise RunError(
                     str(error.args[0]),

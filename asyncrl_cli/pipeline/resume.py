@@ -81,7 +81,6 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     if journal.is_file():
         open_for_writing(journal).close()  # one that was never begun, or is older, gets the present schema
         check(journal)
-        DurableLedger(journal, buffer_settings(spec)).journal.close()
         taken, trained = _steps_done(journal)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", place=str(journal), mend=instead)
@@ -107,7 +106,26 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 place=str(journal),
                 mend=instead,
             )
+    if journal.is_file():
+        _read_through(run, spec, checkpoint.step if checkpoint else 0, taken)
     return Plan(Start("resume", note, checkpoint), trained, again=step is not None, without_journal=False)
+
+
+def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:
+    """Read what the run needs of its journal: where it stands, what is unfinished, and the batches from step ``first``
+    on, which are trained again. Changes nothing."""
+    book = DurableLedger(run.path / FILE, buffer_settings(spec))
+    with closing(book.journal):
+        book.opening()
+        for step in range(first, taken):
+            try:
+                book.journal.batch(step)
+            except LookupError as error:
+                raise RunError(
+                    f"the steps after step {first} cannot be trained again: {error.args[0]}",
+                    place=run.run_id,
+                    mend="Resume from a later checkpoint: `asyncrl checkpoint list` shows them",
+                ) from None
 
 
 def check_data(run: RunDirectory, experiment: Experiment) -> None:

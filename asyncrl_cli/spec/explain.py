@@ -45,7 +45,7 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
 
     Of a ``partial`` spec, of which a file could not be read, nothing is called missing.
     """
-    details = error.errors(include_url=False)
+    details, words = _without_kinds(error.errors(include_url=False))
     meant: set[str] = set()
     unknown = (detail for detail in details if detail["type"] == "extra_forbidden")
     for count, detail in enumerate(unknown):
@@ -61,7 +61,32 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
         elif detail["type"] == "missing":
             yield Problem(_dotted(detail["loc"][:-1]), f"has too few values: {_shown(detail['input'])}"), False
         elif detail["type"] not in ("extra_forbidden", "default_factory_not_called"):
-            yield Problem(path, _message(detail), _mend(detail, keys().get(general(path)))), False
+            message = _message(detail, words.get(detail["loc"], ""))
+            yield Problem(path, message, _mend(detail, keys().get(general(path)))), False
+
+
+def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dict[Location, str]]:
+    """Of a key that takes a word or something else, pydantic has an error for each, with the kind in its location.
+
+    Returns the errors of the something else, at the key itself, and the words that would be right there, too.
+    """
+    kept: list[ErrorDetails] = []
+    words: dict[Location, str] = {}
+    for detail in details:
+        location = detail["loc"]
+        leaf = next((end for end in range(1, len(location)) if _is_leaf(location[:end])), len(location))
+        place = location[:leaf] + tuple(part for part in location[leaf:] if isinstance(part, int))
+        if place != location and detail["type"] == "literal_error":
+            words[place] = _choice(_allowed(detail))
+        else:
+            detail["loc"] = place
+            kept.append(detail)
+    return kept, words
+
+
+def _is_leaf(location: Location) -> bool:
+    key = keys().get(general(_dotted(location)))
+    return key is not None and key.opens is None
 
 
 def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Location]:
@@ -106,12 +131,15 @@ def _flow(value: Any) -> str:
     return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
 
 
-def _message(detail: ErrorDetails) -> str:
+def _message(detail: ErrorDetails, words: str = "") -> str:
+    """What is wrong; ``words`` would be right, too."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "too_long":
         return f"has {context['actual_length']} values, but takes {context['max_length']}"
     if kind == "string_too_long":
         return f"has {len(value)} characters, but may have {context['max_length']} at most"
+    if kind == "too_short":
+        return f"needs at least {context['min_length']} item, and has {context['actual_length']}"
     if kind == "format":
         return f"{detail['msg']}, not {_shown(value)}"
     if kind == "string_too_short":
@@ -124,7 +152,7 @@ def _message(detail: ErrorDetails) -> str:
         name, words = _BOUNDS[kind]
         return f"must be {words} {context[name]:.12g}, not {_shown(value)}"
     if kind in _KINDS:
-        return f"must be {_KINDS[kind]}, not {_shown(value)}"
+        return f"must be {f'{words} or ' if words else ''}{_KINDS[kind]}, not {_shown(value)}"
     return detail["msg"]
 
 
@@ -136,6 +164,8 @@ def _mend(detail: ErrorDetails, key: Key | None) -> str:
             return f"Did you mean `{close[0]}`?"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "Put it in quotes to make it text."
+    if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):
+        return f"Write {int(value)}." if abs(value) < 2**63 else _default_mend(key)
     if isinstance(value, str) and detail["type"] in ("int_type", "float_type", "bool_type"):
         return "Write it without quotes." if _is_bare(value) else _default_mend(key)
     if key is not None and key.opens and detail["type"] in ("list_type", "dict_type"):

@@ -111,11 +111,13 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind | None = N
 def _watch(report: int, boxes: Sequence[Box], limits: Limits, tests: int) -> bytes | None:
     """What the tests' process reports until it has ended, its time is over or a sandbox exceeds a limit; None when it
     does not begin."""
-    told, deadline = b"", time.monotonic() + START_S
-    while (left := deadline - time.monotonic()) > 0 and len(told) <= tests:
-        if not select.select([report], [], [], min(left, LOOK_S))[0]:
-            if told and any(box.exceeds() for box in boxes):
+    told, deadline, looked = b"", time.monotonic() + START_S, 0.0
+    while (left := deadline - (now := time.monotonic())) > 0 and len(told) <= tests:
+        if told and now - looked >= LOOK_S:
+            looked = now
+            if any(box.exceeds() for box in boxes):
                 break
+        if not select.select([report], [], [], min(left, LOOK_S))[0]:
             continue
         if not (piece := os.read(report, 2**16)):
             break

@@ -28,6 +28,8 @@ from asyncrl_cli.tasks import sandbox_calls, sandbox_confine, sandbox_filter, sa
 Kind = Literal["bubblewrap", "seccomp", "none"]
 END_S = 10.0
 """Seconds that the kernel gets to end a process after SIGKILL."""
+MOST_FILES = 10_000
+"""Files and folders that the code may have."""
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
 DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Beside Python, what it needs of the system."""
@@ -136,18 +138,22 @@ class Box:
         with suppress(OSError):
             if len(os.listdir(f"/proc/{self.pid}/task")) > self._limits.processes:
                 return True
-        return self._folder is not None and self._used() > self._limits.disk_mb * sandbox_confine.MEGABYTE
+        if self._kind == "bubblewrap":  # its file system has a size, and empty files take memory beside it
+            with suppress(OSError):
+                files = os.statvfs(f"/proc/{self.pid}/root/tmp")
+                return files.f_files - files.f_ffree > MOST_FILES
+        return self._folder is not None and self._uses_too_much(self._folder)
 
-    def _used(self) -> int:
-        """Bytes of its files: those in its folder, which has no folders, and those that it has open and removed."""
-        assert self._folder is not None
-        found = [entry.stat(follow_symlinks=False) for entry in os.scandir(self._folder)]
+    def _uses_too_much(self, folder: str) -> bool:
+        """Whether its files, in a folder without folders or open and removed, are too many or too large."""
+        found = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
         with suppress(OSError):
             for name in os.listdir(descriptors := f"/proc/{self.pid}/fd"):
                 with suppress(OSError):
                     held = os.stat(f"{descriptors}/{name}")
                     found += [held] * (held.st_nlink == 0)
-        return sum(one.st_blocks * 512 for one in found)
+        size = sum(one.st_blocks * 512 for one in found)
+        return len(found) > MOST_FILES or size > self._limits.disk_mb * sandbox_confine.MEGABYTE
 
     def said(self) -> str:
         """The last line of what it said of its start, or how it ended."""

@@ -22,6 +22,7 @@ OPEN_FILES = 64
 NOBODY = 65534
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
+CAPABILITY_VERSION = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
@@ -74,7 +75,7 @@ def confine(setup: dict[str, Any]) -> list[str]:
         (resource.RLIMIT_FSIZE, limits["disk_mb"] * MEGABYTE),
         (resource.RLIMIT_CPU, int(limits["time_s"]) + 1),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # 0 would still feed a program that collects core dumps
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         _limit(kind, limit)
@@ -82,6 +83,7 @@ def confine(setup: dict[str, Any]) -> list[str]:
         _become(uid)
         if os.getuid() == uid:  # the kernel counts a user's threads, and nobody's may be others'
             _limit(resource.RLIMIT_NPROC, limits["processes"])
+    _drop_capabilities()
     _call("prctl PDEATHSIG", _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if setup["filter"] is not None:
         _call("prctl NO_NEW_PRIVS", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
@@ -108,6 +110,11 @@ def _become(uid: int) -> None:
             raise OSError("still root")
         return
     raise OSError("no id to run under: neither of its own nor nobody's")
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    _call("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _held(path: str) -> str:

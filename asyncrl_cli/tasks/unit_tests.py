@@ -54,17 +54,24 @@ class UnitTests:
         if self._sandbox != "bubblewrap":
             print(f"unit_tests: the code of the model runs in the sandbox `{self._sandbox}`", file=sys.stderr)
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``MissingField`` for a row without tests, and ``SyntaxError`` for its impossible ones."""
+        self._tests(prompt)
+
     def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
         """1.0 if all tests pass (or the share that does), with the metric ``tests_passed``, a share.
 
         Raises ``MissingField``, ``SyntaxError`` for a row's impossible tests, and ``SandboxError`` when no sandbox can
         be started.
         """
-        tests = [test for code in texts_field(prompt, self._field) for test in tests_in(code)]
+        tests = self._tests(prompt)
         code = code_in(response)
         passed = run(code, tests, self._limits, self._sandbox) if _compiles(code) else [False]
         share = sum(passed) / len(passed)
         return RewardResult(share if self._partial else float(all(passed)), {"tests_passed": share})
+
+    def _tests(self, prompt: Prompt) -> list[Check]:
+        return [test for code in texts_field(prompt, self._field) for test in tests_in(code)]
 
 
 def code_in(response: str) -> str:

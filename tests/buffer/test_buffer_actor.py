@@ -279,6 +279,20 @@ async def with_one_step(buffer: Buffer) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
+def test_a_buffer_whose_place_was_taken_answers_nothing_any_more(tmp_path: Path) -> None:
+    async def test() -> None:
+        old = await opened(tmp_path)
+        await old.admit(candidates(1, 2))
+        new = await opened(tmp_path, kind="resume")
+        for _ in range(2):
+            with pytest.raises(JournalError, match="another process has begun to write this journal"):
+                await old.failed("engine", "engine-0", "a message")
+        await new.record(group_rollouts(0), [], group_outcomes(0))
+        assert opening_of(tmp_path).counts.finished == 1
+
+    run(test())
+
+
 def test_a_batch_is_waited_for_and_its_taking_is_durable(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
@@ -359,9 +373,6 @@ def test_what_old_checkpoints_need_no_more_is_pruned(tmp_path: Path) -> None:
 
 @pytest.mark.stack
 def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
-    import ray
-    from ray.exceptions import RayActorError
-
     from asyncrl_cli.pipeline.cluster import ray_cluster
     from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -373,6 +384,9 @@ def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
     logs.mkdir()
 
     with ray_cluster(ExperimentSpec.model_validate(smallest), logs):
+        import ray  # Ray reads its settings, the token among them, when it is imported
+        from ray.exceptions import RayActorError
+
         for life, kind in enumerate(("train", "restart", "restart", "resume")):
             buffer = ray.remote(Buffer).options(num_cpus=0).remote(str(tmp_path / FILE), settings, str(logs))
             opening = ray.get(buffer.open.remote(kind), timeout=LIMIT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,40 @@ def test_a_damaged_journal_is_said_to_be_and_kept(run: RunDirectory, damage: str
     with pytest.raises(JournalError, match="--without-journal"):
         start(run)
     assert on_disk(run) == before
+
+
+@pytest.mark.parametrize(
+    ("sql", "fault"),
+    [
+        ("UPDATE rollouts SET reward = 0.5 WHERE group_id = 4", "rollout 4-0 has another checksum"),
+        ("DELETE FROM segments WHERE group_id = 4", "rollout 4-0 has 0 of its"),
+        ("UPDATE groups SET prompt = '\"other\"' WHERE id = 4", "the prompt of group 4 has another checksum"),
+    ],
+)
+def test_damage_to_what_is_trained_again_is_found_before_anything_starts(
+    run: RunDirectory, sql: str, fault: str
+) -> None:
+    record(run, taken=6)
+    save(run, 2)
+    save(run, 5)
+    with closing(sqlite3.connect(run.path / FILE)) as connection, connection:
+        connection.execute(sql)
+    with pytest.raises(JournalError, match=fault):
+        start(run, step=2)
+    assert start(run).kind == "resume", "from step 5 on nothing is damaged"
+
+
+def test_tokens_that_were_dropped_keep_a_run_from_starting_before_them(run: RunDirectory) -> None:
+    record(run, taken=6)
+    save(run, 4)
+    book = DurableLedger(run.path / FILE, buffer_settings(SPEC))
+    book.journal.prune(4)
+    book.journal.close()
+    assert (
+        refused(run, step=0).message
+        == "the steps after step 0 cannot be trained again: the tokens of step 0 are pruned"
+    )
+    assert start(run).kind == "resume"
 
 
 # -- edited data

@@ -247,7 +247,7 @@ class Mutator:
 
     def trick(self) -> Case:
         """Anchors, merges, tags, nesting and lengths that a parser may stumble over."""
-        size = self.random.choice([1, 3, 12, 100, 1500, 9000])
+        size = self.random.choice([1, 3, 12, 12, 100, 100, self.random.choice([300, 1500, 1500, 9000])])
         few = self.random.randrange(2, 12)
         open_, close = self.random.choice(["[]", "{}", ("- ", ""), ("? ", ""), ("a: ", ""), ("{a: ", "}")])
         text = self.random.choice(["extends: quickstart.yaml\n", self.random.choice(self.texts), ""])

@@ -225,6 +225,12 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("cluster.address=head", "must be `auto`, `host:port`"),
         ("tracking.experiment=''", "must not be empty"),
         ("model.path=''", "must not be empty"),
+        ("stop.steps=1e3", "must be a whole number, not 1000.0\n    Write 1000."),
+        ("model.lora.target_modules=[]", "needs at least 1 item, and has 0"),
+        ("model.lora.target_modules=all", "must be `all-linear` or a list, not 'all'"),
+        ("model.lora.target_modules=[1]", "must be text, not 1"),
+        ("journal.keep=none", "must be `all` or a whole number, not 'none'"),
+        ("journal.keep=0", "must be at least 1, not 0"),
         ("task.mix=3", "Write a list; each entry has the keys name, weight, use"),
         ("evaluation.sets=3", "Write names; what is under each has the keys data, task"),
         ("name={a: 1}", "must be text, not a mapping\n    Left out, it is 'run'."),
@@ -234,6 +240,7 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
 def test_values_of_the_wrong_kind(write: Write, override: str, words: str) -> None:
     (problem,) = mistakes(write(), override)
     assert words in f"{problem.message}\n    {problem.mend}"
+    assert problem.path.startswith(override.partition("=")[0]) and "[" not in problem.path
     assert problem.file == f"--set {override.partition('=')[0]}" and problem.line is None
 
 

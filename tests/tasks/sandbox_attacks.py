@@ -180,6 +180,8 @@ def touches_other_processes() -> str:
 
 
 def calls_dangerous_system_calls() -> str:
+    if os.uname().machine != "x86_64":
+        return ""  # other numbers
     numbers = {
         "io_uring_setup": 425, "userfaultfd": 323, "perf_event_open": 298, "bpf": 321, "add_key": 248,
         "request_key": 249, "keyctl": 250, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "setns": 308,
@@ -260,6 +262,23 @@ def takes_memory_by_files() -> str:
     return ""
 
 
+def makes_many_files() -> str:
+    for number in range(100_000):
+        try:
+            os.close(os.open(f"file{number}", os.O_CREAT | os.O_WRONLY))
+        except OSError:
+            return ""
+    time.sleep(0.5)  # to be seen
+    return "100,000 files"
+
+
+def uses_calls_of_32_bits() -> str:
+    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, getpid; int 0x80; ret
+    address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    return f"got {ctypes.CFUNCTYPE(ctypes.c_int)(address)()}"
+
+
 def grows_pipes() -> str:
     pipes = []
     try:
@@ -295,5 +314,7 @@ ATTACKS = [
     starts_processes, frees_itself, takes_memory, grows_pipes,
 ]  # fmt: skip
 """Those that leave the process alive."""
-FATAL = [uses_another_system_call_table, takes_memory_by_files, starts_threads]
+FATAL = [uses_another_system_call_table, takes_memory_by_files, starts_threads, makes_many_files]
+if os.uname().machine == "x86_64":
+    FATAL.append(uses_calls_of_32_bits)
 """Those after which a sandbox may end it."""

@@ -13,6 +13,7 @@ from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.base import CheckingTask
 from asyncrl_cli.tasks.matching import ExactMatch, MissingField, RegexMatch
 from asyncrl_cli.tasks.math_answers import MathAnswers
+from asyncrl_cli.tasks.unit_tests import UnitTests
 
 
 def row(**fields: Any) -> Prompt:
@@ -126,6 +127,8 @@ def test_rows_that_no_response_could_match_are_found_before_they_are_visited() -
         (RegexMatch(pattern="(a)"), {}, "no field 'answer'"),
         (RegexMatch(pattern_field="want"), {"want": "("}, "missing )"),
         (MathAnswers(), {"answer": r"\frac{1}{"}, "a brace is not closed"),
+        (UnitTests(sandbox="none"), {}, "no field 'tests'"),
+        (UnitTests(sandbox="none"), {"tests": "assert f(1 =="}, "never closed"),
     ):
         assert isinstance(task, CheckingTask)
         with pytest.raises(Exception, match=re.escape(words)):

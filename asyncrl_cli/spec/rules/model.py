@@ -66,7 +66,8 @@ def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
     for name in SIZES:
         # Some architectures read null as "follows from the others".
         if config.get(name) is not None and name not in sizes:
-            yield Problem(f"model.init.config.{name}", f"must be a whole number from 1 to {LARGEST}", "Correct it.")
+            message = f"must be a whole number from 1 to {LARGEST}"
+            yield Problem(f"model.init.config.{name}", message, "Write digits without quotes, such as 64.")
 
 
 @rule
