@@ -9,6 +9,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.cli.output import echo
+from asyncrl_cli.runs.terminal import printable
 
 if TYPE_CHECKING:
     from asyncrl_cli.pipeline.serving import Address, Served
@@ -36,20 +37,23 @@ def serve(
     changes = [*(overrides or ()), *listen]
     served = _of_spec(Path(target), changes, step) if _is_spec(target) else _of_run(runs_dir, target, changes, step)
 
+    from asyncrl_cli.observe.outlet import run_terminal
     from asyncrl_cli.pipeline.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.pipeline.serving import serve as run_server
 
-    def say(text: str) -> None:
-        echo(text, err=True)
+    with run_terminal(served.logs) as terminal:
 
-    def ready(address: Address) -> None:
-        echo(_as_json(address) if as_json else _shown(served, address))
+        def say(text: str) -> None:
+            terminal.err.write(f"{printable(text)}\n")
 
-    try:
-        run_server(served, ready, say, say)
-    except Interrupted:
-        say("stopped")
-        raise typer.Exit(INTERRUPTED) from None
+        def ready(address: Address) -> None:
+            terminal.out.write(f"{printable(_as_json(address) if as_json else _shown(served, address))}\n")
+
+        try:
+            run_server(served, ready, say, say)
+        except Interrupted:
+            say("stopped")
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _is_spec(target: str) -> bool:

@@ -119,6 +119,7 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
     that is still printed can keep the process from ending.
     """
     real = [os.dup(number) for number in STANDARD]
+    log_dir.mkdir(parents=True, exist_ok=True)
     redirect_output(str(log_dir), "driver")
     # A panel is drawn over itself: missing frames are made good by the next one.
     outlets = [Outlet(descriptor, notices=not os.isatty(descriptor)) for descriptor in real]

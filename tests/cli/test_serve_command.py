@@ -65,7 +65,7 @@ def test_a_checkpoint_of_adapters_is_served_merged(run: RunDirectory, tmp_path: 
     export.assert_called_once_with(checkpoint, "org/model", tmp_path / "model", LoraSpec(rank=4, alpha=8.0))
 
 
-def test_it_prints_the_address_and_ends_with_130(run: RunDirectory) -> None:
+def test_it_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     (run.path / "model").mkdir()
     run.update(phase="finished", step=10)
     address = Address("http://127.0.0.1:1/v1", "secret", run.run_id)
@@ -79,14 +79,18 @@ def test_it_prints_the_address_and_ends_with_130(run: RunDirectory) -> None:
         arguments = ["serve", "mine", "--runs-dir", str(run.path.parent), "--host", "::1", "--port", "8000"]
         ended = CliRunner().invoke(app, [*arguments, "--json"])
         assert ended.exit_code == 130
-        assert json.loads(ended.stdout) == {
+        out, err = capfd.readouterr()
+        assert err == "stopped\n"
+        assert json.loads(out) == {
             "base_url": "http://127.0.0.1:1/v1",
             "api_key": "secret",
             "model": run.run_id,
         }
         ended = CliRunner().invoke(app, arguments)
-        assert "Authorization: Bearer secret" in ended.stdout
-        assert _shown(served(run), address) in ended.stdout
+        assert ended.exit_code == 130
+        out = capfd.readouterr().out
+        assert "Authorization: Bearer secret" in out
+        assert _shown(served(run), address) in out
 
 
 def test_a_spec_has_no_steps(tmp_path: Path) -> None:
