@@ -61,6 +61,5 @@ def resume(
     start = plan.carry_out(run)  # nothing on disk changes before
     if start.note != plan.start.note:
         echo(f"{run.run_id}: {start.note}", err=True)
-    run.write_spec(dump_spec(spec, references))
-    run.update(phase="starting", steps=spec.stop.steps)
+    run.begin(dump_spec(spec, references), spec.stop.steps)
     drive(experiment, run, start, quiet)

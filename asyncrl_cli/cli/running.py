@@ -92,13 +92,12 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {place}" for name, place in places.items() if place]
-    where = "" if run.path.parent == Path("runs").absolute() else f" --runs-dir {_shown(run.path.parent)}"
     lines += [
         "next:",
-        f"  asyncrl report {run.run_id}{where} -o report.html",
-        f"  asyncrl watch {run.run_id}{where}",
-        f"  asyncrl inspect run {run.run_id}{where}",
-        f"  asyncrl resume {run.argument}{where} --steps {2 * run.state.steps}",
+        f"  asyncrl report {run.argument} -o report.html",
+        f"  asyncrl watch {run.argument}",
+        f"  asyncrl inspect run {run.argument}",
+        f"  asyncrl resume {run.argument} --steps {2 * run.state.steps}",
     ]
     if outcome.tracking and "://" in outcome.tracking.uri and not outcome.tracking.uri.startswith("http"):
         lines.append(f"  mlflow ui --backend-store-uri {outcome.tracking.uri}")

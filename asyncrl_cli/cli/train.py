@@ -50,9 +50,7 @@ def train(
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()
     run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
-    run.write_json("manifest.json", describe_start(spec))
-    run.write_spec(dump_spec(loaded.spec, loaded.references))
-    run.update(phase="starting", steps=loaded.spec.stop.steps)
+    run.begin(dump_spec(loaded.spec, loaded.references), loaded.spec.stop.steps, describe_start(spec))
     drive(experiment, run, Start(), quiet)
 
 

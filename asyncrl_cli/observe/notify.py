@@ -117,7 +117,7 @@ def _execute(command: str, notice: Mapping[str, Any], log: Path) -> None:
         COMMAND: command,
     }
     log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as output:
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
         process = subprocess.Popen(
             ["sh", "-c", f'eval "${COMMAND}"'],  # what a process is called with is for everybody to see
             stdin=subprocess.PIPE,

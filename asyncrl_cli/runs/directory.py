@@ -204,9 +204,22 @@ class RunDirectory:
             return []
         return [row for line in lines if (row := _parsed(line)) is not None]
 
-    def write_spec(self, text: str) -> None:
-        """Replace the resolved spec; one with a secret written out (rather than as ``${env:NAME}``) is private."""
-        self.write_text("spec.yaml", text, private=hide(text) != text)
+    def begin(self, spec: str, steps: int, manifest: Mapping[str, Any] | None = None) -> None:
+        """Write what a start writes: the resolved spec, the state, and of a new run the manifest.
+
+        A spec with a secret written out, rather than as ``${env:NAME}``, is private. Raises ``RunError``.
+        """
+        try:
+            if manifest is not None:
+                self.write_json("manifest.json", manifest)
+            self.write_text("spec.yaml", spec, private=hide(spec) != spec)
+            self.update(phase="starting", steps=steps)
+        except OSError as error:
+            raise RunError(
+                f"the run's folder cannot be written: {error.strerror}",
+                place=str(self.path),
+                mend="Free space, or set runs_dir to another disk",
+            ) from None
 
     @property
     def state(self) -> RunState:

@@ -89,7 +89,7 @@ def test_a_quiet_run_says_its_id_and_what_goes_wrong(
         assert err.startswith("! engine-0: gone\n") and ("asyncrl resume" in err) is stopped
     else:
         assert "starting engines" in out and "! engine-0: gone" in out
-        assert stopped or f"asyncrl report {run.run_id}" in out.split("next:")[1]
+        assert stopped or f"asyncrl report {run.argument} " in out.split("next:")[1]
     assert "library" not in out + err
     assert (run.path / "logs/driver.log").read_text() == "what a library prints\n"
 

@@ -258,6 +258,15 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_counts_for_nothing(
     assert lock.read_text().startswith("pid ") and (run.path / "old").stat().st_ino == replaced[0]
 
 
+def test_a_start_that_cannot_be_written_says_where(run: RunDirectory) -> None:
+    run.begin("name: test", 3, {"host": "here"})
+    assert (run.manifest, run.state.phase, run.state.steps) == ({"host": "here"}, "starting", 3)
+    (run.path / ".spec.yaml.tmp").symlink_to("/dev/full/missing")
+    (run.path / ".state.json.tmp").mkdir()
+    with pytest.raises(RunError, match="the run's folder cannot be written: Is a directory"):
+        run.begin("name: test", 4)
+
+
 def test_update_keeps_what_it_is_not_told(run: RunDirectory) -> None:
     run.update(steps=100, accuracy={"greedy": 0.5})
     run.update(step=7)

@@ -120,7 +120,7 @@ def test_what_is_shown_of_a_run_has_no_passwords(tmp_path: Path, monkeypatch: py
     )
     loaded = load_spec(file)
     run = RunDirectory.create(tmp_path / "runs", "test")
-    run.write_spec(dump_spec(loaded.spec, loaded.references))
+    run.begin(dump_spec(loaded.spec, loaded.references), 3)
     assert load_spec(run.path / "spec.yaml").spec == loaded.spec
     shown: dict[str, Any] = resolved_spec(run)
     assert shown["tracking"]["uri"] == "https://***@mlflow.example.com/x"
