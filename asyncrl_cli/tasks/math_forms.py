@@ -55,6 +55,7 @@ _REPLACE = re.compile(
     )
 )
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|hbox|mathrm(?=\{ *[a-zA-Z]{2}))\s*\{([^{}]*)\}(\^\{?[23]\}?)?")
+_PI_OVER = re.compile(r"\\frac\s*\\pi\s*(\d|\{)")
 _SEPARATOR = re.compile(r"\\text\{ *,? *(?:and|or) *\}|,? +(?:and|or) +|\\cup(?![a-zA-Z])|[,;]")
 _COMMA, _EQUALS = re.compile(","), re.compile("=")
 _BRACKETS = re.compile(r"\\(?:begin|end|[lr]brace)|[()\[\]{}]")
@@ -180,6 +181,7 @@ def tidied(text: str) -> str:
                 break
             text = text[len(opening) : end].strip()
     text = _REPLACE.sub(lambda found: _REPLACED[found[0]], text)
+    text = _PI_OVER.sub(r"\\frac{\\pi}\1", text)
     text = _TEXT.sub(lambda found: f"\\text{{{found[1]}}}{found[2] or ''}", text)
     return " ".join(text.split()).rstrip(".;, ").lstrip(", ")
 
