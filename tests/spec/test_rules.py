@@ -157,6 +157,17 @@ def test_the_same_file_cannot_hold_out_prompts(write: Write) -> None:
     assert problem.severity == "warning" and problem.path == "data.eval.path"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "mend"),
+    [("qwen33", "Did you mean `qwen3`?"), ("Llama", "`llama`?"), ("zzz", "`qwen3` or `llama`")],
+)
+def test_architectures_that_transformers_has_not(write: Write, architecture: str, mend: str) -> None:
+    path = write("model: {init: {architecture: qwen3_moe}}\ntask: {use: math}\nstop: {steps: 10}\n")
+    assert findings(path) == []
+    (problem,) = findings(path, f"model.init.architecture={architecture}")
+    assert problem.path == "model.init.architecture" and mend in problem.mend
+
+
 @pytest.mark.parametrize("size", ["0", "-96", "big", "[64]", "true", ".nan", "1.5", "2147483648"])
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_of_a_new_model_are_whole_numbers(write: Write, name: str, size: str) -> None:

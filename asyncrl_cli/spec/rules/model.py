@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule
@@ -56,6 +60,31 @@ def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     if spec.model.chat_template is not None and not os.path.isfile(spec.model.chat_template):
         mend = "Name a Jinja file, or leave it out to use the tokenizer's own template."
         yield Problem("model.chat_template", f"there is no file {spec.model.chat_template}", mend)
+
+
+@rule
+def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`model.init.architecture` is one that transformers has a causal language model of."""
+    name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
+    if spec.model.init and known and name not in known:
+        close = get_close_matches(name.lower(), known, n=1)
+        mend = f"Did you mean `{close[0]}`?" if close else "Small models are well served by `qwen3` or `llama`."
+        message = f"transformers has no causal language model of type `{name}`"
+        yield Problem("model.init.architecture", message, mend)
+
+
+@cache
+def _architectures() -> frozenset[str]:
+    """The types that transformers lists in its source, which importing takes seconds; none when they are not found.
+
+    ``train.initial_model`` asks transformers itself, before a run starts.
+    """
+    package = find_spec("transformers")
+    source = Path(package.origin or "").parent / "models/auto/modeling_auto.py" if package else Path()
+    if not source.is_file():
+        return frozenset()
+    _, _, rest = source.read_text(encoding="utf-8").partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    return frozenset(re.findall(r'\("([^"]+)", *"', rest.partition("\n)")[0]))
 
 
 @rule
