@@ -332,8 +332,10 @@ def test_a_journal_that_is_older_than_the_checkpoint_is_refused(tmp_path: Path) 
 RESUMED = """
 import sys
 from asyncrl_cli.cli import app, running
-from asyncrl_cli.pipeline import launch
-def drive(spec, run, start, quiet):
+from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.pipeline.launch import Experiment
+def drive(experiment, run, start, quiet):
+    spec = experiment.spec
     print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))
     raise SystemExit(7)
 class Checks:
@@ -344,7 +346,7 @@ class Checks:
     def __exit__(self, *_):
         pass
     def experiment(self):
-        return self.spec
+        return Experiment(self.spec, None, [Prompt("a", "a")], [])
 running.start_checks = Checks
 running.drive = drive
 sys.argv[0] = "asyncrl"
@@ -356,7 +358,14 @@ app.main()
 def resumed(runs_dir: Path, *arguments: str) -> str:
     """With what the driver is called."""
     done = subprocess.run(
-        [sys.executable, "-c", RESUMED, "resume", "run-1", "--runs-dir", str(runs_dir), *arguments],
+        [
+            sys.executable,
+            "-c",
+            RESUMED,
+            *("resume", "run-1", "--accept-changed-data", "--runs-dir"),
+            str(runs_dir),
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         check=False,

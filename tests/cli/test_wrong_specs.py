@@ -63,7 +63,8 @@ WRONG = [
     ("task.reward_memory_mb=1", "task.reward_memory_mb", ""),
     ("data.train={path: missing.jsonl}", "data.train.path", ""),
     ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),
-    ("data.train={path: refused.jsonl}", "data.train", "chat_template"),
+    ("data.train={path: refused.jsonl}", "refused.jsonl:1", ""),
+    ("model.chat_template=./strict.jinja & data.train={path: chat.jsonl}", "data.train", "chat template"),
     ("rollout.max_prompt_tokens=1", "data.train", "Raise rollout.max_prompt_tokens"),
     # engines
     ("rollout.tool_parser=hermess", "rollout.tool_parser", ""),
@@ -131,6 +132,8 @@ FILES = {
     "spec.yaml": SPEC,
     "README.md": "# A page, and no template\n",
     "broken.jinja": "{% for message in messages %}",
+    "strict.jinja": "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages }}",
+    "chat.jsonl": '{"prompt": [{"role": "system", "content": "?"}, {"role": "user", "content": "1+1="}]}\n',
     "no-weights/config.json": json.dumps({"model_type": "qwen3"}),
     "exits.py": '"""A script."""\nimport sys\nsys.exit(3)\n',
     "raises.py": "raise RuntimeError('no licence')\n",
