@@ -163,13 +163,16 @@ def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
     assert list(marked_processes(mark)) == [marked]
 
 
+def is_guardian(process: psutil.Process) -> bool:
+    try:
+        return "asyncrl_cli.runs.guardian" in process.cmdline()
+    except psutil.Error:  # it has ended
+        return False
+
+
 def children(but: int = 0) -> list[int]:
     """This process's guardians, one of them left out."""
-    return [
-        process.pid
-        for process in psutil.Process().children()
-        if is_alive(process.pid) and "asyncrl_cli.runs.guardian" in process.cmdline() and process.pid != but
-    ]
+    return [process.pid for process in psutil.Process().children() if process.pid != but and is_guardian(process)]
 
 
 def test_a_guardian_that_dies_gets_a_successor(start: Start, mark: str, folder: Path, tmp_path: Path) -> None:
