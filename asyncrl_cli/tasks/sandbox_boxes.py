@@ -78,7 +78,7 @@ class Box:
         """``reading`` and ``writing`` are the descriptors of the pipes to the other process, ``folder`` the one that it
         may write to (with bubblewrap it has its own). ``further`` belongs to the order; its ``report`` is a descriptor,
         too."""
-        uid = secrets.choice(OWN_IDS) if os.getuid() == 0 else None
+        uid = None if kind == "none" else _other_id()
         order = further | {
             "limits": asdict(limits),
             "reading": reading,
@@ -90,12 +90,13 @@ class Box:
             "readable": _readable(),
             "folder": "/tmp" if kind == "bubblewrap" else folder,
         }
-        if uid is not None and kind != "bubblewrap":
+        if uid is not None and kind == "seccomp":
             os.chown(folder, uid, uid)
         self._folder = folder if kind == "seccomp" else None
         self._limits = limits
         info, their_info = os.pipe()
-        self._info = info
+        os.set_blocking(info, False)
+        self._info, self._told = info, b""
         self._pid = 0
         command = _python("/box" if kind == "bubblewrap" else str(PACKAGES))
         passed = [reading, writing, *([further["report"]] if further["report"] is not None else [])]
@@ -129,14 +130,19 @@ class Box:
     def pid(self) -> int:
         """Of the process inside, as seen from here, or of the one whose end the kernel has it end with."""
         if not self._pid:
-            told = os.read(self._info, 4096) if self._kind == "bubblewrap" else b""
-            self._pid = int(json.loads(told)["child-pid"]) if told else self._process.pid
+            with suppress(BlockingIOError):  # bwrap has not come that far
+                self._told += os.read(self._info, 4096)
+            if self._kind == "bubblewrap" and not self._told.rstrip().endswith(b"}"):
+                return self._process.pid
+            self._pid = int(json.loads(self._told)["child-pid"]) if self._told else self._process.pid
         return self._pid
 
     def exceeds(self) -> bool:
         """Whether it has too many threads, or too much in its folder."""
-        with suppress(OSError):
-            if len(os.listdir(f"/proc/{self.pid}/task")) > self._limits.processes:
+        with suppress(OSError):  # it has ended meanwhile
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")  # of bwrap, where that is the first process
+            pids = [self.pid, *children.read_text().split()] if children.exists() else [self.pid]
+            if sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids) - len(pids) + 1 > self._limits.processes:
                 return True
         if self._kind == "bubblewrap":  # its file system has a size, and empty files take memory beside it
             with suppress(OSError):
@@ -146,12 +152,14 @@ class Box:
 
     def _uses_too_much(self, folder: str) -> bool:
         """Whether its files, in a folder without folders or open and removed, are too many or too large."""
-        found = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
+        names = [os.path.join(folder, name) for name in os.listdir(folder)]
         with suppress(OSError):
-            for name in os.listdir(descriptors := f"/proc/{self.pid}/fd"):
-                with suppress(OSError):
-                    held = os.stat(f"{descriptors}/{name}")
-                    found += [held] * (held.st_nlink == 0)
+            names += [f"/proc/{self.pid}/fd/{name}" for name in os.listdir(f"/proc/{self.pid}/fd")]
+        found = []
+        for name in names:
+            with suppress(OSError):  # it has been removed, or closed, meanwhile
+                entry = os.stat(name, follow_symlinks=not name.startswith(folder))
+                found += [entry] * (name.startswith(folder) or entry.st_nlink == 0)
         size = sum(one.st_blocks * 512 for one in found)
         return len(found) > MOST_FILES or size > self._limits.disk_mb * sandbox_confine.MEGABYTE
 
@@ -179,6 +187,19 @@ class Box:
         os.close(self._info)
         assert self._process.stderr is not None
         self._process.stderr.close()
+
+
+def _other_id() -> int | None:
+    """The id that a process of root is to take, None for an ordinary user. Raises ``SandboxError`` for want of one."""
+    if os.getuid() != 0:
+        return None
+    ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    for uid in (secrets.choice(OWN_IDS), sandbox_confine.NOBODY):
+        if any(first <= uid < first + size for first, _, size in ranges):
+            return uid
+    if any(first == 0 == outside for first, outside, _ in ranges):
+        raise SandboxError("root can become nobody else in this user namespace")
+    return None  # in a namespace that an ordinary user has made
 
 
 def _python(root: str) -> list[str]:
@@ -210,12 +231,12 @@ def _readable() -> list[str]:
 def _bubblewrap(disk_mb: int) -> Sequence[str]:
     """bwrap and its arguments, without the command."""
     namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if os.getuid() == 0:
+    if _other_id() is not None:
         # Root makes these itself, and the process drops to an id of its own: a user namespace would map it to root.
         # The first process of the namespace is bwrap's then: dying parents may not send signals to other ids.
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        user = ["--unshare-user", "--uid", "1000", "--gid", "1000", "--as-pid-1"]
+        user = ["--as-pid-1", *(["--unshare-user", "--uid", "1000", "--gid", "1000"] if os.getuid() != 0 else [])]
     size = str(disk_mb * sandbox_confine.MEGABYTE)
     arguments = [
         *(shutil.which("bwrap") or "bwrap", *namespaces, "--cap-drop", "ALL", *user),

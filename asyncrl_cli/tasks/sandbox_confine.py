@@ -81,7 +81,7 @@ def confine(setup: dict[str, Any]) -> list[str]:
         _limit(kind, limit)
     if uid:
         _become(uid)
-        if os.getuid() == uid:  # the kernel counts a user's threads, and nobody's may be others'
+        if uid != NOBODY:  # the kernel counts a user's threads, and nobody's may be others'
             _limit(resource.RLIMIT_NPROC, limits["processes"])
     _drop_capabilities()
     _call("prctl PDEATHSIG", _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
@@ -100,16 +100,8 @@ def limit_memory(megabytes: int) -> None:
 
 def _become(uid: int) -> None:
     os.setgroups([])
-    for user in (uid, NOBODY):  # a container may know few ids
-        try:
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
-        except OSError:
-            continue
-        if 0 in os.getresuid() + os.getresgid():
-            raise OSError("still root")
-        return
-    raise OSError("no id to run under: neither of its own nor nobody's")
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
 
 
 def _drop_capabilities() -> None:

@@ -404,6 +404,16 @@ def test_without_bubblewrap_there_is_seccomp_and_without_both_a_refusal(monkeypa
     assert passes("def f(): return 1", kind="none") == [True]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_code_never_runs_as_root_of_the_machine() -> None:
+    script = "from asyncrl_cli.tasks.sandbox import *\ntry: choose()\nexcept Exception as error: print(error)"
+    alone = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
+    result = subprocess.run(alone, capture_output=True, text=True, check=False)
+    if "unshare" in result.stderr:
+        pytest.skip(f"cannot be tried here: {result.stderr.strip()}")
+    assert "root can become nobody else" in result.stdout, result.stderr
+
+
 def test_only_known_sandboxes_are_asked_for() -> None:
     with pytest.raises(TaskError, match=re.escape("there is no sandbox 'docker'")):
         choose("docker")  # type: ignore[arg-type]
