@@ -74,9 +74,6 @@ class MathAnswers:
                     return 1.0
             except Unreadable:
                 continue
-        if self._extract == "any" and MARK not in response and _last_boxed(response) is None:
-            values = [self._parsed(f"${truth.text}$"), self._parsed(response[-LONGEST_SEARCHED:])]
-            return float(all(values) and self._equal(*values))
         return 0.0
 
     def _truth(self, prompt: Prompt) -> Answer:
@@ -105,6 +102,7 @@ class MathAnswers:
             )
             if place >= 0:
                 yield tail[place:].strip().partition("\n")[0]
+            yield from (found for found in self._parsed(tail) if isinstance(found, str))
 
     def _parsed(self, text: str) -> Any:
         return _math_verify().parse(text, parsing_timeout=self._timeout_s)

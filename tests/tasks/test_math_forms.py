@@ -184,6 +184,20 @@ def test_a_list_needs_no_box(response: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("42", "I get 42", 1.0),
+        ("18", "She makes $18 every day.", 1.0),
+        (r"\frac{1}{2}", r"so it is $\frac{2}{4}$ in all.", 1.0),
+        ("0.0000001", "I get 0.0000002", 0.0),
+        ("42", "The answer is 41. Wait, 42 was a guess", 0.0),
+    ],
+)
+def test_prose_is_searched_for_its_last_expression(answer: str, response: str, reward: float) -> None:
+    assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         (" $ $ ", "empty"),
