@@ -266,8 +266,7 @@ async def _start(
         opening = await buffer.open(start.kind, start.note, start.base)
         for found in await asyncio.to_thread(unrecorded, run):
             await buffer.call("checkpointed", found.step, found.folder.name, 0.0, [])
-        model_dir = await fleet
-        await scorer
+        model_dir, _ = await asyncio.gather(fleet, scorer)  # the first error of either ends the start
     except BaseException:
         scorer.cancel()
         fleet.cancel()
