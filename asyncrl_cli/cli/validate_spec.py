@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def validate_spec(
     specs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPEC...", help="YAML specs; `-` reads one from standard input.", show_default=False),
+        typer.Argument(metavar="SPEC", help="YAML specs; `-` reads one from standard input.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
@@ -69,7 +70,7 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
     from asyncrl_cli.spec.problems import SpecError
 
     try:
-        loaded = load_spec(spec, overrides, typer.get_binary_stream("stdin").read() if spec == "-" else None)
+        loaded = load_spec(spec, overrides, _standard_input() if spec == "-" else None)
     except SpecError as error:
         if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
@@ -80,6 +81,14 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
         document["resolved"] = resolved_values(loaded)
     text = dump_spec(loaded.spec, loaded.references).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
     return _Answer(True, text, loaded.warnings, document)
+
+
+def _standard_input() -> bytes:
+    from asyncrl_cli.spec.layers import MAX_BYTES
+
+    if sys.stdin is None:  # `<&-` in a shell
+        raise typer.BadParameter("standard input is closed", param_hint="SPEC")
+    return sys.stdin.buffer.read(MAX_BYTES + 1)
 
 
 def summary(loaded: LoadedSpec) -> str:

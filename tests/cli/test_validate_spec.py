@@ -108,6 +108,11 @@ def test_a_spec_from_standard_input(asyncrl, tmp_path: Path, monkeypatch: pytest
     given(f"extends: {QUICKSTART}\nstop: {{step: 3}}\n")
     code, out, err = asyncrl("validate-spec", "-")
     assert (code, out) == (2, "") and err.startswith("-:2:8: stop.step: there is no such key")
+    given("x" * 2**20)
+    assert "more than 131,072 bytes" in asyncrl("validate-spec", "-")[2]
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = asyncrl("validate-spec", "-")
+    assert code == 2 and "standard input is closed" in err
 
 
 def test_resolved_in_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
