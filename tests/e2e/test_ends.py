@@ -78,7 +78,7 @@ def test_ctrl_c_says_how_to_go_on_and_resume_does(own_runs: Runs, moment: str) -
     ended = own_runs.wait(process)
     run = own_runs.newest()
     assert ended.code == 130, ended.out + ended.err
-    assert f"asyncrl resume {run.name}" in ended.err
+    assert f"asyncrl resume {run}" in ended.err
     assert "Traceback" not in ended.err
     assert json.loads((run / "state.json").read_text())["phase"] == "interrupted"
     resumed(own_runs, more=3)
