@@ -38,3 +38,8 @@ def test_readme_lists_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
     assert {name for name in pages if f"docs/{name})" not in readme} == set()
+
+
+def test_the_documentation_lists_every_decision() -> None:
+    listed = set(re.findall(r"\(decisions/([^)]+)\)", (ROOT / "docs/README.md").read_text(encoding="utf-8")))
+    assert listed == {page.name for page in ROOT.glob("docs/decisions/*.md")}
