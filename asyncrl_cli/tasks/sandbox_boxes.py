@@ -184,6 +184,10 @@ class Box:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(END_S)
+        if self._kind == "bubblewrap":
+            # bwrap does not wait for the first process of the namespace; where this process adopts orphans, it is ours.
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
         os.close(self._info)
         assert self._process.stderr is not None
         self._process.stderr.close()

@@ -324,7 +324,7 @@ def test_a_journal_that_is_older_than_the_checkpoint_is_refused(tmp_path: Path) 
     run = resumable(tmp_path / "runs", step=3, checkpoint=5)
     before = (run.path / "spec.yaml").read_bytes()
     shown = refused(asyncrl("resume", "run-1", "--steps", "20", cwd=tmp_path), 1)
-    assert shown.startswith(f"runs/run-1/{FILE}: the journal knows of 3 steps, and the checkpoint of step 5 is newer")
+    assert shown.startswith(f"runs/run-1/{FILE}: the journal ends at step 3, and the newest checkpoint is of step 5: ")
     assert shown.endswith("asyncrl resume run-1 --without-journal.")
     assert (run.path / "spec.yaml").read_bytes() == before
 

@@ -223,7 +223,7 @@ def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
         run(check())
     cause = ended_by(error.value)
     assert isinstance(cause, RunError)
-    assert "restarted 1 times, and it failed again; the first cause: engine-1: it is slow" in str(cause)
+    assert "restarted 1 times in 6 hours, and it failed again; the first cause: engine-1: it is slow" in str(cause)
 
 
 def test_while_the_trainer_is_lost_a_restarted_engine_waits_for_its_weights() -> None:

@@ -57,6 +57,17 @@ def nothing_is_left() -> Any:
     assert [process for process in psutil.Process().children(recursive=True) if process not in before] == []
 
 
+def test_nothing_is_left_where_orphans_are_adopted(kind: Kind) -> None:
+    script = (
+        "import psutil\nfrom asyncrl_cli.runs.offspring import adopt_orphans\n"
+        "from asyncrl_cli.tasks.sandbox import Check, Limits, run\nadopt_orphans()\n"
+        f"print(run('x = 1', [Check('assert x == 1')], Limits(), {kind!r}))\n"
+        "print(psutil.Process().children(recursive=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[True]\n[]\n"
+
+
 # -- what code cannot do
 
 
