@@ -125,12 +125,6 @@ with stop_on_signals() as stop:
     asyncio.run(work(stop))
 """
 
-NOT_IGNORED = """
-import signal
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-"""
-
 Start = Callable[[str], "subprocess.Popen[str]"]
 
 
@@ -139,8 +133,6 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(script: str) -> subprocess.Popen[str]:
-        # Whoever runs the tests may ignore signals (nohup, a job in the background), and children inherit that.
-        script = f"{NOT_IGNORED}\n{script}"
         started.append(subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True))
         return started[-1]
 

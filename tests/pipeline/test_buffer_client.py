@@ -161,7 +161,7 @@ def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
             scene.actors.last.die()
             await scene.client.call("pid")
         scene.actors.last.die()
-        with pytest.raises(RunError, match="restarted 2 times in 6 hours, .* the first cause: buffer: the proc"):
+        with pytest.raises(RunError, match=r"restarted 2 times in 6 hours, .* the first cause: buffer: the proc"):
             await scene.client.call("pid")
         assert len(scene.notes) == 3
 
