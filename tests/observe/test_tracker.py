@@ -177,7 +177,7 @@ ALL_KINDS = {
     "evaluations/step-000003-greedy.jsonl",
     "evaluations/step-000003-greedy.json",
     "report.html",
-    "plots/reward.png",
+    "plots/rollouts-by-reward.png",
     "models/step-000003/MLmodel",
     "models/step-000003/model/model.safetensors",
 }
