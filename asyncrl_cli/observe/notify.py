@@ -53,6 +53,11 @@ class Notifier:
         if self._spec.command is not None:
             self._start(_execute, self._spec.command, notice, self._run.path / LOG)
 
+    @property
+    def pending(self) -> bool:
+        """Whether notices are being delivered."""
+        return any(thread.is_alive() for thread in self._under_way)
+
     def wait(self) -> None:
         """Until all notices are delivered or have failed to be, for ``WAIT_S`` seconds at most."""
         deadline = time.monotonic() + WAIT_S

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import select
 import sys
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from asyncrl_cli.runs.background import Background
 from asyncrl_cli.runs.logs import redirect_output
@@ -36,11 +38,15 @@ class Outlet:
     encoding = "utf-8"
 
     def __init__(self, descriptor: int, notices: bool = True) -> None:
-        """``notices``: say in the output how many lines are missing, as soon as it can be written again."""
+        """``notices``: say in the output how many lines are missing, as soon as it can be written again; otherwise at
+        its end."""
         self._descriptor = descriptor
         self._notices = notices
-        self._background = Background("output", LINES if notices else FRAMES)
-        self._dropped = 0  # by the thread that calls `write`
+        self._background = Background("output", LINES + FRAMES)
+        self._drawing = Lock()
+        self._waiting: deque[str] = deque()
+        self._lost_text: deque[str] = deque(maxlen=LINES)
+        self._dropped = 0  # by the threads that call `write`
         self._failed = 0  # by the thread that writes
         self._noticed = 0
 
@@ -51,9 +57,23 @@ class Outlet:
 
     def write(self, text: str) -> int:
         """Have ``text`` written; returns its length, as files do."""
-        if not self._background.submit(partial(self._write, text)):
-            self._dropped += text.count("\n")
+        return self.draw(text, text)
+
+    def draw(self, text: str, lines: str = "") -> int:
+        """``write`` for a picture that the next one replaces: only ``lines`` are counted when it is dropped."""
+        limit = LINES if lines else FRAMES
+        with self._drawing:
+            self._waiting.append(lines)
+            if self._background.waiting >= limit or not self._background.submit(partial(self._write, text, lines)):
+                self._waiting.pop()
+                self._lost_text.append(lines)
+                self._dropped += lines.count("\n")
         return len(text)
+
+    @property
+    def unwritten(self) -> str:
+        """The newest of the lines that were lost or still wait."""
+        return "".join((*self._lost_text, *self._waiting))
 
     def flush(self) -> None:
         """Nothing to do: the thread writes as soon as it can."""
@@ -73,13 +93,15 @@ class Outlet:
 
     def close(self, patience_s: float = PATIENCE_S) -> bool:
         """Whether everything was written within ``patience_s`` seconds and the descriptor would take more at once."""
+        self._notices = True
+        self.draw("")  # the notice
         if not self._background.close(patience_s):
             return False
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         return [event for _, event in poll.poll(0)] == [select.POLLOUT]
 
-    def _write(self, text: str) -> None:
+    def _write(self, text: str, lines: str) -> None:
         missing = self.lost - self._noticed if self._notices else 0
         notice = f"! {missing} lines of output are missing here: nobody read them in time\n" if missing else ""
         try:
@@ -87,9 +109,11 @@ class Outlet:
         except OSError:
             # The reader is gone, the terminal hung up, or the disk is full. Nobody can be told here, and the run
             # must go on; the lines are counted.
-            self._failed += text.count("\n")
+            self._failed += lines.count("\n")
+            self._lost_text.append(lines)
         else:
             self._noticed += missing
+        self._waiting.popleft()
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -115,8 +139,8 @@ class Terminal:
 def run_terminal(log_dir: Path) -> Iterator[Terminal]:
     """The terminal, for the length of a run; meanwhile descriptors 1 and 2 lead to ``driver.log`` in ``log_dir``.
 
-    Afterwards they lead to the terminal again, unless that would block: then they stay with the log, so that nothing
-    that is still printed can keep the process from ending.
+    Afterwards each leads to the terminal again, unless that would block: then it stays with the log, so that nothing
+    that is still printed can keep the process from ending. Lines that could not be written are in the log, too.
     """
     real = [os.dup(number) for number in STANDARD]
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -128,9 +152,12 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
     finally:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # closed before Python started
-                stream.flush()
-        closed = [outlet.close() for outlet in outlets]
-        if all(closed):
-            for number, descriptor in zip(STANDARD, real, strict=True):
+                with suppress(OSError):  # the disk below the log is full
+                    stream.flush()
+        for number, descriptor, outlet in zip(STANDARD, real, outlets, strict=True):
+            free = outlet.close()
+            with suppress(OSError):
+                _write_all(number, outlet.unwritten.encode(errors="backslashreplace"))
+            if free:
                 os.dup2(descriptor, number)
                 os.close(descriptor)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from threading import Event, Thread
+from threading import Event, Thread, local
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
 from asyncrl_cli.buffer.ledger import Counts
@@ -131,7 +131,10 @@ class LiveView:
         self.status(text)
 
     def warn(self, text: str) -> None:
-        self._live.console.print(f"! {printable(text)}", markup=False, highlight=False)
+        line = f"! {printable(text)}"
+        file = self._live.console.file
+        with file.keeping(f"{line}\n") if isinstance(file, _Canvas) else nullcontext():
+            self._live.console.print(line, markup=False, highlight=False)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         pass
@@ -185,6 +188,29 @@ def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = F
             yield view
 
 
+class _Canvas:
+    """The file that rich draws to: pictures for an outlet."""
+
+    encoding = "utf-8"
+
+    def __init__(self, out: Outlet) -> None:
+        self._out = out
+        self._kept = local()
+        self.flush, self.isatty = out.flush, out.isatty
+
+    def write(self, text: str) -> int:
+        return self._out.draw(text, getattr(self._kept, "lines", ""))
+
+    @contextmanager
+    def keeping(self, lines: str) -> Iterator[None]:
+        """What this thread writes in the block contains ``lines``, which must not be dropped uncounted."""
+        self._kept.lines = lines
+        try:
+            yield
+        finally:
+            self._kept.lines = ""
+
+
 def screen(out: Outlet) -> Console:
     """A rich console that draws through an outlet."""
     from rich.console import Console, ConsoleDimensions
@@ -197,4 +223,4 @@ def screen(out: Outlet) -> Console:
         def show_cursor(self, show: bool = True) -> bool:
             return False  # a hidden cursor would stay hidden after a kill
 
-    return Screen(file=cast("IO[str]", out))
+    return Screen(file=cast("IO[str]", _Canvas(out)))

@@ -38,10 +38,15 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
 @contextmanager
 def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     mark = secrets.token_hex(8)
-    # Ray puts sockets below this folder, and their paths have room for about 100 characters.
+    # Only this user may enter the folder. Ray makes its own folder writable for everybody, so that is one below.
     folder = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+    # Ray puts sockets there, and their paths have room for about 100 characters.
+    ray_folder = folder / "r"
+    temporary = folder / "tmp"
+    temporary.mkdir(mode=0o700)
     token = folder / "token"
-    token.write_text(secrets.token_hex(32))  # nobody else may enter the folder
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
     settings = {
         MARK: mark,
         # setproctitle would overwrite the environment that the guardian reads.
@@ -56,11 +61,12 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         # Ray's one setting that makes its servers listen on loopback alone: its cluster of one machine, as on laptops.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A killed engine leaves vLLM's sockets and files where temporary files go.
-        "TMPDIR": str(folder),
+        "TMPDIR": str(temporary),
     }
     with _environment(settings, without=("RAY_AUTH_TOKEN",)), watched_guardian(mark, folder, log_dir / "guardian.log"):
         import ray
 
+        _read_environment_again()
         try:
             needed = (
                 spec.trainer.ranks * spec.trainer.threads_per_rank
@@ -74,7 +80,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                     log_to_driver=False,
                     logging_level="ERROR",
                     object_store_memory=OBJECT_STORE_BYTES,
-                    _temp_dir=str(folder),
+                    _temp_dir=str(ray_folder),
                 )
             except Exception as error:
                 raise RunError(
@@ -85,6 +91,17 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+    _read_environment_again()
+
+
+def _read_environment_again() -> None:
+    """Ray keeps what it read of the environment at its import, and the token that it first used."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, True)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ LEAST_FILES, SOME_FILES = 1024, 4096
 several engines fails in its midst."""
 SOCKET_PATH_BYTES = 107
 """The longest path of a Unix socket on Linux."""
-RAY_SOCKET = "/asyncrl-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"
+RAY_SOCKET = "/asyncrl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"
 """What Ray puts below the folder for temporary files."""
 CLOCK_SKEW_S = 2.0
 """Seconds by which the clock of the runs folder's file system may be off."""

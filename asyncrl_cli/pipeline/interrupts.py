@@ -46,16 +46,17 @@ class Stop:
                 os._exit(INTERRUPTED)
             return
         self.asked = True
-        if self._loop is None or self._loop.is_closed():
+        if self._loop is None:
             raise KeyboardInterrupt
-        self._loop.call_soon_threadsafe(self._event.set)
+        if not self._loop.is_closed():  # afterwards the work has its result or error, which stays what it is
+            self._loop.call_soon_threadsafe(self._event.set)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
     """Handle the signals for the length of the block, and until the process ends once one has come.
 
-    While no event loop is attached, a signal raises ``KeyboardInterrupt``. What the process was told to ignore (SIGHUP
+    Before an event loop is attached, a signal raises ``KeyboardInterrupt``. What the process was told to ignore (SIGHUP
     below nohup) stays ignored.
     """
     stop = Stop()

@@ -149,9 +149,14 @@ def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start:
         if event is not None:
             notifier.tell(event, message)
         recorder.update(phase=phase, reason=reason)
-        if missing := recorder.close():
-            view.warn(f"{run.run_id}: {missing}")
-        notifier.wait()
+        if phase == "failed" and notifier.pending:
+            view.warn(f"the run failed: {message}")  # the error itself is shown when all this has ended
+        try:
+            if missing := recorder.close():
+                view.warn(f"{run.run_id}: {missing}")
+            notifier.wait()
+        except KeyboardInterrupt:
+            view.warn("interrupted while waiting for files and notices of the run's end")
         view.status(phase)
 
     try:
@@ -353,3 +358,5 @@ async def _save_before_leaving(conductor: Conductor | None, view: View) -> None:
             await conductor.checkpoint()
     except (TimeoutError, UserError):
         pass
+    except Exception as error:  # a full disk, say; the user still stopped the run
+        view.warn(f"no checkpoint was saved: {_cause(error)}")

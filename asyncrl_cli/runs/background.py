@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable
 from threading import Event, Thread
 
+log = logging.getLogger(__name__)
+
 
 class Background:
-    """Runs jobs one after another on a daemon thread. Jobs handle their own errors.
+    """Runs jobs one after another on a daemon thread. Jobs handle their own errors; an unexpected one is logged.
 
     Invariant: ``submit`` neither waits nor raises; a job that finds the queue full is not run.
     """
@@ -17,15 +20,23 @@ class Background:
     def __init__(self, name: str, limit: int = 1000) -> None:
         """``limit``: jobs that may wait."""
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(limit)
+        self._closed = False
         Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` after those submitted before it; False when it was refused because the queue is full."""
+        """Run ``job`` after those submitted before it; False when it was refused: the queue is full or closed."""
+        if self._closed:
+            return False
         try:
             self._queue.put_nowait(job)
         except queue.Full:
             return False
         return True
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait."""
+        return self._queue.qsize()
 
     def wait(self, patience_s: float) -> bool:
         """Wait up to ``patience_s`` seconds for the jobs submitted so far; whether all of them are done."""
@@ -39,6 +50,7 @@ class Background:
 
     def close(self, patience_s: float) -> bool:
         """Take no more jobs, and ``wait``."""
+        self._closed = True
         done = self.wait(patience_s)
         if done:
             self._queue.put(None)
@@ -46,4 +58,7 @@ class Background:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:
+                log.exception("unexpected error")

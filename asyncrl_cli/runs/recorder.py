@@ -19,13 +19,17 @@ PATIENCE_S = 10.0
 class Recorder:
     """Writes to a run's folder in the order of the calls, which return at once.
 
-    The first failure is passed to ``warn``; ``failed`` has the files that are not complete, each with the last cause.
+    The first failure of each file is passed to ``warn``; ``failed`` has the files that are not complete, each with the
+    last cause. A file that is replaced whole is complete again after the next success.
     """
 
     def __init__(self, run: RunDirectory, warn: Callable[[str], None]) -> None:
         self.run = run
         self.failed: dict[str, str] = {}
         self._warn = warn
+        self._warned: set[str] = set()
+        self._submitted = 0
+        self._failed_at: dict[str, int] = {}
         self._background = Background("recorder")
 
     @property
@@ -39,11 +43,11 @@ class Recorder:
 
     def write_text(self, name: str, text: str) -> None:
         """Replace a text file whole."""
-        self._submit(name, partial(self.run.write_text, name, text))
+        self._submit(name, partial(self.run.write_text, name, text), whole=True)
 
     def update(self, **changes: Any) -> None:
         """Change the run's state."""
-        self._submit(STATE, partial(self.run.write_state, self.run.change(**changes)))
+        self._submit(STATE, partial(self.run.write_state, self.run.change(**changes)), whole=True)
 
     def then(self, call: Callable[[], None]) -> None:
         """Call something that raises nothing as soon as all of the above is on disk."""
@@ -59,18 +63,25 @@ class Recorder:
             self.failed.setdefault(STATE, f"not written within {patience_s:.0f} s")
         return "; ".join(f"{name} is not complete: {cause}" for name, cause in self.failed.items())
 
-    def _submit(self, name: str, write: Callable[[], object]) -> None:
+    def _submit(self, name: str, write: Callable[[], object], whole: bool = False) -> None:
+        self._submitted = number = self._submitted + 1
+
         def job() -> None:
             try:
                 write()
             except OSError as error:
-                self._note(name, error.strerror or str(error))
+                self._note(name, number, error.strerror or str(error))
+            except Exception as error:
+                self._note(name, number, f"{type(error).__name__}: {error}")
+            else:
+                if whole and self._failed_at.get(name, 0) < number:  # not when a later one was refused meanwhile
+                    self.failed.pop(name, None)
 
         if not self._background.submit(job):
-            self._note(name, "the disk does not keep up")
+            self._note(name, number, "the disk does not keep up")
 
-    def _note(self, name: str, cause: str) -> None:
-        first = not self.failed
-        self.failed[name] = cause
-        if first:
+    def _note(self, name: str, number: int, cause: str) -> None:
+        self.failed[name], self._failed_at[name] = cause, number
+        if name not in self._warned:
+            self._warned.add(name)
             self._warn(f"{name} cannot be written: {cause}; the run continues, and its journal has all that it needs")

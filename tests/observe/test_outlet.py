@@ -16,6 +16,7 @@ import pytest
 from asyncrl_cli.observe.outlet import LINES, Outlet
 from asyncrl_cli.observe.reporter import Reporter
 from asyncrl_cli.observe.view import PlainView
+from asyncrl_cli.runs.background import Background
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.observe.test_reporter import METRICS
@@ -88,7 +89,81 @@ print("after the run")
 def test_a_reader_that_never_reads_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", STALLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.wait(60) == 0
-    assert (tmp_path / "driver.log").read_text() == "what a library prints\nafter the run\n"
+    library, *lines, after = (tmp_path / "driver.log").read_text().splitlines()
+    assert (library, after) == ("what a library prints", "after the run")
+    assert len(lines) > 900 and set(lines) == {1000 * "x"}, "what nobody read"
+
+
+ENDED = """
+import os, sys
+from pathlib import Path
+from asyncrl_cli.observe import outlet
+with outlet.run_terminal(Path(sys.argv[1])) as screen:
+    if len(sys.argv) > 2:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.stdout = open(1, "w", closefd=False)  # buffered, whatever PYTHONUNBUFFERED says
+        sys.stdout.write("what a library prints")
+    screen.out.write("step 1\\n")
+    raise SystemExit("out of memory")
+"""
+
+
+def test_a_reader_that_is_gone_leaves_standard_error_as_it_was(tmp_path: Path) -> None:
+    writer = gone_reader()
+    process = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path)], check=False, stdout=writer, stderr=-1)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (1, b"out of memory\n")
+    assert (tmp_path / "driver.log").read_text() == "step 1\n"
+
+
+def test_a_full_disk_below_the_logs_does_not_hide_how_the_run_ended(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", ENDED, str(tmp_path), "full"]
+    process = subprocess.run(program, check=False, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (1, "out of memory\n")
+    assert process.stdout.startswith("step 1\n")
+
+
+def test_on_a_terminal_that_stands_still_lines_are_counted_and_pictures_are_not() -> None:
+    reader, writer = os.pipe()
+    out = Outlet(writer, notices=False)
+    for _ in range(3 * LINES):
+        out.draw("picture" * 100)
+    out.write("the last line\n")
+    assert out.lost == 0 and "the last line\n" in out.unwritten
+    for _ in range(2 * LINES):
+        out.draw(f"picture and {LINE}", LINE)
+    assert out.lost > LINES // 2
+    os.close(reader)
+    out.close(1.0)
+    os.close(writer)
+
+
+def test_an_error_that_a_job_does_not_handle_ends_no_thread_and_nothing_is_taken_after_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done: list[int] = []
+    background = Background("test")
+    background.submit(lambda: done.append(1 // 0))
+    background.submit(lambda: done.append(1))
+    assert background.close(60) and done == [1] and "ZeroDivisionError" in caplog.text
+    assert not background.submit(lambda: done.append(2))
+
+
+def test_a_file_that_is_replaced_whole_is_complete_again_after_a_success(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "test")
+    hindrance = run.path / ".state.json.tmp"
+    hindrance.mkdir()
+    warnings: list[str] = []
+    recorder = Recorder(run, warnings.append)
+    for step in (1, 2):
+        recorder.update(step=step)
+    recorder.append("rows.jsonl", {"value": object()})
+    recorder.wait()
+    hindrance.rmdir()
+    recorder.update(step=3)
+    missing = recorder.close()
+    assert len(warnings) == 2 and "state.json" in warnings[0] and "rows.jsonl" in warnings[1]
+    assert missing.startswith("rows.jsonl is not complete: TypeError") and "state.json" not in missing
 
 
 def test_files_that_cannot_be_written_are_warned_of_once_and_named_at_the_end(tmp_path: Path) -> None:
@@ -101,7 +176,11 @@ def test_files_that_cannot_be_written_are_warned_of_once_and_named_at_the_end(tm
     for step in (1, 2):
         reporter.stepped(step, step, METRICS, 0.0)
     missing = recorder.close()
-    assert len(warnings) == 1 and "metrics.jsonl cannot be written: No space left on device" in warnings[0]
+    assert (
+        len(warnings) == 2
+        and "state.json" in warnings[1]
+        and "metrics.jsonl cannot be written: No space left on device" in warnings[0]
+    )
     assert "metrics.jsonl is not complete" in missing and "state.json is not complete: Is a directory" in missing
 
 

@@ -212,8 +212,10 @@ def test_the_dashboard_is_what_grafana_takes() -> None:
 # -- on a real Ray
 
 SCRAPED = """
-import json, os, subprocess, sys, time, urllib.request
+import json, os, stat, subprocess, sys, time, urllib.request
 from pathlib import Path
+import ray  # before the settings of the cluster are made
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from asyncrl_cli.observe.ray_metrics import RayMetrics
 from asyncrl_cli.pipeline.cluster import ray_cluster
 from asyncrl_cli.runs.directory import RunDirectory
@@ -248,7 +250,11 @@ with ray_cluster(spec, run.path / "logs"):
     metrics = RayMetrics(run, 10, 2, said.append)
     metrics.publish_targets()
     metrics.faulted("engine")
-    right = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
+    token, temporary = Path(os.environ["RAY_AUTH_TOKEN_PATH"]), Path(os.environ["TMPDIR"])
+    private = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in (token, temporary)}
+    private["folder"] = oct(stat.S_IMODE(token.parent.stat().st_mode))
+    assert token.parent in Path(ray._private.worker._global_node.get_session_dir_path()).parents
+    right = token.read_text()
     strangers = [answer_to(""), answer_to("0" * 64), answer_to(right)]
     file = run.path / "prometheus.json"
     for step in range(1, 31):
@@ -262,7 +268,8 @@ with ray_cluster(spec, run.path / "logs"):
         time.sleep(1)
     metrics.close()
     addresses = listening()
-seen = {"strangers": strangers, "addresses": addresses, "said": said, "steps": step, "text": text}
+assert get_authentication_mode() != AuthenticationMode.TOKEN  # another Ray of this process is as its environment says
+seen = {"private": private, "strangers": strangers, "addresses": addresses, "said": said, "steps": step, "text": text}
 print(json.dumps(seen | {"left": file.exists()}))
 """
 
@@ -276,6 +283,7 @@ def test_prometheus_gets_real_numbers_where_ray_has_its_agent(tmp_path: Path) ->
     program = [sys.executable, "-c", SCRAPED, str(tmp_path)]
     out = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120).stdout
     seen = json.loads(out.splitlines()[-1])
+    assert seen["private"] == {"token": "0o600", "tmp": "0o700", "folder": "0o700"}
     assert seen["strangers"] == ["AuthenticationError", "AuthenticationError", "in"]
     assert seen["addresses"] and set(seen["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert seen["said"] == [] and not seen["left"]

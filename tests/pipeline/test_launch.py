@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stand_ins import run
 
 from asyncrl_cli.pipeline import launch
-from asyncrl_cli.pipeline.interrupts import Interrupted, Stop, until_stopped
+from asyncrl_cli.pipeline.interrupts import SIGNALS, Interrupted, Stop, until_stopped
 from asyncrl_cli.pipeline.launch import _save_before_leaving
-from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.spec.sections import NotifySpec
 
 
 def test_work_that_ends_first_has_its_result_or_its_error() -> None:
@@ -91,11 +96,15 @@ async def never() -> None:
     await asyncio.get_running_loop().create_future()
 
 
+async def full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 async def fails() -> None:
     raise RunError("the process died", place="trainer-0")
 
 
-@pytest.mark.parametrize(("settle", "saves"), [(at_once, True), (never, False), (fails, False)])
+@pytest.mark.parametrize(("settle", "saves"), [(at_once, True), (never, False), (fails, False), (full_disk, False)])
 def test_an_interrupted_run_saves_if_it_can(
     settle: Callable[[], Coroutine[Any, Any, None]], saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,11 +118,85 @@ def test_an_interrupted_run_saves_if_it_can(
         def status(self, text: str) -> None:
             self.said = text
 
+        def warn(self, text: str) -> None:
+            self.warned = text
+
     view = View()
     run(_save_before_leaving(conductor, view))  # type: ignore[arg-type]
     assert conductor.saved == saves
+    assert (getattr(view, "warned", "") != "") == (settle is full_disk)
     assert view.said == "stopping: saving where the run is"
 
 
 def test_before_anything_has_started_there_is_nothing_to_save() -> None:
     run(_save_before_leaving(None, None))  # type: ignore[arg-type]
+
+
+# -- Ctrl-C when the work is over
+
+
+class Heard:
+    """A view that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.warned: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
+
+    def status(self, text: str) -> None:
+        pass
+
+
+def ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None, notify: NotifySpec, hit: bool
+) -> tuple[RunDirectory, Heard]:
+    """A run whose work ends with ``cause``; with ``hit``, Ctrl-C comes while the cluster ends."""
+
+    @contextmanager
+    def cluster(*_: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if hit:
+                signal.raise_signal(signal.SIGINT)
+
+    async def work(experiment: Any, recorder: Any, view: Any, start: Any, notifier: Any, stop: Stop) -> launch.Outcome:
+        stop.attach()
+        if cause is not None:
+            raise cause
+        return launch.Outcome(1.0)
+
+    monkeypatch.setattr(launch, "ray_cluster", cluster)
+    monkeypatch.setattr(launch, "_run", work)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    directory, view = RunDirectory.create(tmp_path, "test"), Heard()
+    experiment: Any = SimpleNamespace(spec=SimpleNamespace(notify=notify))
+    try:
+        with pytest.raises(type(cause)) if cause is not None else nullcontext():
+            launch.run_experiment(experiment, directory, view, launch.Start())  # type: ignore[arg-type]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return RunDirectory(directory.path), view
+
+
+@pytest.mark.parametrize(("cause", "phase"), [(None, "finished"), (RunError("out of memory"), "failed")])
+def test_ctrl_c_after_the_work_leaves_its_result_what_it_is(
+    cause: Exception | None, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = ended(tmp_path, monkeypatch, cause, NotifySpec(), hit=True)
+    assert directory.state.phase == phase
+
+
+def test_an_error_is_shown_before_notices_are_waited_for_and_ctrl_c_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(notifier: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.Notifier, "wait", wait)
+    monkeypatch.setattr(launch.Notifier, "pending", True)
+    directory, view = ended(tmp_path, monkeypatch, RunError("out of memory"), NotifySpec(), hit=False)
+    assert directory.state.phase == "failed"
+    assert "out of memory" in view.warned[0] and "interrupted while waiting" in view.warned[1]
