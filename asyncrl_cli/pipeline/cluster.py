@@ -97,7 +97,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
 def _read_environment_again() -> None:
     """Ray keeps what it read of the environment at its import, and the token that it first used."""
     from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # not in Ray's stub
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
