@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,13 @@ def main() -> None:
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", file=sys.stderr, flush=True)
     finally:
-        kill_below()
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        finally:  # also when a SIGTERM that came just before raises: from then on it is ignored
+            kill_below()
     if status < 0:  # the same signal, so that the owner sees how it ended
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has no handler; Python ignores SIGPIPE
+            signal.signal(-status, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.kill(os.getpid(), -status)
     sys.exit(status)

@@ -28,6 +28,7 @@ from asyncrl_cli.tasks import sandbox_calls, sandbox_confine, sandbox_filter, sa
 Kind = Literal["bubblewrap", "seccomp", "none"]
 END_S = 10.0
 """Seconds that the kernel gets to end a process after SIGKILL."""
+CAP_SYS_PTRACE = 19
 MOST_FILES = 10_000
 """Files and folders that the code may have."""
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
@@ -85,6 +86,7 @@ class Box:
             "writing": writing,
             "uid": uid,
             "landlock": kind == "seccomp",
+            "removes": uid is None or _sees_other_users(),
             "filter": None if kind == "none" else base64.b64encode(sandbox_filter.program()).decode(),
             "packages": _packages(),
             "readable": _readable(),
@@ -92,7 +94,8 @@ class Box:
         }
         if uid is not None and kind == "seccomp":
             os.chown(folder, uid, uid)
-        self._folder = folder if kind == "seccomp" else None
+        self._folder = os.path.realpath(folder) if kind == "seccomp" else None
+        self._hidden: set[int] = set()
         self._limits = limits
         info, their_info = os.pipe()
         os.set_blocking(info, False)
@@ -151,17 +154,24 @@ class Box:
         return self._folder is not None and self._uses_too_much(self._folder)
 
     def _uses_too_much(self, folder: str) -> bool:
-        """Whether its files, in a folder without folders or open and removed, are too many or too large."""
+        """Whether its files, in a folder without folders or open and removed, are too many or too large.
+
+        The size of a file that is removed and closed, but still mapped, cannot be seen: none may stay so for two looks.
+        """
         names = [os.path.join(folder, name) for name in os.listdir(folder)]
+        mapped: set[int] = set()
         with suppress(OSError):
             names += [f"/proc/{self.pid}/fd/{name}" for name in os.listdir(f"/proc/{self.pid}/fd")]
-        found = []
+            mapped = _removed_and_mapped(self.pid, folder)
+        found: dict[int, int] = {}
         for name in names:
             with suppress(OSError):  # it has been removed, or closed, meanwhile
                 entry = os.stat(name, follow_symlinks=not name.startswith(folder))
-                found += [entry] * (name.startswith(folder) or entry.st_nlink == 0)
-        size = sum(one.st_blocks * 512 for one in found)
-        return len(found) > MOST_FILES or size > self._limits.disk_mb * sandbox_confine.MEGABYTE
+                if name.startswith(folder) or entry.st_nlink == 0:
+                    found[entry.st_ino] = entry.st_blocks * 512
+        before, self._hidden = self._hidden, mapped - found.keys()
+        too_large = sum(found.values()) > self._limits.disk_mb * sandbox_confine.MEGABYTE
+        return too_large or len(found) > MOST_FILES or bool(before & self._hidden)
 
     def said(self) -> str:
         """The last line of what it said of its start, or how it ended."""
@@ -191,6 +201,24 @@ class Box:
         os.close(self._info)
         assert self._process.stderr is not None
         self._process.stderr.close()
+
+
+def _removed_and_mapped(pid: int, folder: str) -> set[int]:
+    """The inodes of a folder's removed files that a process has in its memory."""
+    found = set()
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
+        if len(fields) == 6 and fields[5].startswith(folder) and fields[5].endswith(" (deleted)"):
+            found.add(int(fields[4]))
+    return found
+
+
+@functools.cache
+def _sees_other_users() -> bool:
+    """Whether this process may look at the open files of another user's process."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)
 
 
 def _other_id() -> int | None:

@@ -88,7 +88,7 @@ def confine(setup: dict[str, Any]) -> list[str]:
     if setup["filter"] is not None:
         _call("prctl NO_NEW_PRIVS", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if setup["landlock"]:
-            _restrict_files([*readable, *packages], folder)
+            _restrict_files([*readable, *packages], folder, REMOVE_FILE if setup["removes"] else 0)
         _filter(base64.b64decode(setup["filter"]))
     return packages
 
@@ -125,7 +125,7 @@ def _hold_modules() -> None:
             paths[:] = [held[root] + path[len(root) :] for root, path in zip(roots, paths, strict=True)]
 
 
-def _restrict_files(readable: Sequence[str], folder: str) -> None:
+def _restrict_files(readable: Sequence[str], folder: str, remove: int) -> None:
     version = landlock_version()
     if not version:
         raise OSError("this kernel has no Landlock")
@@ -141,7 +141,7 @@ def _restrict_files(readable: Sequence[str], folder: str) -> None:
     for path in DEVICES:
         _allow(rules, path, write)
     # No folders: how much lies in one can be seen at a glance.
-    _allow(rules, folder, write | READ_DIR | REMOVE_FILE | MAKE_REG | MAKE_SYM)
+    _allow(rules, folder, write | READ_DIR | remove | MAKE_REG | MAKE_SYM)
     _call("landlock_restrict_self", _libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
     os.close(rules)
 

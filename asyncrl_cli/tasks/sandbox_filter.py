@@ -2,7 +2,7 @@
 
 What is not named here is refused, new system calls of later kernels included: programs and processes (threads are
 allowed), sockets, signals, limits and priorities of other processes, memory that nobody maps, owners, modes and times
-of files, namespaces, keys, tracing, io_uring.
+of files, disk space that is taken without writing (fallocate), namespaces, keys, tracing, io_uring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALLOWED = frozenset(
     """
 access brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat dup dup2 dup3
 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd eventfd2 exit exit_group faccessat faccessat2
-fadvise64 fallocate fchdir fdatasync flock fstat fstatfs fsync ftruncate futex getcwd getdents getdents64
+fadvise64 fchdir fdatasync flock fstat fstatfs fsync ftruncate futex getcwd getdents getdents64
 getegid geteuid getgid getgroups getitimer getpgid getpgrp getpid getppid getrandom getresgid getresuid getrlimit
 getrusage getsid gettid gettimeofday getuid link linkat lseek lstat madvise mkdir mkdirat mmap mprotect mremap
 msync munmap nanosleep newfstatat pause pipe pipe2 poll ppoll pread64 preadv pselect6 pwrite64 pwritev read readahead
@@ -38,6 +38,7 @@ PRCTL = (15, 16)
 
 SCMP_ACT_ALLOW, SCMP_ACT_ERRNO = 0x7FFF0000, 0x00050000
 SCMP_CMP_EQ, SCMP_CMP_MASKED_EQ = 4, 7
+UNNAMED = os.O_TMPFILE & ~os.O_DIRECTORY
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 CLONE_THREAD = 0x00010000
 
@@ -74,9 +75,11 @@ def program() -> bytes:
                 allow(name, (place, SCMP_CMP_EQ, value, 0))
         allow("clone", (0, SCMP_CMP_MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
         for place, name in ((1, "open"), (2, "openat")):
-            # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC.
+            # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC. A file without a
+            # name (O_TMPFILE) would be missing where the files are counted by name.
             for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
-                allow(name, (place, SCMP_CMP_MASKED_EQ, os.O_ACCMODE | (0 if mode else os.O_TRUNC), mode))
+                masked = os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC)
+                allow(name, (place, SCMP_CMP_MASKED_EQ, masked, mode))
         allow("prlimit64", (0, SCMP_CMP_EQ, 0, 0))
         allow("setrlimit")
         # What event loops wake themselves up with. No other socket, and no address to send to.

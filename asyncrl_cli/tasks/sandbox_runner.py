@@ -56,7 +56,7 @@ def _serve(setup: dict[str, Any]) -> None:
 
     def run(source: str) -> types.ModuleType:
         sys.modules["solution"] = module
-        exec(compile(source, "solution.py", "exec"), vars(module))
+        exec(compile(source, "solution.py", "exec", dont_inherit=True), vars(module))
         return module
 
     peer = Code(setup["reading"], setup["writing"], run)
@@ -105,7 +105,7 @@ def _judge(setup: dict[str, Any]) -> None:
 
 def _passes(names: _Names, source: str, number: int, call: str | None) -> bool:
     try:
-        exec(compile(source, f"test_{number}.py", "exec"), names)
+        exec(compile(source, f"test_{number}.py", "exec", dont_inherit=True), names)
         if call is not None:
             names[call]()
     except BaseException:

@@ -249,7 +249,8 @@ def in_thread():
 def write():
     with tempfile.TemporaryFile() as file: return file.write(b"x")
 def program(): print(int(input()) + 1)
-def same(x): return x
+def same(x: int): return x
+def annotations(): return same.__annotations__
 """
 USES = [
     "s = Stack([1]); s.push(2)\nassert s.pop() == 2 and len(s) == 1 and s[0] == 1 and list(s) == s.items == [1]",
@@ -279,6 +280,8 @@ USES = [
     "import numpy as np\nx = np.arange(4.0).reshape(2, 2)\ny = same(x)\n"
     "assert y.dtype == x.dtype and (y == x).all() and same(np.float64(1.5)) == 1.5 and same(np.int64(2)) == 2",
     "from solution import Stack as S\nassert solution.Stack is S and S.__name__ == 'Stack'",
+    "assert annotations() == {'x': int}",
+    "def f(x: int): pass\nassert f.__annotations__ == {'x': int}",
     "assert undefined() == 1",
 ]
 
@@ -311,6 +314,68 @@ def write():
     bounded = passes(code, "write()\nassert 8 * 2**20 < written < 17 * 2**20", "assert False", kind=kind)
     assert bounded == ([True, False] if kind == "bubblewrap" else [False, False]), "the other one is ended for it"
     assert set(Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*")) == before
+
+
+HIDDEN_FILES = """
+import mmap, os, time
+def f(pause):
+    for number in range(20):
+        with open(f"file{number}", "w+b") as file:
+            file.write(b"x" * 2**20)
+            file.flush()
+            kept.append(keep(file))
+        os.unlink(f"file{number}")
+    time.sleep(pause)
+    return 1
+kept = []
+"""
+MAPPED = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p] + [ctypes.c_long] * 5
+def keep(file): return libc.mmap(None, 4096, 1, FLAGS, file.fileno(), 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        MAPPED.replace("FLAGS", "1"),
+        MAPPED.replace("FLAGS", "2"),
+        "def keep(file): return mmap.mmap(file.fileno(), 4096)",
+        "def keep(file): return os.dup(file.fileno())",
+    ],
+    ids=["mapped, shared", "mapped, private", "mapped and open", "open"],
+)
+def test_removed_files_that_still_take_space_are_counted(keep: str, kind: Kind) -> None:
+    limits = Limits(time_s=20.0, memory_mb=512, disk_mb=8, processes=16)
+    assert passes(HIDDEN_FILES + keep, "assert f(5) == 1", limits=limits, kind=kind) == [False]
+    enough = Limits(time_s=20.0, memory_mb=512, disk_mb=64, processes=16)
+    if "libc" not in keep:
+        assert passes(HIDDEN_FILES + keep, "assert f(0.2) == 1", limits=enough, kind=kind) == [True]
+
+
+def test_no_space_is_taken_without_writing(kind: Kind) -> None:
+    code = "import os\ndef f(): return os.posix_fallocate(os.open('x', os.O_CREAT | os.O_RDWR), 0, 2**20)"
+    test = "try: f()\nexcept OSError: pass\nelse: assert False"
+    assert passes(code, test, kind=kind) == [True]
+
+
+def test_files_stay_where_removed_ones_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() != 0 or not works("seccomp"):
+        pytest.skip("needs root and Landlock")
+    monkeypatch.setattr(sandbox_boxes, "_sees_other_users", lambda: False)
+    code = """
+import os
+def f():
+    open("x", "w").close()
+    for act in (lambda: os.unlink("x"), lambda: os.rename("x", "y"), lambda: os.open(".", os.O_TMPFILE | os.O_RDWR)):
+        try: act()
+        except OSError: continue
+        return 0
+    return 1
+"""
+    assert passes(code, kind="seccomp") == [True]
 
 
 @pytest.mark.parametrize(
