@@ -58,9 +58,8 @@ class Buffer:
 
     async def open(self, kind: str, note: str = "", base: Mapping[str, Any] | None = None) -> Opening:
         """Open the journal as ``kind`` (``train``, ``resume``, ``restart``) and say where the run stands."""
-        self._book = DurableLedger(self._path, self._settings, base)
+        self._book = DurableLedger.begin(self._path, self._settings, kind, note, base)
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._book.start(kind, note)
         opening = self._book.opening()
         await self._commit()
         return opening

@@ -35,14 +35,35 @@ from asyncrl_cli.tasks.base import CORRECT, are_equal
 class DurableLedger:
     """The buffer's state and its rules. Methods note events; ``journal.commit`` makes them durable."""
 
-    def __init__(self, path: Path, settings: BufferSettings, base: Mapping[str, Any] | None = None) -> None:
-        """Open the journal, and make the ledger again from what is in it. Raises ``JournalError``.
+    @classmethod
+    def begin(
+        cls, path: Path, settings: BufferSettings, kind: str, note: str, base: Mapping[str, Any] | None = None
+    ) -> DurableLedger:
+        """Open the journal as its one writer. Raises ``JournalError``.
+
+        The state is read in the transaction that notes the start, so that no earlier writer can commit in between.
+        """
+        journal = Journal(path)
+        with journal.transaction():
+            book = cls(path, settings, base, journal)
+            book.start(kind, note)
+            journal.write(journal.noted())
+        return book
+
+    def __init__(
+        self,
+        path: Path,
+        settings: BufferSettings,
+        base: Mapping[str, Any] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        """Make the ledger again from what is in the journal, which is opened unless it is. Raises ``JournalError``.
 
         ``base``: where the history begins when an earlier journal is given up, as ``fallback`` says it. It is
         ignored once the journal has one. Its ``step`` is the checkpoint's.
         """
         self._path = path
-        self.journal = Journal(path)
+        self.journal = journal or Journal(path)
         self._settings = settings
         self._finished: set[tuple[int, int]] = set()  # group and place of running rollouts that are recorded whole
         with sound(path, LedgerError):

@@ -330,5 +330,5 @@ class Journal(JournalFile):
 def _verdict(outcome: Outcome) -> tuple[float | None, str | None, str | None]:
     """The columns ``reward``, ``failure`` and ``metrics``."""
     metrics = json.dumps(dict(outcome.metrics)) if outcome.metrics else None
-    reward = None if outcome.reward is None else float(outcome.reward)
+    reward = None if outcome.reward is None else float(outcome.reward) + 0.0  # SQLite has no -0.0
     return reward, printable(outcome.failure) or None, metrics

@@ -40,9 +40,13 @@ class JournalFile:
 
     def commit(self, statements: Sequence[Statement]) -> None:
         """Write these, whole or not at all; they are on disk when this returns. Raises ``JournalError``."""
-        with self._transaction():
-            for sql, alike in groupby(statements, key=lambda statement: statement[0]):
-                self._connection.executemany(sql, (parameters for _, parameters in alike))
+        with self.transaction():
+            self.write(statements)
+
+    def write(self, statements: Sequence[Statement]) -> None:
+        """Write these in the present ``transaction``."""
+        for sql, alike in groupby(statements, key=lambda statement: statement[0]):
+            self._connection.executemany(sql, (parameters for _, parameters in alike))
 
     def close(self) -> None:
         """Close the file; what is noted and not committed is lost."""
@@ -56,7 +60,7 @@ class JournalFile:
 
     def prune(self, before_step: int) -> bool:
         """Drop the tokens of some groups trained before a step, or rejected before it; False when none is left."""
-        with self._transaction():
+        with self.transaction():
             # The plus sign keeps SQLite from looking for the lowest id in the table, from the run's first group on.
             (needed,) = self._row(
                 f"""
@@ -186,7 +190,8 @@ class JournalFile:
         return self._rows(sql, *parameters)[0]
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
+        """A block that alone writes: whole or not at all. Raises ``JournalError`` when another process has begun."""
         with explained(self._path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:

@@ -110,7 +110,9 @@ def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, Ro
     for place, crc, *columns in connection.execute(
         f"SELECT place, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY place", (group_id,)
     ):
-        if crc is not None and row_crc(group_id, place, *columns[:-1]) != crc:
+        # Schema 4 once took the checksum of a reward of -0.0, which SQLite stores as 0.0.
+        fitting = (function(group_id, place, *columns[:-1]) for function in (row_crc, _crc_of_negative_zero))
+        if crc is not None and crc not in fitting:
             raise _malformed(f"rollout {training_rollout_id(group_id, place)} has another checksum")
         rollouts[place] = RolloutRow(*columns)
     return rollouts
@@ -173,9 +175,29 @@ def prompt_texts(prompt: Prompt) -> tuple[str, str]:
 
 
 def row_crc(*values: Any) -> int:
-    """The CRC-32 of some columns, as ``ascii`` shows them: it is faster than JSON and as exact."""
-    shown = [zlib.crc32(value) if type(value) is bytes else value for value in values]
-    return zlib.crc32(ascii(shown).encode())
+    """The CRC-32 of some columns, as ``ascii`` shows them: it is faster than JSON and as exact.
+
+    The same before a value is stored and after: SQLite drops the sign of zero, and the exact types of values.
+    """
+    return _crc_shown([_as_stored(value) for value in values])
+
+
+def _crc_of_negative_zero(*values: Any) -> int:
+    """``row_crc`` as it was taken when a float of value zero had a sign."""
+    stored = [_as_stored(value) for value in values]
+    return _crc_shown([-value if type(value) is float and value == 0 else value for value in stored])
+
+
+def _crc_shown(values: list[Any]) -> int:
+    return zlib.crc32(ascii(values).encode())
+
+
+def _as_stored(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) + 0.0
+    if isinstance(value, int):
+        return int(value)
+    return zlib.crc32(value) if isinstance(value, bytes) else value if value is None else str(value)
 
 
 def key_crc(group_id: int, place: int, branch: int, start: int, version: int, crc: int) -> int:

@@ -131,7 +131,7 @@ def _finite(value: object) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number + 0.0 if math.isfinite(number) else None  # -0.0 would be shown and stored otherwise
 
 
 def _shown(value: object, show: Callable[[object], str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -11,13 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from buffer_stand_ins import SETTINGS, candidates, commit, content, finish, publish_record, rollout
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer import queries
+from asyncrl_cli.buffer import queries, schema
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.history import history
+from asyncrl_cli.buffer.journal import Journal
+from asyncrl_cli.buffer.journal_file import JournalFile
 from asyncrl_cli.buffer.records import Candidate, Outcome
+from asyncrl_cli.buffer.rollout_rows import read_group, read_rollouts
 from asyncrl_cli.buffer.schema import DAMAGED, FILE, JournalError, check, open_for_writing
 from asyncrl_cli.data.prompts import Prompt
 
@@ -31,10 +35,8 @@ def path(tmp_path: Path) -> Path:
 
 def opened(path: Path, kind: str = "train") -> DurableLedger:
     """A buffer that has begun."""
-    book = DurableLedger(path, SETTINGS)
-    book.start(kind, "")
+    book = DurableLedger.begin(path, SETTINGS, kind, "")
     book.opening()
-    commit(book)
     return book
 
 
@@ -74,6 +76,31 @@ def test_of_two_that_begin_at_once_one_is_refused(path: Path) -> None:
     with pytest.raises(JournalError, match="another process has begun"):
         commit(second)
     one_step(first)
+
+
+def test_no_earlier_writer_commits_between_what_a_new_one_reads_and_its_start(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "LOCK_PATIENCE_S", 0.0)
+    old = opened(path)
+    one_step(old)
+    finish(old, *old.ledger.running[:2])
+    assert old.take(1) is None
+    refused = []
+
+    def while_reading(journal: Journal) -> int:
+        with pytest.raises(JournalError, match="locked") as caught:
+            commit(old)
+        refused.append(caught)
+        return JournalFile.serial(journal)  # the last that is read
+
+    monkeypatch.setattr(Journal, "serial", while_reading)
+    new = DurableLedger.begin(path, SETTINGS, "resume", "")
+    assert refused
+    assert new.ledger.step == new.journal.ledger_rows()["step"] == 1
+    old.journal.failed("engine", "engine-0", "a message")
+    with pytest.raises(JournalError, match="another process has begun"):
+        commit(old)
 
 
 @settings(max_examples=10, deadline=None)
@@ -323,3 +350,64 @@ def test_opening_a_journal_again_keeps_its_rows(path: Path) -> None:
     one_step(opened(path))
     with closing(open_for_writing(path)) as connection:
         assert connection.execute("SELECT count(*) FROM starts WHERE settings IS NOT NULL").fetchone() == (1,)
+
+
+# -- what is stored has the checksum of what is read back
+
+NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**1023), 2**1023) | st.sampled_from([0, -0.0, 5e-324, 1e308])
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(uid=TEXTS, content=TEXTS, reason=TEXTS, reward=NUMBERS, later=st.booleans(), metrics=NUMBERS)
+@example(uid="a\0b", content="\0", reason="\0", reward=-0.0, later=False, metrics=-0.0)
+@example(uid="", content="", reason="", reward=-0.0, later=True, metrics=0)
+@example(uid="", content="", reason="", reward=np.float64(0.5), later=True, metrics=np.float64(0.5))
+def test_whatever_is_stored_reads_back_with_its_checksum(
+    tmp_path_factory: pytest.TempPathFactory,
+    uid: str,
+    content: str,
+    reason: str,
+    reward: float,
+    later: bool,
+    metrics: float,
+) -> None:
+    book = opened(tmp_path_factory.mktemp("journal") / FILE)
+    book.admit([Candidate(1, Prompt(uid, content, {"answer": reason}), (1,), {"epoch": 0, "position": 1})])
+    rewarded, failed = Outcome("0-0", reward, metrics={"measured": metrics}), Outcome("0-1", None, reason)
+    book.record([rollout("0-0"), rollout("0-1")], () if later else (rewarded, failed))
+    commit(book)
+    if later:
+        book.judge([rewarded, failed])
+        commit(book)
+    connection = book.journal._connection
+    assert read_group(connection, 0).prompt == Prompt(uid, content, {"answer": reason})
+    first, second = read_rollouts(connection, 0).values()
+    assert (first.reward, second.failure) == (float(reward), reason or None)
+    book.journal.close()
+
+
+def test_a_prompt_that_runs_again_keeps_any_text(path: Path) -> None:
+    book = DurableLedger.begin(path, SETTINGS, "train", "")
+    (admission,) = book.admit([Candidate(1, Prompt("a\0b", "text"), (1,), {"epoch": 0, "position": 1})]).admissions
+    entry = book.ledger.admit()
+    book.journal.requeued(admission.group_id, entry)
+    commit(book)
+    assert read_group(book.journal._connection, entry.group_id).prompt.uid == "a\0b"
+
+
+def test_a_row_whose_checksum_was_taken_of_minus_zero_is_sound(path: Path) -> None:
+    book = opened(path)
+    book.admit(candidates(1, 1))
+    book.record([rollout("0-0")], [Outcome("0-0", -0.0)])
+    commit(book)
+    connection = book.journal._connection
+    (row,) = connection.execute(
+        "SELECT group_id, place, tokens, finish_reason, -0.0, failure, metrics, oldest, newest FROM rollouts"
+    ).fetchall()
+    as_it_was = zlib.crc32(ascii([*row[:4], -0.0, *row[5:]]).encode())
+    connection.execute("UPDATE rollouts SET crc = ?", (as_it_was,))
+    assert read_rollouts(connection, 0)[0].reward == 0.0
+    connection.execute("UPDATE rollouts SET crc = ?", (as_it_was + 1,))
+    with pytest.raises(sqlite3.DatabaseError, match="another checksum"):
+        read_rollouts(connection, 0)
