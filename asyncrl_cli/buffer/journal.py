@@ -80,9 +80,9 @@ class _Piece(NamedTuple):
 class Journal(JournalFile):
     """The open journal of one run."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create it. Raises ``JournalError``."""
-        super().__init__(path)
+    def __init__(self, path: Path, to_write: bool = True) -> None:
+        """Open or create it; or only read it, which changes nothing on disk. Raises ``JournalError``."""
+        super().__init__(path, to_write)
         self._noted: list[Statement] = []
         # Rollouts of which segments, but not the whole, are recorded: by group, place, branch and first token.
         self._in_part: dict[int, dict[int, dict[int, dict[int, _Piece]]]] = {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.buffer.rollout_rows import prompt_of, read_batch, read_rollouts, row_crc
-from asyncrl_cli.buffer.schema import JournalError, explained, open_for_writing, sound
+from asyncrl_cli.buffer.schema import JournalError, explained, open_for_reading, open_for_writing, sound
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.train.records import TrainingBatch
 
@@ -31,10 +31,10 @@ _DROPPED = "state IN ('rejected', 'requeued')"
 class JournalFile:
     """The open file of one run's journal. One process writes, through one thread at a time."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create it. Raises ``JournalError``."""
+    def __init__(self, path: Path, to_write: bool = True) -> None:
+        """Open or create it; or only read it, which changes nothing on disk. Raises ``JournalError``."""
         self._path = path
-        self._connection = open_for_writing(path)
+        self._connection = open_for_writing(path) if to_write else open_for_reading(path)
         self._connection.create_function("row_crc", -1, row_crc, deterministic=True)
         self._start = self._newest_start()
 

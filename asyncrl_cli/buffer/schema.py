@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from asyncrl_cli.runs.errors import UserError
@@ -201,13 +201,24 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             raise JournalError(
                 "this is not a journal of asyncrl", place=str(path), mend="Restore the run's own file from a copy"
             )
-        if number < len(MIGRATIONS):
-            raise JournalError(
-                f"the journal has schema {number}, and this version reads {len(MIGRATIONS)}",
-                place=str(path),
-                mend="`asyncrl resume` brings it up to date",
-            )
-    return connection
+        return connection if number == len(MIGRATIONS) else _up_to_date_copy(connection, path)
+
+
+def is_begun(path: Path) -> bool:
+    """Whether anything is in a journal; not so when a run died while it made the file. Raises ``JournalError``."""
+    with explained(path), closing(_connected_for_reading(path)) as connection:
+        return bool(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+
+
+def _up_to_date_copy(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+    """A journal of an older schema as a temporary copy with the newest one; the file stays as it is. SQLite keeps the
+    copy in memory, and on disk what has no room there."""
+    copy = sqlite3.connect("")
+    with closing(connection):
+        connection.backup(copy)
+    _migrate(copy, path)
+    copy.execute("PRAGMA query_only = ON")
+    return copy
 
 
 def _connected_for_reading(path: Path) -> sqlite3.Connection:

@@ -82,7 +82,7 @@ def export(
     """
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import newest_sound
-    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.spec.load import load_recorded
 
     found = find_run(runs_dir, run)
     _chosen(found, step)  # says it when there is none
@@ -93,7 +93,7 @@ def export(
     check_target(to)
     checkpoint = newest_sound(found, step)
     assert checkpoint is not None
-    model = load_spec(found.path / "spec.yaml").spec.model
+    model = load_recorded(found.path).spec.model
     export_model(checkpoint, skeleton_of(model, found.path / "skeleton"), to, model.lora)
     echo(f"the model of step {checkpoint.step} is in {to}")
 

@@ -33,13 +33,13 @@ def replay(
     from asyncrl_cli.runs.changes import check_changes
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_sound
     from asyncrl_cli.runs.directory import RunError
-    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.spec.load import load_recorded
 
     if last is not None and last < first:
         raise typer.BadParameter(f"is before --from {first}", param_hint="--to")
     run = find_run(runs_dir, run_id)
-    before = load_spec(run.path / "spec.yaml").spec
-    spec = load_spec(run.path / "spec.yaml", overrides or ()).spec.model_copy(update={"runs_dir": run.path.parent})
+    before = load_recorded(run.path).spec
+    spec = load_recorded(run.path, overrides or ()).spec.model_copy(update={"runs_dir": run.path.parent})
     changed = check_changes(before, spec)
 
     from asyncrl_cli.pipeline.replay import ReplayedStep, ReplayPlan, recorded_steps

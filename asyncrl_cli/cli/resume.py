@@ -36,29 +36,29 @@ def resume(
     The trainer starts from the newest checkpoint (or the initial model) and trains the recorded batches since then
     again; unfinished rollouts go on from their recorded tokens. Ends like `asyncrl train`.
     """
+    from asyncrl_cli.cli.running import drive, refusing, start_checks
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.changes import check_changes
-    from asyncrl_cli.spec.load import dump_spec, load_spec
+    from asyncrl_cli.spec.load import dump_spec, load_recorded
 
-    run = find_run(runs_dir, run_id)
-    run.lock()
-    changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
-    before = load_spec(run.path / "spec.yaml").spec
-    loaded = load_spec(run.path / "spec.yaml", changes)
-    spec = loaded.spec.model_copy(update={"runs_dir": run.path.parent})
-    references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
-    changed = check_changes(before, spec, references)
+    with refusing():
+        run = find_run(runs_dir, run_id)
+        run.lock()
+        changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
+        before = load_recorded(run.path).spec
+        loaded = load_recorded(run.path, changes)
+        spec = loaded.spec.model_copy(update={"runs_dir": run.path.parent})
+        references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
+        changed = check_changes(before, spec, references)
 
-    from asyncrl_cli.cli.running import drive, start_checks
-    from asyncrl_cli.pipeline.resume import check_data, prepare
+        from asyncrl_cli.pipeline.resume import check_data, prepare
 
-    plan = prepare(run, spec, step, ", ".join(changed), without_journal)
-    search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
-    with start_checks(spec, search_path) as checks:
-        experiment = checks.experiment()
-    if not (without_journal or accept_changed_data):
-        check_data(run, experiment)
-    start = plan.carry_out(run)  # nothing on disk changes before
+        plan = prepare(run, spec, step, ", ".join(changed), without_journal)
+        search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
+        with start_checks(spec, search_path) as checks:
+            experiment = checks.experiment()
+        check_data(run, experiment, plan, accept_changed_data)
+    start = plan.carry_out(run, accept_changed_data)  # nothing on disk changes before
     if start.note != plan.start.note:
         echo(f"{run.run_id}: {start.note}", err=True)
     run.begin(dump_spec(spec, references), spec.stop.steps)

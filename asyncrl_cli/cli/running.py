@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl_cli.cli.output import echo
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.runs.errors import ConfigError, UserError
 from asyncrl_cli.runs.terminal import printable
 
 if TYPE_CHECKING:
@@ -27,6 +29,16 @@ def start_checks(spec: ExperimentSpec, search_path: Path, thorough: bool = False
     from asyncrl_cli.pipeline.start_checks import StartChecks
 
     return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A block that only checks: an error that ends it says by its exit code that nothing was changed or started."""
+    try:
+        yield
+    except UserError as error:
+        error.exit_code = ConfigError.exit_code
+        raise
 
 
 def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:

@@ -62,10 +62,10 @@ def _is_spec(target: str) -> bool:
 
 def _of_run(runs_dir: Path, name: str, changes: list[str], step: int | None) -> Served:
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, name)
-    spec = load_spec(run.path / "spec.yaml", changes).spec.model_copy(update={"runs_dir": run.path.parent})
+    spec = load_recorded(run.path, changes).spec.model_copy(update={"runs_dir": run.path.parent})
 
     from asyncrl_cli.pipeline.serving import served_run
 

@@ -30,11 +30,11 @@ def track(
     """
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.secrets import hide
-    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, run_id)
     run.lock()  # a run that is being driven sends itself
-    spec = load_spec(run.path / "spec.yaml").spec
+    spec = load_recorded(run.path).spec
     changes = {"uri": uri, "register_model": register}
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
     spec = spec.model_copy(update={"runs_dir": run.path.parent, "tracking": tracking})

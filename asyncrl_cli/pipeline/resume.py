@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.journal import Journal
 from asyncrl_cli.buffer.rollout_rows import prompt_texts
-from asyncrl_cli.buffer.schema import FILE, check, explained, open_for_reading, open_for_writing
+from asyncrl_cli.buffer.schema import FILE, check, explained, is_begun, open_for_reading, open_for_writing
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.pipeline.fleet import buffer_settings
 from asyncrl_cli.pipeline.launch import Experiment, Start
@@ -26,6 +27,8 @@ from asyncrl_cli.train.checkpoints import check_layout
 
 COMPARED_ROWS = 1000
 """Prompts, the newest in the journal, that are compared with the data."""
+ACCEPTED = "accepted_data_to"
+"""In the journal's ``meta``: the serial up to which prompts are not compared, as a change of the data was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Plan:
 
     Args:
         trained: steps known as trained; metrics of later ones are dropped, as they are reported again.
-        again: whether steps after the checkpoint are trained again although there may be later checkpoints.
+        again: whether steps after the checkpoint are trained again although there may be later checkpoints, and
+            reported again although they are known as trained.
         without_journal: whether the journal is given up.
     """
 
@@ -43,21 +47,32 @@ class Plan:
     again: bool
     without_journal: bool
 
-    def carry_out(self, run: RunDirectory) -> Start:
-        """Put away what does not belong to the run from here on, and say how it starts."""
+    def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> Start:
+        """Put away what does not belong to the run from here on, and say how it starts.
+
+        With ``accept_changed_data`` the prompts recorded so far are never compared with the data again.
+        """
         first = self.start.checkpoint.step if self.start.checkpoint else 0
         notes = [self.start.note]
         if self.without_journal:
-            number = next(number for number in count(1) if not [*run.path.glob(f"damaged-{number}-*")])
-            for path in list(run.path.glob(f"{FILE}*")):
-                path.rename(path.with_name(f"damaged-{number}-{path.name}"))
+            _set_journal_aside(run)
             run.update(step=first)  # otherwise the new journal would seem to be cut short
             notes.insert(0, "without the old journal")
-        aside = set_aside_later(run.path / "checkpoints", first) if self.again else None
+        aside = set_aside_later(run.path / "checkpoints", first if self.again else None)
         if aside is not None:
             notes.append(f"checkpoints after step {first} are in {aside.relative_to(run.path)}")
-        if (run.path / FILE).is_file():
-            _restore_metrics(run, run.path / FILE, self.trained)
+        journal = run.path / FILE
+        if journal.is_file():
+            with explained(journal), closing(open_for_writing(journal)) as connection:
+                if self.again:  # what is trained now may differ: other settings, another machine
+                    connection.execute(
+                        "UPDATE batches SET trained_at = NULL, digest = NULL, metrics = NULL WHERE step >= ?", (first,)
+                    )
+                if accept_changed_data:
+                    connection.execute(
+                        "INSERT OR REPLACE INTO meta SELECT ?, coalesce(max(serial), 0) FROM groups", (ACCEPTED,)
+                    )
+            _restore_metrics(run, journal, self.trained)
         else:
             run.forget_after("metrics.jsonl", self.trained)
         return replace(self.start, note=", ".join(filter(None, notes)))
@@ -77,11 +92,11 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         return Plan(Start("resume", note, checkpoint, base), first, again=True, without_journal=True)
     journal = run.path / FILE
     instead = f"Restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
-    taken, trained = 0, 0
+    taken, trained, begun = 0, 0, False
     if journal.is_file():
-        open_for_writing(journal).close()  # one that was never begun, or is older, gets the present schema
-        check(journal)
-        taken, trained = _steps_done(journal)
+        if begun := is_begun(journal):
+            check(journal)
+            taken, trained = _steps_done(journal)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", place=str(journal), mend=instead)
     if taken >= spec.stop.steps and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
@@ -106,16 +121,19 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 place=str(journal),
                 mend=instead,
             )
-    if journal.is_file():
-        _read_through(run, spec, checkpoint.step if checkpoint else 0, taken)
-    return Plan(Start("resume", note, checkpoint), trained, again=step is not None, without_journal=False)
+    first = checkpoint.step if checkpoint else 0
+    if begun:
+        _read_through(run, spec, first, taken)
+    again = step is not None
+    return Plan(Start("resume", note, checkpoint), min(trained, first) if again else trained, again, False)
 
 
 def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:
     """Read what the run needs of its journal: where it stands, what is unfinished, and the batches from step ``first``
     on, which are trained again. Changes nothing."""
-    book = DurableLedger(run.path / FILE, buffer_settings(spec))
-    with closing(book.journal):
+    journal = Journal(run.path / FILE, to_write=False)
+    with closing(journal):
+        book = DurableLedger(run.path / FILE, buffer_settings(spec), journal=journal)
         book.opening()
         for step in range(first, taken):
             try:
@@ -128,23 +146,35 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
                 ) from None
 
 
-def check_data(run: RunDirectory, experiment: Experiment) -> None:
-    """Compare the prompts that the journal has last with the data, row by row.
+def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_changed_data: bool = False) -> None:
+    """Compare the prompts that the journal has last with the data, row by row, unless changes are accepted.
 
-    Raises ``RunError`` when the data is not that which the run was started with: the place in it would mean other rows.
+    Raises ``RunError`` when the data is not that which the run was started with, as the place in it would mean other
+    rows, and ``DataError`` when it has no such place.
     """
     path = run.path / FILE
-    if not path.is_file():
-        return
-    with explained(path), closing(open_for_reading(path)) as connection:
-        rows = connection.execute(
-            "SELECT epoch, position, uid, prompt, fields FROM groups WHERE serial > :not_from_data "
-            "ORDER BY id DESC LIMIT :rows",
-            {"not_from_data": len(_base(connection).get("prompts", ())), "rows": COMPARED_ROWS},
-        ).fetchall()
     spec = experiment.spec
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
-    for epoch, position, uid, *recorded in rows:
+    base = plan.start.base or {}
+    if plan.without_journal or not path.is_file() or not is_begun(path):
+        if base.get("loader"):
+            loader.restore(base["loader"])
+        return
+    with explained(path), closing(open_for_reading(path)) as connection:
+        base = _base(connection)
+        newest = connection.execute(
+            "SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1"
+        ).fetchone()
+        accepted = connection.execute("SELECT CAST(value AS INTEGER) FROM meta WHERE key = ?", (ACCEPTED,)).fetchone()
+        rows = connection.execute(
+            "SELECT epoch, position, uid, prompt, fields FROM groups WHERE serial > :passed_over "
+            "ORDER BY id DESC LIMIT :rows",
+            {"passed_over": max(len(base.get("prompts", ())), *(accepted or (0,))), "rows": COMPARED_ROWS},
+        ).fetchall()
+    position_now = dict(zip(("epoch", "position"), newest, strict=True)) if newest else base.get("loader")
+    if position_now:
+        loader.restore(position_now)
+    for epoch, position, uid, *recorded in () if accept_changed_data else rows:
         loader.restore({"epoch": epoch, "position": position})
         found = loader.newest()
         if [found.uid, *prompt_texts(found)] != [uid, *recorded]:
@@ -156,6 +186,20 @@ def check_data(run: RunDirectory, experiment: Experiment) -> None:
                 mend="Restore the data, or continue at the same position of the changed data: "
                 f"asyncrl resume {run.argument} --accept-changed-data",
             )
+
+
+def _set_journal_aside(run: RunDirectory) -> None:
+    """Move the journal and the files beside it to ``damaged-N``; what a kill left behind follows the next time."""
+    files = sorted(run.path.glob(f"{FILE}*"))
+    if not files:
+        return
+    number = next(number for number in count(1) if not (run.path / f"damaged-{number}").exists())
+    folder, last = run.path / f"damaged-{number}", run.path / f"damaged-{number - 1}"
+    if files[0].name != FILE and last.is_dir() and not any((last / path.name).exists() for path in files):
+        folder = last
+    folder.mkdir(exist_ok=True)
+    for path in files:  # the journal first: left without the rest, it would pass for an older one
+        path.rename(folder / path.name)
 
 
 def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:

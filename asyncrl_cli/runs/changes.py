@@ -6,6 +6,7 @@ was sampled from.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,10 @@ FIXED = {
     "pipeline.publish_every": "versions are counted by it",
 }
 """Keys that stay as they are, and why; a key stands for everything below it."""
-ALLOWED_BELOW = {"task": ("reward_timeout_s", "reward_workers", "reward_memory_mb", "reward_concurrency")}
-"""Keys below a fixed one that may change all the same."""
+ALLOWED = re.compile(
+    r"task\.(mix\.\d+\.)?(reward_timeout_s|reward_workers|reward_memory_mb|reward_concurrency|options\.sandbox)"
+)
+"""Keys below a fixed one that may change all the same: how rewards are computed, not what they are."""
 
 
 def check_changes(
@@ -65,12 +68,14 @@ def is_fixed(key: str) -> bool:
 def _problem(key: str) -> Problem | None:
     for fixed, why in FIXED.items():
         rest = key.removeprefix(fixed)
-        if rest != key and (not rest or rest[0] == ".") and rest[1:] not in ALLOWED_BELOW.get(fixed, ()):
+        if rest != key and (not rest or rest[0] == ".") and not ALLOWED.fullmatch(key):
             return Problem(key, f"cannot change for a recorded run: {why}", "Start a new run for it")
     return None
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {str(index): item for index, item in enumerate(value)}
     if not isinstance(value, dict):
         return {prefix: value}
     flat: dict[str, Any] = {}

@@ -29,6 +29,8 @@ STATE = "state"
 """The trainer's part of a checkpoint."""
 RUN_FILE = "run.json"
 FILES_FILE = "files.json"
+SETTING_ASIDE = ".setting-aside"
+"""In a run's ``checkpoints`` while some are set aside: the step whose later ones count as gone."""
 NAME = re.compile(r"step-(\d{6,})")
 PIECE_BYTES = 2**18
 Check = Callable[[], None]
@@ -108,8 +110,21 @@ def complete_checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints in a run's ``checkpoints`` folder, oldest first."""
     if not folder.is_dir():
         return []
+    last = _last_kept(folder)
+    return [found for found in _all_checkpoints(folder) if last is None or found.step <= last]
+
+
+def _all_checkpoints(folder: Path) -> list[Checkpoint]:
     found = [Checkpoint.at(path) for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _last_kept(folder: Path) -> int | None:
+    """The step whose later checkpoints are being set aside, if a kill has come in between."""
+    try:
+        return int((folder / SETTING_ASIDE).read_text())
+    except FileNotFoundError:
+        return None
 
 
 def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
@@ -256,20 +271,31 @@ def remove(checkpoint: Checkpoint) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def set_aside_later(folder: Path, step: int) -> Path | None:
+def set_aside_later(folder: Path, step: int | None) -> Path | None:
     """Move the checkpoints of later steps out of the way, to ``aside-N``, because the run trains those steps again.
 
-    Otherwise a trainer that restarts would load them, and a save would keep them in place of its own. Returns the new
-    folder; None when there are none.
+    Otherwise a trainer that restarts would load them, and a save would keep them in place of its own. Without a step it
+    only completes what a kill has interrupted; until then these checkpoints are not seen. Returns the new folder; None
+    when there are none.
     """
-    later = [checkpoint.folder for checkpoint in complete_checkpoints(folder) if checkpoint.step > step]
+    marks = [mark for mark in (step, _last_kept(folder)) if mark is not None] if folder.is_dir() else []
+    later = [found.folder for found in _all_checkpoints(folder) if found.step > min(marks)] if marks else []
+    marker = folder / SETTING_ASIDE
     if not later:
+        marker.unlink(missing_ok=True)
         return None
+    unfinished = marker.with_suffix(".tmp")
+    unfinished.write_text(str(min(marks)))
+    sync(unfinished)
+    os.replace(unfinished, marker)
+    sync(folder)
     aside = next(path for number in count(1) if not (path := folder / f"aside-{number}").exists())
     aside.mkdir()
     for path in later:
         os.rename(path, aside / path.name)
+    sync(aside)
     sync(folder)
+    marker.unlink()
     return aside
 
 

@@ -33,6 +33,11 @@ MODEL_KEYS = ("model.path", "model.init.tokenizer")
 """Keys that hold a path or a name; ``looks_like_path`` tells which."""
 
 
+RETIRED = ("rollout.max_failures",)
+"""Keys of earlier versions that specs of recorded runs may have: they are left out, and their successors keep their
+defaults. A spec of the user's is refused with them, and told what to use instead (``spec.elsewhere``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
     """A spec that can run: its paths absolute, the files it was read from, and the doubts that remain."""
@@ -44,16 +49,21 @@ class LoadedSpec:
     """Values that hold environment variables, as they were written: ``dump_spec`` writes them so."""
 
 
-def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None) -> LoadedSpec:
+def load_spec(
+    path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None, retired: Sequence[str] = ()
+) -> LoadedSpec:
     """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
 
     ``data`` is the file's content when it comes from elsewhere; ``path`` then only says what to call it, and in which
-    folder it stands. Raises SpecError with every problem found.
+    folder it stands. Keys in ``retired`` are left out of the file. Raises SpecError with every problem found.
     """
     problems: list[Problem] = []
     layers = Layers(problems)
     references: dict[tuple[str, ...], str] = {}
-    spec = _load(layers.read(str(path), data), overrides, layers, references)
+    root = layers.read(str(path), data)
+    for name in retired:
+        root = root and _without(root, name.split("."), lambda _: True)
+    spec = _load(root, overrides, layers, references)
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
@@ -65,6 +75,11 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | Non
     if spec is None or any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, tuple(layers.files), tuple(problems), references)
+
+
+def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
+    """``load_spec`` of the spec in a run's folder, which an earlier version may have written."""
+    return load_spec(run / "spec.yaml", overrides, retired=RETIRED)
 
 
 def _without_secrets(problem: Problem) -> Problem:
@@ -110,21 +125,18 @@ def _without_empty_sections(root: Node) -> Node:
     """The tree without sections that are null: they have their defaults, or are missing."""
     for name, key in keys().items():
         if key.opens is key.field.annotation and isinstance(root.value, dict):
-            root = _without_null(root, name.split("."))
+            root = _without(root, name.split("."), lambda node: node.value is None)
     return root
 
 
-def _without_null(node: Node, parts: list[str]) -> Node:
+def _without(node: Node, parts: list[str], which: Callable[[Node], bool]) -> Node:
+    """The tree without what stands under a key, if ``which`` says so."""
     below = node.value.get(parts[0]) if isinstance(node.value, dict) else None
     if below is None or not isinstance(node.value, dict):
         return node
     if parts[1:]:
-        return replace(node, value=node.value | {parts[0]: _without_null(below, parts[1:])})
-    return (
-        node
-        if below.value is not None
-        else replace(node, value={k: v for k, v in node.value.items() if v is not below})
-    )
+        return replace(node, value=node.value | {parts[0]: _without(below, parts[1:], which)})
+    return node if not which(below) else replace(node, value={k: v for k, v in node.value.items() if v is not below})
 
 
 def _absolute(node: Node, parts: list[str], is_path: Callable[[str, str], bool]) -> Node:
@@ -168,7 +180,7 @@ def _literal(text: str) -> str:
 def _is_public(key: str, value: object) -> bool:
     """Whether a value is written out though it came from the environment."""
     if is_fixed(key):
-        return not key.startswith("task.options.")
+        return re.match(r"task\.(mix\.\d+\.)?options\.", key) is None
     return general(key) in keys() and not isinstance(value, (str, Path))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 import secrets
 import subprocess
 import sys
@@ -280,16 +281,40 @@ def save(run: RunDirectory, step: int) -> None:
 
 
 def test_resume_of_nothing(tmp_path: Path) -> None:
-    shown = refused(asyncrl("resume", "nothing", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "nothing", cwd=tmp_path), 2)
     assert shown == "runs: no run is called 'nothing'. List the runs: asyncrl runs."
-    shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
     assert shown == "runs: there is no run yet. Start one: asyncrl train SPEC."
+
+
+def test_resume_of_a_run_whose_journal_is_gone_or_damaged(tmp_path: Path) -> None:
+    run = resumable(tmp_path / "runs", step=3)
+    before = (run.path / FILE).read_bytes()
+    (run.path / FILE).write_bytes(b"x" * len(before))
+    assert "--without-journal" in refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
+    (run.path / FILE).unlink()
+    assert "the run's journal is gone" in refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
+
+
+def test_resume_of_a_run_of_an_earlier_version(tmp_path: Path) -> None:
+    run = resumable(tmp_path / "runs", step=10, phase="interrupted")
+    recorded = run.path / "spec.yaml"
+    old, retired = re.subn("max_failed_share: .*", "max_failures: 16", recorded.read_text())
+    assert retired == 1
+    recorded.write_text(old)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 2)
+    assert shown == "run-1: the run has taken 10 steps already, more than 7. Say a later step."
+    assert asyncrl("replay", "run-1", "--from", "11", cwd=tmp_path).stderr.startswith("run-1: cannot replay from step")
+    shown = refused(asyncrl("resume", "run-1", "--set", "rollout.max_failures=3", cwd=tmp_path), 2)
+    assert "rollout.max_failed_share" in shown
+    shown = refused(asyncrl("validate-spec", str(recorded), cwd=tmp_path), 2)
+    assert "Did you mean `rollout.max_failed_share`?" in shown
 
 
 def test_resume_of_a_run_that_is_driven(tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=3)
     run.lock()
-    shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
     assert shown.startswith(f"run-1: the run is being driven by pid {os.getpid()} on ")
 
 
@@ -297,13 +322,13 @@ def test_resume_of_a_run_that_is_done(tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=10, phase="finished")
     (run.path / MODEL).mkdir()
     (run.path / MODEL / "config.json").write_text("{}")
-    shown = refused(asyncrl("resume", "run-1", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "run-1", cwd=tmp_path), 2)
     assert shown == ("run-1: the run has done its 10 steps. To train on, say how far: asyncrl resume run-1 --steps 20.")
     assert not run.is_driven, "the lock is given back"
-    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 2)
     assert "the run has done its 10 steps" in shown
     run.update(phase="interrupted")
-    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 2)
     assert shown == "run-1: the run has taken 10 steps already, more than 7. Say a later step."
     assert load_spec(run.path / "spec.yaml").spec.stop.steps == 10, "a refused --steps changes nothing"
 
@@ -323,7 +348,7 @@ def test_a_refused_change_leaves_the_spec_as_it_was(tmp_path: Path) -> None:
 def test_a_journal_that_is_older_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=3, checkpoint=5)
     before = (run.path / "spec.yaml").read_bytes()
-    shown = refused(asyncrl("resume", "run-1", "--steps", "20", cwd=tmp_path), 1)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "20", cwd=tmp_path), 2)
     assert shown.startswith(f"runs/run-1/{FILE}: the journal ends at step 3, and the newest checkpoint is of step 5: ")
     assert shown.endswith("asyncrl resume run-1 --without-journal.")
     assert (run.path / "spec.yaml").read_bytes() == before
@@ -346,7 +371,7 @@ class Checks:
     def __exit__(self, *_):
         pass
     def experiment(self):
-        return Experiment(self.spec, None, [Prompt("a", "a")], [])
+        return Experiment(self.spec, None, [Prompt("a", "a")] * 100, [])
 running.start_checks = Checks
 running.drive = drive
 sys.argv[0] = "asyncrl"

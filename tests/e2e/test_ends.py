@@ -84,7 +84,7 @@ def test_ctrl_c_says_how_to_go_on_and_resume_does(own_runs: Runs, moment: str) -
     resumed(own_runs, more=3)
 
     again = own_runs.run("resume", run.name, "--runs-dir", own_runs.folder)
-    assert again.code == 1
+    assert again.code == 2
     assert "--steps" in again.err
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_is_being_driven_is_not_resumed(own_runs: Runs) -> None:
     try:
         until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
         refused = own_runs.run("resume", "latest", "--runs-dir", own_runs.folder)
-        assert refused.code == 1
+        assert refused.code == 2
         assert f"pid {process.pid}" in refused.err
     finally:
         os.kill(process.pid, signal.SIGINT)

@@ -15,13 +15,14 @@ from stand_ins import prompts, rollout, spec
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import Candidate, Outcome, PublishRecord, StepRecord
-from asyncrl_cli.buffer.schema import FILE, JournalError, check
+from asyncrl_cli.buffer.schema import FILE, MIGRATIONS, JournalError, check
+from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.jsonl import read_jsonl
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.fleet import buffer_settings
 from asyncrl_cli.pipeline.launch import Experiment, Start
-from asyncrl_cli.pipeline.resume import check_data, prepare
+from asyncrl_cli.pipeline.resume import Plan, check_data, prepare
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     checkpoint_name,
@@ -33,6 +34,7 @@ from asyncrl_cli.runs.checkpoints import (
 from asyncrl_cli.runs.directory import MODEL, RunDirectory, RunError
 
 GROUPS = {"groups_per_step": 1, "max_staleness": 0}
+PLAN = Plan(Start("resume"), trained=0, again=False, without_journal=False)
 SPEC = spec(rollout={"group_size": 1}, pipeline=GROUPS)
 
 
@@ -326,7 +328,7 @@ def edited(row: int, **change: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("admitted", [4, 9, 20])
 def test_data_as_it_was_is_accepted(run: RunDirectory, admitted: int) -> None:
     admit(run, with_data(run, ROWS), admitted)
-    check_data(run, with_data(run, ROWS))
+    check_data(run, with_data(run, ROWS), PLAN)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_edited_data_is_noticed_before_the_run_goes_on(
 ) -> None:
     admit(run, with_data(run, ROWS), 8 if len(rows) < 9 else 20)
     with pytest.raises(RunError, match=fault) as caught:
-        check_data(run, with_data(run, rows))
+        check_data(run, with_data(run, rows), PLAN)
     assert caught.value.mend.endswith(f"asyncrl resume {run.argument} --accept-changed-data")
 
 
@@ -354,7 +356,80 @@ def test_prompts_that_a_checkpoint_kept_have_no_row_to_be_compared_with(run: Run
     book = DurableLedger(run.path / FILE, buffer_settings(SPEC), {"step": 0, "prompts": [waiting]})
     book.admit([Candidate(1, Prompt("from before", "text"), (1,), {"epoch": 0, "position": 5})])
     book.journal.commit(book.journal.noted())
-    check_data(run, experiment)
+    check_data(run, experiment, PLAN)
+
+
+def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
+    """Resume with changed data that is accepted, and admit its next prompts."""
+    check_data(run, experiment, PLAN, accept_changed_data=True)
+    PLAN.carry_out(run, accept_changed_data=True)
+    book = DurableLedger.begin(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100), "resume", "")
+    loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
+    loader.restore(book.opening().loader or {})
+    for serial in range(book.journal.serial() + 1, book.journal.serial() + 1 + count):
+        book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_data_that_was_accepted_is_accepted_from_then_on(run: RunDirectory, count: int) -> None:
+    admit(run, with_data(run, ROWS), 9)
+    changed = with_data(run, [row | {"answer": "other"} for row in ROWS])
+    with pytest.raises(RunError, match="other contents"):
+        check_data(run, changed, PLAN)
+    resumed_with(run, changed, count)
+    check_data(run, changed, PLAN)
+    again = with_data(run, [row | {"answer": "yet another"} for row in ROWS])
+    if count:
+        with pytest.raises(RunError, match="other contents"):
+            check_data(run, again, PLAN)
+
+
+@pytest.mark.parametrize("accept", [True, False])
+def test_data_without_the_place_of_the_run_is_refused_before_anything_starts(run: RunDirectory, accept: bool) -> None:
+    admit(run, with_data(run, ROWS), 7)
+    with pytest.raises(DataError, match="5 training prompts cannot be at position 7 of epoch 0"):
+        check_data(run, with_data(run, ROWS[:5]), PLAN, accept)
+    checkpoint = Start("resume", base={"loader": {"epoch": 0, "position": 7}})
+    with pytest.raises(DataError, match="cannot be at position 7"):
+        check_data(run, with_data(run, ROWS[:5]), Plan(checkpoint, 0, again=True, without_journal=True))
+
+
+# -- kills, older journals, another course
+
+
+def test_a_refused_resume_leaves_an_older_journal_as_it_is(run: RunDirectory) -> None:
+    for scripts in MIGRATIONS[:3]:
+        with closing(sqlite3.connect(run.path / FILE)) as connection:
+            connection.executescript(scripts)
+    with closing(sqlite3.connect(run.path / FILE)) as connection:
+        connection.execute("PRAGMA user_version = 3")
+    run.update(step=1)
+    assert "the journal ends at step 0" in refused(run).message
+    run.update(step=0)
+    assert start(run).kind == "resume"
+    with closing(sqlite3.connect(run.path / FILE)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+
+
+def test_steps_that_are_trained_again_from_a_named_checkpoint_are_reported_again(run: RunDirectory) -> None:
+    record(run, taken=6)
+    for saved in (2, 4, 6):
+        save(run, saved)
+    start(run, step=2)
+    assert metrics(run) == [1, 2]
+    book = DurableLedger.begin(run.path / FILE, buffer_settings(SPEC), "resume", "")
+    assert book.opening().trained == 2
+    book.journal.trained(StepRecord(1, "other", {"loss": 1.0}))
+    book.journal.trained(StepRecord(2, "other", {"loss": 1.0}))
+    book.journal.commit(book.journal.noted())
+    digests = book.journal._rows("SELECT digest FROM batches ORDER BY step")
+    assert [digest for (digest,) in digests] == ["digest", "digest", "other", None, None, None]
+    book.journal.close()
+    start(run)
+    assert metrics(run) == [1, 2, 3]
+    assert run.read("metrics.jsonl")[-1]["loss"] == 1.0
 
 
 # -- without the journal
@@ -371,8 +446,8 @@ def test_without_its_journal_a_run_goes_on_from_a_checkpoint_alone(run: RunDirec
     assert going_on.base["step"] == 4
     assert metrics(run) == [1, 2, 3, 4]
     assert not list(run.path.glob(f"{FILE}*"))
-    assert (run.path / f"damaged-1-{FILE}").read_bytes() == journal
-    assert (run.path / f"damaged-1-{FILE}-wal").read_bytes() == b"a log"
+    assert (run.path / "damaged-1" / FILE).read_bytes() == journal
+    assert (run.path / "damaged-1" / f"{FILE}-wal").read_bytes() == b"a log"
 
 
 def test_a_second_journal_is_set_aside_beside_the_first_with_its_own_log(run: RunDirectory) -> None:
@@ -381,13 +456,40 @@ def test_a_second_journal_is_set_aside_beside_the_first_with_its_own_log(run: Ru
         for file in files:
             (run.path / file).write_text(f"{file} {number}")
         start(run, without_journal=True)
-    aside = {path.name: path.read_text() for path in run.path.glob("damaged-*")}
+    aside = {str(path.relative_to(run.path)): path.read_text() for path in run.path.glob("damaged-*/*")}
     assert aside == {
-        f"damaged-1-{FILE}": f"{FILE} 1",
-        f"damaged-2-{FILE}": f"{FILE} 2",
-        f"damaged-2-{FILE}-wal": f"{FILE}-wal 2",
-        f"damaged-3-{FILE}-wal": f"{FILE}-wal 3",
+        f"damaged-1/{FILE}": f"{FILE} 1",
+        f"damaged-2/{FILE}": f"{FILE} 2",
+        f"damaged-2/{FILE}-wal": f"{FILE}-wal 2",
+        f"damaged-3/{FILE}-wal": f"{FILE}-wal 3",
     }
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_kill_while_a_journal_is_set_aside_leaves_it_whole(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    save(run, 4)
+    files = [FILE, f"{FILE}-shm", f"{FILE}-wal"]
+    for file in files:
+        (run.path / file).write_text(file)
+    rename, left = Path.rename, [moved]
+
+    def killed(path: Path, new: Path) -> Path:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return rename(path, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(run, without_journal=True)
+    if moved:
+        assert refused(run).message == "the run's journal is gone"
+    start(run, without_journal=True)
+    (folder,) = (folder for folder in run.path.glob("damaged-*") if list(folder.iterdir()))
+    assert sorted(path.name for path in folder.iterdir()) == files
 
 
 @pytest.mark.parametrize("step", [0, 2])

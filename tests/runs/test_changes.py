@@ -42,6 +42,16 @@ FREE_ALL_THE_SAME = (
 )
 
 
+MIX: dict[str, Any] = BEFORE | {
+    "task": {
+        "mix": [
+            {"name": "a", "use": "unit_tests", "options": {"sandbox": "auto"}},
+            {"name": "b", "use": "chain_sum", "options": {"max_terms": 3}},
+        ]
+    },
+}
+
+
 def validated(spec: dict[str, Any]) -> ExperimentSpec:
     return ExperimentSpec.model_validate(spec)
 
@@ -184,3 +194,27 @@ def test_keys_of_an_empty_mapping_are_told_one_by_one() -> None:
 def test_changes_are_told_in_order_with_their_new_values() -> None:
     after = set_at(set_at(WHOLE, "stop.steps", 20), "algorithm.clip_high", 0.3)
     assert check_changes(validated(WHOLE), validated(after)) == ["algorithm.clip_high=0.3", "stop.steps=20"]
+
+
+def test_the_sandbox_of_a_task_may_change() -> None:
+    task = {"use": "unit_tests", "options": {"sandbox": "auto"}}
+    before, after = (validated(BEFORE | {"task": task | {"options": chosen}}) for chosen in ({}, {"sandbox": "none"}))
+    assert check_changes(before, after) == ["task.options.sandbox=none"]
+    assert check_changes(after, before) == ["task.options.sandbox=None"]
+
+
+def test_of_a_mix_only_how_its_members_are_scored_may_change() -> None:
+    code, arithmetic = MIX["task"]["mix"]
+    members = [code | {"options": {"sandbox": "none"}}, arithmetic | {"reward_timeout_s": 7.0}]
+    assert check_changes(validated(MIX), validated(MIX | {"task": {"mix": members}})) == [
+        "task.mix.0.options.sandbox=none",
+        "task.mix.1.reward_timeout_s=7.0",
+    ]
+    for other in (
+        [code, arithmetic | {"options": {"max_terms": 4}}],
+        [code | {"use": "math"}, arithmetic],
+        [arithmetic, code],
+        [code, arithmetic, arithmetic | {"name": "c"}],
+    ):
+        with pytest.raises(SpecError, match="recorded rewards are those of this task"):
+            check_changes(validated(MIX), validated(MIX | {"task": {"mix": other}}))

@@ -163,6 +163,32 @@ def test_later_ones_are_moved_away_when_their_steps_are_trained_again(run: RunDi
     assert {name: [at.step for at in of] for name, of in found.items()} == {".": [10], "aside-1": [30], "aside-2": [20]}
 
 
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_of_later_ones_that_a_kill_left_behind_none_is_seen(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    folder = run.path / "checkpoints"
+    for step in (10, 20, 30, 40):
+        make(run, step)
+    rename, left = os.rename, [moved]
+
+    def killed(old: Path, new: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        rename(old, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            set_aside_later(folder, 10)
+    assert [found.step for found in complete_checkpoints(folder)] == [10]
+    set_aside_later(folder, None)
+    make(run, 50)
+    assert [found.step for found in complete_checkpoints(folder)] == [10, 50]
+    assert len(list(folder.glob("aside-*/*"))) == 3
+
+
 def test_what_is_sealed_is_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
 

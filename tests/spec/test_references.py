@@ -154,3 +154,11 @@ def test_what_is_hidden(text: str, shown: str | None) -> None:
 def test_no_password_in_a_uri_is_shown(password: str) -> None:
     password = "".join(char for char in password if char not in "/?#'\"") or "x"
     assert hide(f"x https://me:{password}@host/path y") == "x https://***@host/path y"
+
+
+def test_options_of_a_mix_stay_references_too(spec_file: Path, tmp_path: Path) -> None:
+    task = 'task: {mix: [{name: a, use: chain_sum, options: {key: "${env:API_KEY}"}}]}\n'
+    spec_file.write_text(f"{SPEC.partition('task:')[0]}{task}rollout: {SPEC.partition('rollout: ')[2]}")
+    text = written(load_spec(spec_file), tmp_path / "run").read_text()
+    assert SECRET not in text
+    assert "key: ${env:API_KEY}" in text
