@@ -95,7 +95,7 @@ class Episodes:
                     replace(sampling, seed=_seed(sampling.seed, attempt)),
                     replace(self._limits, max_call_tokens=sampling.max_tokens),
                     priority=priority,
-                    recorded=dict(told.recorded),
+                    recorded=told.recorded,
                 )
                 played, end = await self._play(opening, told, prompt, apart)
                 playing += 1
@@ -165,15 +165,22 @@ class _Told:
 
     def __init__(self, rollout_id: str, recorded: Recorded, record: OnSegments | None) -> None:
         self._rollout_id = rollout_id
-        self.recorded: dict[int, tuple[Segment, ...]] = dict(recorded)
+        self._known = {number: list(segments) for number, segments in recorded.items()}
         self._record = record
+
+    @property
+    def recorded(self) -> Recorded:
+        """All that is known."""
+        return {number: tuple(segments) for number, segments in self._known.items()}
 
     def add(self, segments: list[Segment]) -> None:
         """New tokens."""
         for segment in segments:
             number = int(segment.rollout_id.removeprefix(self._rollout_id)[1:] or 0)  # of ``branch_id``
-            before = (known for known in self.recorded.get(number, ()) if known.start < segment.start)
-            self.recorded[number] = (*before, segment)
+            known = self._known.setdefault(number, [])
+            while known and known[-1].start >= segment.start:
+                known.pop()
+            known.append(segment)
         if self._record is not None:
             self._record(segments)
 

@@ -28,6 +28,7 @@ from asyncrl_cli.rollout.records import Rollout, RolloutFailure, Segment
 from asyncrl_cli.rollout.session import Generate
 from asyncrl_cli.rollout.transcript import OnSegments
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.runs.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import ModelAccess
@@ -94,6 +95,11 @@ class _Link:
                 self._group.create_task(self._tell())
         except* RunError as errors:
             lost += [error for error in errors.exceptions if isinstance(error, RunError)]
+        except* UserError:
+            raise
+        except* Exception as errors:  # a bug costs the gateway, not the run
+            log.error("the gateway's link failed", exc_info=errors)
+            lost.append(RunError(f"{type(errors.exceptions[0]).__name__} in the driver"))
         return lost[0]
 
     def lose(self, cause: str) -> None:
@@ -160,8 +166,10 @@ class _Link:
                 self._sessions.pop(end.number).end.set_result(end)
 
     def _begin(self, generation: Generation) -> None:
-        session = None if generation.session is None else self._sessions[generation.session]
-        if session is not None and session.closing:
+        session = None if generation.session is None else self._sessions.get(generation.session)
+        if generation.session is not None and (session is None or session.closing):
+            failure = RolloutFailure(generation.request.rollout_id, "the session has ended")
+            self._order().results.append((generation.number, failure))
             return
         generate = self._generate if session is None else session.generate
         call = self._calls[generation.number] = self._group.create_task(self._answer(generation, generate))

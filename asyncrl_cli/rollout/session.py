@@ -279,6 +279,7 @@ class Session:
     async def _sample(
         self, call: Call, sampling: Sampling, index: int, stream: TextStream | None
     ) -> tuple[Tokens, FinishReason]:
+        self._refuse_if_ended()  # each of several choices is a task, which may begin late
         request_id = f"{self.rollout_id}/{index}"
         replayed = call.replayed
         if stream is not None:

@@ -15,7 +15,7 @@ from stand_ins import StandInGateway, run, spec
 from stand_ins import turns as turns_of_the_loop
 
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.episodes import Episodes
+from asyncrl_cli.pipeline.episodes import Episodes, _Told
 from asyncrl_cli.pipeline.faults import Faults
 from asyncrl_cli.pipeline.gateway_client import GatewayClient
 from asyncrl_cli.rollout.chat import ChatFormat
@@ -361,3 +361,28 @@ def test_what_was_asked_for_by_a_gateway_that_died_is_not_generated_any_more() -
         assert (first.generated, second.generated) == (0, 0), "what it had was not told yet"
 
     run(test())
+
+
+def test_what_is_recorded_grows_without_being_copied_and_what_is_told_again_replaces_it() -> None:
+    looked = 0
+
+    class Counted:
+        """A segment that counts how often its start is looked at."""
+
+        def __init__(self, rollout_id: str, start: int) -> None:
+            self.rollout_id, self._start = rollout_id, start
+
+        @property
+        def start(self) -> int:
+            nonlocal looked
+            looked += 1
+            return self._start
+
+    told = _Told("3-1", {}, None)
+    segments: list[Any] = [Counted("3-1", start) for start in range(1000)]
+    for segment in segments:
+        told.add([segment])
+    assert told.recorded == {0: tuple(segments)} and looked < 3000
+    again: Any = Counted("3-1", 10)
+    told.add([again])
+    assert told.recorded == {0: (*segments[:10], again)}

@@ -14,7 +14,7 @@ from stand_ins import StandInGateway, remote, run, spec, turns
 from test_episodes import CHAT, PROMPT, SAMPLING, Model
 
 from asyncrl_cli.pipeline.faults import Faults
-from asyncrl_cli.pipeline.gateway_client import GatewayClient, RemoteSession
+from asyncrl_cli.pipeline.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.gateway.actor import GatewaySetup
 from asyncrl_cli.rollout.gateway.crossing import MOST_TOKENS, Crossing, Orders, SessionOpening
@@ -190,5 +190,35 @@ def test_no_answer_has_more_requests_than_the_driver_can_read_at_once() -> None:
         assert not (await crossing.collect(0)).requests
         for call in calls:
             call.cancel()
+
+    run(test())
+
+
+def test_a_call_of_a_session_that_the_driver_no_longer_knows_is_refused() -> None:
+    async def test() -> None:
+        async with running() as scene:
+            with pytest.raises(GenerationFailed, match="the session has ended"):
+                await scene.actor.inner._crossing.generate(17, request("1-0/0"))
+            async with scene.session("1-1"):
+                await scene.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
+
+    run(test())
+
+
+def test_an_error_of_the_link_is_a_lost_gateway_and_ends_nothing_else() -> None:
+    async def test() -> None:
+        async with running() as scene:
+            link = scene.client._link.result()
+
+            def broken(_: Any) -> None:
+                raise ZeroDivisionError("a bug")
+
+            with patch.object(link, "_begin", broken), pytest.raises(GatewayLost, match="ZeroDivisionError"):
+                async with scene.session("1-0") as session:
+                    call = asyncio.create_task(scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
+                    try:
+                        await session.end
+                    finally:
+                        call.cancel()
 
     run(test())

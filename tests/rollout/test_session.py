@@ -324,3 +324,17 @@ def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:
         run(one.chat(HELLO, None, CallOptions()))
     sessions.open(session(Model()))
     assert len(sessions) == 1
+
+
+def test_a_call_for_several_choices_that_meets_the_end_of_its_session_is_refused() -> None:
+    async def test() -> None:
+        model = Model("one", "two")
+        one = session(model)
+        call = asyncio.create_task(one.chat(HELLO, None, CallOptions(n=2)))
+        await asyncio.sleep(0)  # it has made a task for each choice
+        one.close()
+        with pytest.raises(SessionError, match="has ended"):
+            await call
+        assert not model.requests
+
+    asyncio.run(test())
