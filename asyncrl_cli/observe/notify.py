@@ -19,6 +19,7 @@ from typing import Any
 
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.guardian import MARK
+from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.spec.sections import Notice, NotifySpec
 
 WEBHOOK_S = 10.0
@@ -72,7 +73,7 @@ class Notifier:
             try:
                 deliver(*arguments)
             except Exception as error:  # whatever it is, the run goes on
-                self._warn(f"notify: {error}")
+                self._warn(hide(f"notify: {error}"))
 
         self._under_way = [thread for thread in self._under_way if thread.is_alive()]
         if len(self._under_way) >= AT_ONCE:

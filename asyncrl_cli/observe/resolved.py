@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.secrets import hide
+from asyncrl_cli.runs.secrets import hide_settings
 
 
 def resolved_spec(run: RunDirectory) -> dict[str, Any]:
@@ -15,10 +15,18 @@ def resolved_spec(run: RunDirectory) -> dict[str, Any]:
     import yaml
 
     try:
-        value = yaml.safe_load(hide((run.path / "spec.yaml").read_text()))
+        value = hide_settings(yaml.safe_load((run.path / "spec.yaml").read_text()))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def spec_text(run: RunDirectory) -> str:
+    """``resolved_spec`` as YAML; empty when there is none."""
+    import yaml
+
+    spec = resolved_spec(run)
+    return yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=110) if spec else ""
 
 
 def value_at(spec: Mapping[str, Any], path: str) -> Any:

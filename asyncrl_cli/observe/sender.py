@@ -20,7 +20,7 @@ from asyncrl_cli.observe import tables
 from asyncrl_cli.observe.entries import Number, evaluation_numbers, parameters, row_numbers
 from asyncrl_cli.observe.outbox import EVALUATIONS, SPEC, STEPS, Outbox
 from asyncrl_cli.observe.registering import RUN_TAG, register
-from asyncrl_cli.observe.resolved import resolved_spec
+from asyncrl_cli.observe.resolved import resolved_spec, spec_text
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.errors import UserError
 from asyncrl_cli.runs.secrets import hide
@@ -182,7 +182,7 @@ class Sender:
             for name, version in self._outbox.files(pattern, self._outbox.sent.uploaded).items():
                 folder = name.rpartition("/")[0] or None
                 if pattern == SPEC:
-                    self._client.log_text(self.mlflow_run_id, hide((self._run.path / name).read_text()), name)
+                    self._client.log_text(self.mlflow_run_id, spec_text(self._run), name)
                 else:
                     self._client.log_artifact(self.mlflow_run_id, str(self._run.path / name), artifact_path=folder)
                 if pattern == EVALUATIONS:

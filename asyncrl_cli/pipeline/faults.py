@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from asyncrl_cli.runs.directory import RunError
+from asyncrl_cli.runs.secrets import hide
 
 Part = Literal["engine", "trainer", "buffer", "scorer", "runner", "gateway"]
 
@@ -29,7 +30,7 @@ class Faults:
         """``record(kind, part, message)`` makes a fault durable, ``warn(text)`` shows it; ``now()`` is in seconds."""
         self._max_restarts = max_restarts
         self._record = record
-        self.warn = warn
+        self.warn: Callable[[str], None] = lambda text: warn(hide(text))
         self._now = now
         self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind: when, and what it was
 

@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.runs.secrets import hide
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
@@ -207,12 +206,12 @@ class RunDirectory:
     def begin(self, spec: str, steps: int, manifest: Mapping[str, Any] | None = None) -> None:
         """Write what a start writes: the resolved spec, the state, and of a new run the manifest.
 
-        A spec with a secret written out, rather than as ``${env:NAME}``, is private. Raises ``RunError``.
+        The spec and the manifest may hold secrets that nothing recognizes, so both are private. Raises ``RunError``.
         """
         try:
             if manifest is not None:
-                self.write_json("manifest.json", manifest)
-            self.write_text("spec.yaml", spec, private=hide(spec) != spec)
+                self.write_json("manifest.json", manifest, private=True)
+            self.write_text("spec.yaml", spec, private=True)
             self.update(phase="starting", steps=steps)
         except OSError as error:
             raise RunError(
@@ -227,7 +226,6 @@ class RunDirectory:
         if self._state is None:
             try:
                 return _checked(RunState(**json.loads((self.path / STATE).read_text())))
-                return RunState(**json.loads((self.path / STATE).read_text()))
             except (OSError, ValueError, TypeError):
                 return RunState()
         return self._state

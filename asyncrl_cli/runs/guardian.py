@@ -105,10 +105,11 @@ def watched_guardian(mark: str, folder: Path, log: Path) -> Iterator[None]:
         assert guardian.stdin is not None
         guardian.stdin.close()
         try:
-            guardian.wait(timeout=2 * PATIENCE_S + 5)
-        except subprocess.TimeoutExpired:
+            done = guardian.wait(timeout=2 * PATIENCE_S + 5) == 0
+        except subprocess.TimeoutExpired:  # it is stopped, or hangs
             guardian.kill()
-        if guardian.returncode:
+            done = False
+        if not done:
             kill_marked(mark)
         remove(folder)
 

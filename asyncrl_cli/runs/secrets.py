@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 MASK = "***"
-SECRET_NAME = re.compile(r"key|token|secret|pass|pw|auth|cred|hook|private", re.IGNORECASE)
-"""Environment variables whose values are secrets. Others (paths, model names) are of use in a message."""
+NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+SECRET_PART = re.compile(
+    r"keys?|pass|pw|auth|authorization|creds?|credentials?|hooks?|private|passphrase"
+    r"|\w*(?:token|secret|secrets|password|passwords|passwd|pwd|apikey|accesskey|webhook)",
+    re.IGNORECASE,
+)
+"""Parts of the names of variables and settings that hold secrets: of API_KEY, but not of MONKEY or TOKENIZER."""
+NUMBER = re.compile(r"[-+]?[\d_]{1,12}(\.\d*)?(e[-+]?\d{1,3})?|true|false|null", re.IGNORECASE)
+"""Numbers and switches, which are no secrets."""
 SHORTEST = 6
 """Characters; shorter values occur in ordinary words."""
 PATTERNS = (
@@ -19,8 +28,14 @@ PATTERNS = (
     (re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^\s/?#'\"]+@"), rf"\1{MASK}@"),
     # the path of a webhook is its password
     (re.compile(r"(webhook['\"]?\s*[:=]\s*['\"]?https?://[^\s/'\"]+)/[^\s'\"]+"), rf"\1/{MASK}"),
-    # tokens of Hugging Face, OpenAI and others, GitHub
-    (re.compile(r"\b(hf_|sk-|gh[opsu]_)[\w-]{16,}"), rf"\1{MASK}"),
+    (re.compile(r"(\bhttps://hooks\.slack\.com/(?:services|workflows|triggers)/)[^\s'\"]+"), rf"\1{MASK}"),
+    (re.compile(r"(\bhttps://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/)[^\s'\"]+"), rf"\1{MASK}"),
+    # tokens of Hugging Face, OpenAI and others, GitHub, GitLab, Slack, AWS
+    (re.compile(r"\b(hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[a-z]-|xapp-)[\w-]{16,}"), rf"\1{MASK}"),
+    (re.compile(r"\b(AKIA|ASIA)[0-9A-Z]{16}\b"), rf"\1{MASK}"),
+    # in a query, and in a header
+    (re.compile(r"([?&](?:[\w-]*(?:token|key|secret|password|signature)|sig|auth)=)[^\s&#'\"]+", re.I), rf"\1{MASK}"),
+    (re.compile(r"(\bBearer\s+)[\w.~+/=-]{16,}", re.IGNORECASE), rf"\1{MASK}"),
 )
 
 _values: dict[str, str] = {}
@@ -28,7 +43,8 @@ _values: dict[str, str] = {}
 
 def remember(name: str, value: str) -> None:
     """The value of an environment variable that a spec refers to: if it is a secret, ``hide`` knows it from now on."""
-    if len(value) >= SHORTEST and SECRET_NAME.search(name) and not os.path.exists(value):  # PWD is no secret
+    # PWD is no secret
+    if len(value) >= SHORTEST and is_secret(name) and not NUMBER.fullmatch(value) and not os.path.exists(value):
         _values[value] = f"${{env:{name}}}"
 
 
@@ -40,3 +56,41 @@ def hide(text: str) -> str:
     for pattern, replacement in PATTERNS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or setting of this name holds a secret. Others (paths, model names) help in a message."""
+    return any(SECRET_PART.fullmatch(part) for part in NAME_PART.findall(name))
+
+
+def hide_settings(value: Any, name: str = "") -> Any:
+    """Settings, as plain values, with those masked whose own key is the name of a secret, and ``hide`` on the others.
+
+    References to the environment stay as they are.
+    """
+    if isinstance(value, Mapping):
+        return {key: hide_settings(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [hide_settings(inner, name) for inner in value]
+    if not isinstance(value, str):
+        return value
+    shown = hide(f"{name}: {value}").removeprefix(f"{name}: ")  # of a webhook, the host is left
+    if not is_secret(name) or shown != value or NUMBER.fullmatch(value) or value.startswith(("${env:", "env:")):
+        return shown
+    return MASK if value else value
+
+
+def hide_argument(argument: str) -> str:
+    """An argument of a command line; of ``key=value``, the value as ``hide_settings`` has it."""
+    import yaml
+
+    name, equals, text = argument.partition("=")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return name + equals + MASK if is_secret(name.rpartition(".")[2]) else hide(argument)
+    shown = hide_settings(value, name.rpartition(".")[2])
+    if shown == value:
+        return hide(argument)
+    written = shown if isinstance(shown, str) else yaml.safe_dump(shown, default_flow_style=True, width=10**6).strip()
+    return hide(name) + equals + written

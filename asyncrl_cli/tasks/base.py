@@ -86,7 +86,7 @@ class ModelAccess:
     """
 
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     model: str
     rollout_id: str = ""
 

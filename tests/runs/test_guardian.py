@@ -193,3 +193,21 @@ def test_without_a_guardian_at_the_end_everything_is_cleaned_up_all_the_same(
         (guardian,) = children()
         os.kill(guardian, signal.SIGKILL)
     assert not any(map(is_alive, marked)) and not folder.exists() and children() == []
+
+
+def test_a_guardian_that_hangs_leaves_nothing_behind(
+    start: Start, mark: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise subprocess.TimeoutExpired("guardian", timeout)
+            return super().wait()
+
+    marked = pids(start("-c", STUBBORN, mark=mark))
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+    with watched_guardian(mark, folder, tmp_path / "log"):
+        (guardian,) = children()
+        os.kill(guardian, signal.SIGSTOP)
+    eventually(lambda: not any(map(is_alive, [guardian, *marked])))
+    assert not folder.exists()

@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.observe.entries import parameters
 from asyncrl_cli.observe.outbox import Outbox
-from asyncrl_cli.observe.resolved import resolved_spec
+from asyncrl_cli.observe.resolved import resolved_spec, spec_text
+from asyncrl_cli.rollout.gateway.actor import GatewaySetup
 from asyncrl_cli.runs.changes import check_changes
 from asyncrl_cli.runs.directory import RunDirectory, RunError
 from asyncrl_cli.runs.manifest import describe_start
-from asyncrl_cli.runs.secrets import hide
+from asyncrl_cli.runs.secrets import hide, is_secret, remember
 from asyncrl_cli.spec.load import LoadedSpec, dump_spec, load_spec, resolved
 from asyncrl_cli.spec.problems import SpecError
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.base import ModelAccess
 
 SECRET = "s3cret-value-1"
 SPEC = """
@@ -143,10 +146,70 @@ def test_what_is_shown_of_a_run_has_no_passwords(tmp_path: Path, monkeypatch: py
         ("see https://example.com/a@b and sqlite:////tmp/a.db", "see https://example.com/a@b and sqlite:////tmp/a.db"),
         ("hf_abcdefghijklmnopqrstuv is not valid", "hf_*** is not valid"),
         ("mail me@example.com", "mail me@example.com"),
+        ("github_pat_11ABCDEFG0123456789_x and glpat-0123456789abcdefghij", "github_pat_*** and glpat-***"),
+        ("xoxb-123456789012-abcdefghij, AKIAIOSFODNN7EXAMPLE", "xoxb-***, AKIA***"),
+        ("https://hooks.slack.com/services/T000/B000/opensesame", "https://hooks.slack.com/services/***"),
+        ("GET /x?a=1&access_token=opensesame&b=2", "GET /x?a=1&access_token=***&b=2"),
+        ("Authorization: Bearer opensesame.opensesame", "Authorization: Bearer ***"),
+        ("the bearer of this, and --set a.monkey=1", "the bearer of this, and --set a.monkey=1"),
     ],
 )
 def test_what_is_hidden(text: str, shown: str | None) -> None:
     assert hide(text) == (text if shown is None else shown)
+
+
+def test_settings_with_names_of_secrets_are_masked_wherever_a_spec_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "{API_KEY: opensesame, db_password: 'open, sesame', tokenizer: kept, max_tokens: '12', by: '${env:HOME}'}"
+    file = tmp_path / "spec.yaml"
+    file.write_text(f"model: {{path: m}}\ntask: {{use: chain_sum, options: {options}}}\nstop: {{steps: 3}}\n")
+    run = RunDirectory.create(tmp_path / "runs", "test")
+    monkeypatch.setattr(
+        sys, "argv", ["asyncrl", "--set", "a.API_KEY=opensesame", "a={token: opensesame, b: 1}", "seed=3", "x=a: b: c"]
+    )
+    run.begin(file.read_text(), 3, describe_start(file))
+    assert resolved_spec(run)["task"]["options"] == {
+        "API_KEY": "***",
+        "db_password": "***",
+        "tokenizer": "kept",
+        "max_tokens": "12",
+        "by": "${env:HOME}",
+    }
+    assert "sesame" not in spec_text(run) and "kept" in spec_text(run)
+    command = ["asyncrl", "--set", "a.API_KEY=***", "a={b: 1, token: '***'}", "seed=3", "x=a: b: c"]
+    assert run.manifest["command"] == command
+    modes = {stat.S_IMODE((run.path / name).stat().st_mode) for name in ("spec.yaml", "manifest.json")}
+    assert modes == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("API_KEY", True),
+        ("apiKey", True),
+        ("HFTOKEN", True),
+        ("PGPASSWORD", True),
+        ("SLACK_WEBHOOK", True),
+        ("MONKEY", False),
+        ("AUTHOR", False),
+        ("TOKENIZER", False),
+        ("max_prompt_tokens", False),
+        ("PASSES", False),
+    ],
+)
+def test_names_of_secrets(name: str, secret: bool) -> None:
+    assert is_secret(name) == secret
+
+
+def test_numbers_of_the_environment_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember("KEY_COUNT", "1234567")
+    assert hide("1234567 keys") == "1234567 keys"
+
+
+def test_keys_are_not_in_what_objects_are_printed_as() -> None:
+    setup = GatewaySetup(ExperimentSpec.model_construct(), lambda: None, "m", b"opensesame", "opensesame")  # type: ignore[arg-type, return-value]
+    assert "opensesame" not in repr(setup) + repr(ModelAccess("http://x", "opensesame", "m"))
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Z")), min_size=1))

@@ -35,7 +35,7 @@ from asyncrl_cli.observe.report.run_charts import (
 from asyncrl_cli.observe.report.samples import HeldOutSample, Sample, held_out_samples, samples
 from asyncrl_cli.observe.report.story import Answer, failed, held_back, stale
 from asyncrl_cli.observe.report.trainer_time import StepTime, activity, trainer_time
-from asyncrl_cli.observe.resolved import resolved_spec
+from asyncrl_cli.observe.resolved import resolved_spec, spec_text
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.standing import standing
 
@@ -119,7 +119,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         faults=tuple(faults),
         faults_in_all=sum(past.failures_by_kind.values()),
         spec=spec,
-        spec_text=_spec_text(run),
+        spec_text=spec_text(run),
     )
 
 
@@ -153,10 +153,3 @@ def _shares(spans: Sequence[StepSpan]) -> dict[str, float]:
         if total := math.fsum(seconds for _, seconds in known):
             found[name] = math.fsum(share * seconds for share, seconds in known) / total
     return found
-
-
-def _spec_text(run: RunDirectory) -> str:
-    try:
-        return (run.path / "spec.yaml").read_text(errors="replace")
-    except OSError:
-        return ""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -41,8 +41,8 @@ class GatewaySetup:
     spec: ExperimentSpec
     chat: Callable[[], ChatFormat]
     model: str
-    secret: bytes
-    api_key: str | None = None
+    secret: bytes = field(repr=False)
+    api_key: str | None = field(default=None, repr=False)
 
 
 class GatewayActor:
