@@ -29,7 +29,11 @@ Rate the response to the prompt below, from {low} (worthless) to {high} (perfect
 {response}
 
 Think briefly. Then end with a line that says `Score: ` and the number."""
-PATTERN = r"(?:score|rating)?[\s:=*_`]*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[\s.*_`]*$"
+PATTERN = (
+    r"(?:^|\b(?:score|rating)[\s*_`]*[:=])[\s*_`]*([-+]?\d+(?:\.\d+)?)"
+    r"(?:\s*(?:/|out of)\s*(?P<of>\d+(?:\.\d+)?))?[\s.*_`]*$"
+)
+"""The number stands alone on the line or follows the label; in "7,5", ".5" or "10 - 3" nobody knows which it is."""
 AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
 LONGEST_LINE = 1_000
 """Characters at the end of an answer in which the score is sought: a pattern may take the square of them in steps."""
@@ -66,7 +70,8 @@ class Judge:
             system: a system message for the judge.
             scale: the lowest and the highest score; rewards are 0.0 and 1.0 there. A score beyond is none.
             pattern: a regular expression whose group is the score, sought in the last line that is not empty (in its
-                last 1,000 characters), whatever its capital letters.
+                last 1,000 characters), whatever its capital letters. What a group named ``of`` matches, as in
+                "7 out of 10", must be the highest score.
             timeout_s: seconds for one answer; with all ``retries`` it should fit into ``task.reward_timeout_s``.
             retries: how often a request that fails is sent again, and how often a judge is asked again whose answer has
                 no score.
@@ -124,8 +129,11 @@ class Judge:
         messages = self._messages(row_of(prompt), response)
         for left in reversed(range(self._retries + 1)):
             answer = await self._client.chat.completions.create(messages=messages, **self._request)
-            text = answer.choices[0].message.content or ""
+            choice = answer.choices[0]
+            text = choice.message.content or ""
             try:
+                if choice.finish_reason == "length":  # "Score: 10" may be the start of "Score: 10 - 3"
+                    raise NoScore(f"the judge's answer is cut off at its length limit: {_shown(text)}")
                 score = self._score(text)
                 break
             except NoScore:
@@ -146,15 +154,19 @@ class Judge:
         return [*system, {"role": "user", "content": question}]
 
     def _score(self, answer: str) -> float:
-        lines = [line for line in answer.splitlines() if line.strip()]
-        found = self._pattern.search(lines[-1][-LONGEST_LINE:]) if lines else None
-        shown = repr(answer if len(answer) <= SHOWN else "…" + answer[-SHOWN:])
+        line = next((line for line in reversed(answer.splitlines()) if line.strip()), "")
+        found = self._pattern.search(line, max(0, len(line) - LONGEST_LINE))
         if found is None or found[1] is None:
-            raise NoScore(f"the judge's answer does not end with a score: {shown}")
+            raise NoScore(f"the judge's answer does not end with a score: {_shown(answer)}")
         try:
-            score = float(found[1])
+            score, highest = float(found[1]), float(found.groupdict().get("of") or self._high)
         except ValueError:
-            raise NoScore(f"the judge's score {found[1]!r} is no number") from None
-        if not self._low <= score <= self._high:
-            raise NoScore(f"the judge's score {score:g} is not from {self._low:g} to {self._high:g}: {shown}")
+            raise NoScore(f"the judge's score {found[0]!r} is no number") from None
+        if highest != self._high or not self._low <= score <= self._high:
+            said = found[1] if highest == self._high else f"{found[1]} out of {highest:g}"
+            raise NoScore(f"the judge's score {said} is not from {self._low:g} to {self._high:g}: {_shown(answer)}")
         return score
+
+
+def _shown(answer: str) -> str:
+    return repr(answer if len(answer) <= SHOWN else "…" + answer[-SHOWN:])

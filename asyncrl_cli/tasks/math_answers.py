@@ -18,14 +18,19 @@ from typing import Any, Literal, get_args
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.matching import text_field
-from asyncrl_cli.tasks.math_forms import Answer, Unreadable, closing_brace, read, same
+from asyncrl_cli.tasks.math_forms import Answer, Unreadable, closing_brace, is_prose, read, same
 
 Extract = Literal["any", "boxed", "last_number", "answer_tag"]
 MARK = "####"
 """What stands before the answer in GSM8K's solutions."""
-_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+# A minus after a digit, a letter or a bracket subtracts, and is no sign.
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 BOXED = "\\boxed{"
-PHRASES = ("answer is", "answer:")
+_PHRASE = re.compile(r"answer is|answer:|final:", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.")
+_REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
+"""A calculation behind a number: "9 (3*3)"."""
+_TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
 LONGEST_SEARCHED = 10_000
 """Characters at the end of a response in which a plain expression is looked for: the answer stands at the end."""
 
@@ -38,8 +43,8 @@ class MathAnswers:
             field: of the row, with the right answer.
             extract: where a response says its answer: ``any`` leaves that to math-verify (the last of boxed, LaTeX and
                 plain expressions), ``boxed`` takes the last ``\boxed{}``, ``last_number`` the last number, and
-                ``answer_tag`` the text in the last ``<answer>`` tags. GSM8K's mark works in all: what stands after the
-                response's last ``####`` comes first.
+                ``answer_tag`` the text in the last ``<answer>`` tags. GSM8K's mark comes before all but ``boxed``: the
+                rest of the line of the last ``####``, unless a ``\boxed{}`` follows or it is a heading.
             timeout_s: seconds for parsing, and again for comparing; an answer that takes longer is wrong.
 
         Raises ``TaskError`` where math-verify is not installed, ``ValueError`` for impossible values.
@@ -84,24 +89,42 @@ class MathAnswers:
 
     def _answers(self, response: str) -> Iterator[str]:
         """The parts of the response that may be its answer."""
-        if MARK in response:
-            yield _after_mark(response)
+        _, mark, rest = response.rpartition(MARK)
+        boxed = _last_boxed(response)
+        marked = _marked(rest, alone=boxed is None) if mark else None
+        if self._extract == "boxed" or (mark and _last_boxed(rest) is not None):
+            if boxed is not None:
+                yield boxed
+        elif marked is not None:
+            yield marked
         elif self._extract == "last_number":
             yield from deque(_NUMBER.findall(response), maxlen=1)
         elif self._extract == "answer_tag":
             before, tag, _rest = response.rpartition("</answer>")
             if tag and "<answer>" in before:
                 yield before.rpartition("<answer>")[2]
-        elif (boxed := _last_boxed(response)) is not None:
+        elif boxed is not None:
             yield boxed
-        elif self._extract == "any":
-            yield response
-            tail = response[-LONGEST_SEARCHED:]
-            place = max(
-                tail.lower().rfind(phrase) + len(phrase) if phrase in tail.lower() else -1 for phrase in PHRASES
-            )
-            if place >= 0:
-                yield tail[place:].strip().partition("\n")[0]
+        else:
+            yield from self._in_prose(response)
+
+    def _in_prose(self, response: str) -> Iterator[str]:
+        """What follows the last "answer is", or else the last expression; nothing where that is taken back."""
+        tail = response[-LONGEST_SEARCHED:]
+        phrase = deque(_PHRASE.finditer(tail), maxlen=1)
+        if phrase:
+            tail = tail[phrase[0].end() :].strip(" *_:\n")
+            if _TAKEN_BACK.search(tail):
+                return
+            tail = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *_")
+            tail = _REMARK.sub("", tail)
+        try:
+            whole = read(tail if phrase else response)
+        except Unreadable:
+            whole = None
+        if whole is not None:
+            yield whole.text
+        if whole is None or is_prose(whole):
             yield from (found for found in self._parsed(tail) if isinstance(found, str))
 
     def _parsed(self, text: str) -> Any:
@@ -114,6 +137,19 @@ class MathAnswers:
 
 def _after_mark(text: str) -> str:
     return text.rpartition(MARK)[2].strip()
+
+
+def _marked(rest: str, alone: bool) -> str | None:
+    """The answer on the mark's line, whose ``rest`` begins after it; None for a heading.
+
+    Words are an answer if they are ``alone``, without a box in the response, and end it.
+    """
+    line, _, after = rest.strip(" ").partition("\n")
+    try:
+        answer = read(line.strip(" *_"))
+    except Unreadable:
+        return None
+    return line.strip(" *_") if not is_prose(answer) or (alone and not after.strip()) else None
 
 
 def _last_boxed(text: str) -> str | None:

@@ -8,8 +8,9 @@ the function that ``same`` is given (math-verify). Everything here passes over a
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 
@@ -21,8 +22,19 @@ LONGEST = 5_000
 DEEPEST = 50
 """Brackets within each other: tuples of tuples are read recursively."""
 LONGEST_NUMBER = 500
-LONG_WORD = 4
-"""Letters from which on a word is no product of variables."""
+FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SHORT_UNIT = re.compile(r"[cdmk]?m|[mk]?g|[cdm]?l|in|ft|yd|mi|sq|cu|lbs?|oz|[pq]t|gal|ms|sec|min|hrs?|[mk]ph|rpm", re.I)
+LETTER_UNIT = re.compile(r"[mghlstnjwvcfk]", re.I)
+r"""Units only in `\text{}` or with another unit, as in "m/s"."""
+JOINING_WORD = re.compile(r"an?|the|of|per", re.I)
+NO_UNIT = re.compile(
+    r"and|n?or|not|but|maybe|more|less|fewer|least|most|than|about|around|(?:near|exact)ly|almost|approximately|roughly"
+    r"|over|under|above|below|before|after|plus|minus|squared|cubed|(?:north|south)?(?:east|west)?|left|right|down"
+    r"|hal(?:f|ves)|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)th)s?"
+    r"|one|two|three|four|five|six|seven|eight|nine|ten|base|modulo|radix|negative|positive|ago|later|early|late",
+    re.I,
+)
+"""Words that say what a number means, so that it is not the same without them."""
 MOST_ALTERNATIVES = 8
 r"""Signs that the ``\pm`` of one item may take, in all."""
 _REPLACED = {
@@ -37,6 +49,7 @@ _REPLACED = {
     "\\\\": "\\\\",  # ends a matrix's row: what follows is no part of it
     "\\ ": " ",
     "\\%": "%",
+    "\\sqrt{-1}": " i",
     "\\{": "\\lbrace ",
     "\\}": "\\rbrace ",
     "\\varnothing": "\\emptyset",
@@ -64,6 +77,19 @@ _NAME = re.compile(r"(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\(\\?[a-zA-Z]+(?:,\\?[a-
 _RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|neq|ne|in|cap|cup|setminus)(?![a-zA-Z])")
 _SET = re.compile(rf"{_RELATION.pattern}|\\cup(?![a-zA-Z])")
 _UNIT_END = re.compile(r"\^\{?[23]\}?$")
+_FRACTION_UNIT = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}$")
+_BARE_UNIT = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z./ -]*$")
+_FUNCTIONS = "sqrt|a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|mod|max|min|gcd|lcm|det|abs"
+# Prose, times of day, primes, based numerals and geometric names: algebra would read products of letters.
+_LITERAL = re.compile(
+    rf"\\text\{{|(?:(?<![\\a-zA-Z{{])(?=[a-zA-Z]{{4}})|(?<= )(?=[a-zA-Z]{{3}}))(?!(?:{_FUNCTIONS})(?![a-zA-Z]))"
+    r"|\d ?[aApP]\.?[mM](?![a-zA-Z])|'|\\prime|\d_[\d{]|\\(?:angle|triangle|measuredangle)(?![a-zA-Z])"
+    r"|\\(?:overline|widehat|over\w+arrow)\{ *[a-zA-Z]{2}"
+)
+_NO_VARIABLE = re.compile(rf"\\(?:begin|end|mathbb|operatorname)\{{[^{{}}]*\}}|\\[a-zA-Z]+|{_FUNCTIONS}|pi")
+_PRODUCT = re.compile(r"-?\d+[a-zA-Z]{2,3}")
+_BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,} | [a-zA-Z]{2,}$")
+_NUMERAL = re.compile(r"([-+]?[0-9a-zA-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _OPTION = re.compile(r"\(?([a-zA-Z])\)?")
 _DIGITS = r"\d+(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
@@ -171,6 +197,13 @@ def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
     return any(_SET.search(answer.text) for answer in (one, other)) and equal(one.text, other.text)
 
 
+def is_prose(answer: Answer) -> bool:
+    """Whether an answer has words in it that are no units."""
+    return any(
+        _LITERAL.search(item.text) or _BARE_WORD.search(item.text) for reading in answer.readings for item in reading
+    )
+
+
 def tidied(text: str) -> str:
     r"""The text without dollars, spacing commands, ``\boxed`` and a full stop, with one spelling of each command."""
     text = text.strip()
@@ -183,6 +216,7 @@ def tidied(text: str) -> str:
     text = _REPLACE.sub(lambda found: _REPLACED[found[0]], text)
     text = _PI_OVER.sub(r"\\frac{\\pi}\1", text)
     text = _TEXT.sub(lambda found: f"\\text{{{found[1]}}}{found[2] or ''}", text)
+    text = _FRACTION_UNIT.sub(r"\\text{\1/\2}", text)
     return " ".join(text.split()).rstrip(".;, ").lstrip(", ")
 
 
@@ -204,7 +238,7 @@ def words(text: str) -> str:
     plain = plain.replace(".", "")
     if not all(char.isalnum() or char in " :'-" for char in plain) or not re.search(r"[^\W\d_]{2}", plain):
         return ""
-    return "".join(char for char in plain if char.isalnum() or char in ":-").casefold()
+    return "".join(char for char in plain if char.isalnum() or char in ":-'").casefold()
 
 
 def _same_items(left: Reading, right: Reading, equal: EqualExpressions) -> bool:
@@ -222,7 +256,8 @@ def _same_items(left: Reading, right: Reading, equal: EqualExpressions) -> bool:
 def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
     if left.name and right.name and left.name != right.name:
         return False
-    if left.text == right.text or (words(left.text) and words(left.text) == words(right.text)):
+    one_word, other_word = words(left.text), words(right.text)
+    if left.text == right.text or (one_word and one_word == other_word):
         return True
     if left.number is not None and right.number is not None:
         return left.number.equals(right.number)
@@ -234,22 +269,45 @@ def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
         )
     if ("=" in left.text) != ("=" in right.text):
         return False  # an equation is no value, though a variable's value may stand alone
-    if min(len(words(left.text)), len(words(right.text))) >= LONG_WORD:
+    both = (left.text, right.text)
+    if any(map(_LITERAL.search, both)) or (one_word and other_word and not all(map(_PRODUCT.fullmatch, both))):
         return False  # as products of letters, "east" and "seat" are equal
+    if not any(map(_RELATION.search, both)) and _variables(left.text) != _variables(right.text):
+        return False  # math-verify takes "10m" for 10 with a unit
     return equal(left.text, right.text)
+
+
+def _variables(text: str) -> set[str]:
+    return set(re.findall("[a-df-hj-zA-Z]", _NO_VARIABLE.sub("", text)))
 
 
 def _item(text: str) -> Item:
     name, value = _named(text.strip())
-    value = _without_unit(value)
+    value, factor = _without_unit(value)
+    if (numeral := _NUMERAL.fullmatch(value)) is not None and _is_numeral(numeral[1], numeral[2] or numeral[3]):
+        base = int(numeral[2] or numeral[3])
+        value = numeral[1] if base == 10 else f"{numeral[1].upper()} base {base}"
+    number = _number(value)
+    if factor != 1 and number is not None:
+        number = replace(number, value=number.value * factor)
+        return Item(str(number.value), name, number=number)
     inner = _inner(value)
     if inner is not None:
         parts = list(_split(inner, _COMMA))
         if len(parts) > 1:
             return Item(value, name, value[0] + value[-1], tuple(map(_item, parts)))
-        if value[0] == "(" and value[-1] == ")" and (number := _number(inner.strip())) is not None:
-            return Item(inner.strip(), name, number=number)
-    return Item(value, name, number=_number(value))
+        if value[0] == "(" and value[-1] == ")" and (in_brackets := _number(inner.strip())) is not None:
+            return Item(inner.strip(), name, number=in_brackets)
+    return Item(value, name, number=number)
+
+
+def _is_numeral(digits: str, base: str) -> bool:
+    """Whether these are digits of that base: "x_2" is a variable."""
+    try:
+        int(digits, int(base))
+    except ValueError:
+        return False
+    return int(base) > 0
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -261,24 +319,53 @@ def _named(text: str) -> tuple[str, str]:
     return (name, parts[-1]) if _NAME.fullmatch(name) else ("", text)
 
 
-def _without_unit(text: str) -> str:
-    """A value without its unit and degree sign. Times of day keep their half of the day."""
+def _without_unit(text: str) -> tuple[str, int]:
+    """A value without its unit and degree sign, and the factor in the unit: "5 million dollars" is 5 and 1,000,000.
+
+    What is no unit stays: halves of the day, directions, "or more", and letters that may be variables.
+    """
+    factor = 1
     while (found := _last_text(text)) is not None and (value := text[: found.start()].strip()):
-        unit = found[1].replace(".", "").strip()
-        is_factor = len(unit) == 1 and (unit in "ei" or _number(value) is None)  # 4\text{i}, and not 4\text{ m}
-        if unit.lower() in ("am", "pm") or is_factor or value[-1] in "+-*/^=_({[,":
-            return text
-        text = value
-    number, _, unit = text.partition(" ")
-    if _number(number) is None:  # a mixed fraction, or one with spaces in it
-        number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ./ ")
-        unit = text[len(number) :].strip()
-    letters = _UNIT_END.sub("", unit).replace(" ", "").replace(".", "").replace("/", "")
-    if len(letters) > 1 and letters.isalpha() and _number(number.strip()) is not None:
-        text = number
+        is_number = _number(value.removesuffix("^\\circ").strip()) is not None
+        scale = _unit(found[1], letters=is_number)
+        if scale is None or value[-1] in "+-*/^=_({[," or (scale > 1 and not is_number):
+            return text, factor
+        text, factor = value, factor * scale
+    without_power = _UNIT_END.sub("", text)
+    if (bare := _BARE_UNIT.search(without_power)) is not None and (value := without_power[: bare.start()].strip()):
+        is_number = _number(value) is not None
+        after_space = without_power[bare.start() - 1] == " "
+        scale = _unit(bare[0], words=after_space)
+        if scale is not None and value[-1] not in ".+-*/^=_({[," and (is_number or (after_space and scale == 1)):
+            text, factor = value, factor * scale
     if text.endswith("^\\circ") and "\\" not in text[: -len("^\\circ")].replace("\\frac", ""):
         text = text[: -len("^\\circ")]
-    return text.strip()
+    return text.strip(), factor
+
+
+def _unit(text: str, words: bool = True, letters: bool = False) -> int | None:
+    """The factor of a unit, mostly 1; None for what is no unit. ``words`` and ``letters`` say what may be one."""
+    parts = [part for part in re.split(r"[\s./-]+", _UNIT_END.sub("", text.strip())) if part]
+    factor = 1
+    if words and parts and (name := parts[0].casefold().removesuffix("s")) in FACTORS:
+        factor = FACTORS[name]
+        if len(parts) == 1:
+            return factor
+        del parts[0]
+    found = False
+    for part in parts:
+        name = part.casefold()
+        is_word = words and len(name) > 2 and name.isalpha() and name not in string.ascii_lowercase
+        is_letter = LETTER_UNIT.fullmatch(name) and (letters or "/" in text)
+        is_unit = (
+            (len(name) > 1 and SHORT_UNIT.fullmatch(name))
+            or is_letter
+            or (is_word and not NO_UNIT.fullmatch(name) and name not in FACTORS)
+        )
+        if not is_unit and not JOINING_WORD.fullmatch(name):
+            return None
+        found = found or bool(is_unit)
+    return factor if found else None
 
 
 def _last_text(text: str) -> re.Match[str] | None:
@@ -328,6 +415,8 @@ def _without_braces(text: str) -> str:
     start, end = "\\lbrace", "\\rbrace"
     if text.startswith(start) and text.endswith(end) and text.count(start) == 1:
         return text[len(start) : -len(end)].strip()
+    if text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+        return text[1:-1].strip()
     return text
 
 

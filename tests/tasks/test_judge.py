@@ -25,12 +25,13 @@ class Handler(BaseHTTPRequestHandler):
 
     replies: ClassVar[list[tuple[int, str]]] = []
     asked: ClassVar[list[dict[str, Any]]] = []
+    finish_reason: ClassVar[str] = "stop"
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
         status, text = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        message = {"index": 0, "finish_reason": self.finish_reason, "message": {"role": "assistant", "content": text}}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "judge", "choices": [message]}
         data = json.dumps(answer if status == 200 else {"error": {"message": text}}).encode()
         self.send_response(status)
@@ -68,6 +69,8 @@ def judged(judge: Judge, *replies: str | tuple[int, str], prompt: Prompt = PROMP
         ("It scores 3 on style and 4 on tone.\n\n**Score: 8**\n", 8.0),
         ("Score: 8/10", 8.0),
         ("rating = 10.", 10.0),
+        ("Score: 7 out of 10", 7.0),
+        ("So, Score: 7/10.0", 7.0),
     ],
 )
 def test_a_number_at_the_end_is_the_score(url: str, reply: str, score: float) -> None:
@@ -83,12 +86,28 @@ def test_a_number_at_the_end_is_the_score(url: str, reply: str, score: float) ->
         ("Score: 11", "score 11 is not from 0 to 10"),
         ("Score: -1", "score -1 is not from 0 to 10"),
         ("Score: nan", "does not end with a score"),
+        ("Score: 4/5", "score 4 out of 5 is not from 0 to 10"),
+        ("7 out of 100", "score 7 out of 100 is not from 0 to 10"),
+        *(
+            (text, "does not end with a score")
+            for text in (
+                *("Score: 7,5", "Score: .5", "Score: 7e0", "Score: 10 - 3", "Score: 0 10", "Score: 8/9/10", "1.2.3"),
+                *("It fails, since 2 + 2 = 4", "It should have stopped at step 3", "Version 1.10", "a subscore: 3"),
+            )
+        ),
     ],
 )
 def test_anything_else_is_no_score(url: str, reply: str, says: str) -> None:
     failure = judged(Judge(url, "judge"), reply)
     assert isinstance(failure, RewardFailure)
     assert "Judge.reward failed on prompt 'row/1': NoScore: the judge's" in failure.reason and says in failure.reason
+
+
+def test_an_answer_that_is_cut_off_has_no_score(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "finish_reason", "length")
+    failure = judged(Judge(url, "judge", retries=1), "Score: 10")
+    assert isinstance(failure, RewardFailure) and "cut off at its length limit: 'Score: 10'" in failure.reason
+    assert len(Handler.asked) == 2
 
 
 def test_what_the_judge_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +175,13 @@ def test_only_the_end_of_a_long_line_is_searched(url: str) -> None:
     judge, searched = Judge(url, "judge", retries=0), []
 
     class Pattern:
-        def search(self, text: str) -> None:
-            searched.append(len(text))
+        def search(self, text: str, start: int) -> None:
+            searched.append(len(text) - start)
 
     judge._pattern = Pattern()  # type: ignore[assignment]
     assert isinstance(judged(judge, "*" * 1_000_000), RewardFailure)
     assert searched == [1000]
-    assert judged(Judge(url, "judge"), "*" * 1_000_000 + "7") == Scored(0.7, {"judge_score": 7.0})
+    assert judged(Judge(url, "judge"), "*" * 1_000_000 + "Score: 7") == Scored(0.7, {"judge_score": 7.0})
 
 
 def test_a_row_without_a_field_of_the_template_is_found_before_it_is_judged(url: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.tasks.math_answers import MathAnswers
+from asyncrl_cli.tasks.math_answers import Extract, MathAnswers
 from asyncrl_cli.tasks.math_forms import Unreadable, read, same
 
 FORMS = [
@@ -79,7 +79,7 @@ FORMS = [
     (r"\text{Yes}", ["yes"], ["no"]),
     (r"\text{June 20}", ["June 20"], ["June 21", "20"]),
     (r"\text{no solution}", ["no solution"], ["0"]),
-    ("1101_2", ["1101_{2}", "1101"], ["1100_2"]),
+    ("1101_2", ["1101_{2}", "1101 base 2"], ["1100_2", "1101_3", "1101", "13"]),
     ("2516_8", ["2516_{8}"], ["2517_8"]),
     ("3:2", ["3:2"], ["2:3", "5"]),
     ("10!", ["3628800"], ["10"]),
@@ -128,6 +128,17 @@ FORMS = [
     (r"\{(1,2),(3,4)\}", [r"\{(3,4),(1,2)\}"], [r"\{(1,2)\}"]),
     (r"[-1,2) \cup (3,5]", [r"(3,5]\cup[-1,2)"], [r"[-1,2]\cup(3,5]"]),
     (r"\boxed{7}", ["7"], ["8"]),
+    ("5000000", ["5 million", r"5\text{ million}", r"\$5 million", "5 million dollars", "5,000 thousand"], ["5"]),
+    ("24", ["2 dozen", r"2\text{ dozen eggs}"], ["2"]),
+    ("60", [r"60\text{ km/h}", r"60\frac{\text{km}}{\text{h}}", "60 miles per hour", "60mph", "60 sq. ft"], ["6"]),
+    (r"10\text{ m}", ["10", r"10\text{ m/s}^2", "10 cups of tea"], ["1"]),
+    (r"12\pi", [r"12\pi\text{ cm}^2", r"12\pi cm^2", r"12\pi square inches"], ["12"]),
+    ("3 p.m.", ["3 pm", r"3\text{ PM}", r"\text{3 p.m.}"], ["3 a.m.", "3"]),
+    ("1A_{16}", ["1a_{16}"], ["1A_{12}", "1B_{16}", "26"]),
+    ("13_{10}", ["13"], ["13_8"]),
+    ("12xy", ["12yx", r"12x\cdot y"], ["12x"]),
+    ("i", [r"\sqrt{-1}"], ["1"]),
+    ("{1,2,3}", [r"\{3,2,1\}"], ["{1,2}"]),
     (r"\mathbf{i}+2\mathbf{j}", [r"\mathbf{i}+2\mathbf{j}"], [r"\mathbf{i}"]),
 ]
 """Answers as they stand in the data sets, with responses that are right and responses that are wrong."""
@@ -162,6 +173,39 @@ def test_answers_of_real_data_sets(answer: str, right: list[str], wrong: list[st
         ("1,1,2", "1,2,2"),
         ("[1,2)", "(1,2]"),
         (r"\pm 1", "1,1"),
+        ("12", "12xy"),
+        ("12", "12ab"),
+        ("2", "2 ab"),
+        ("3", "3 abc"),
+        ("10", "10m"),
+        ("6ab", "6cd"),
+        (r"\frac12", r"\frac{1}{2}bh"),
+        (r"2\pi", r"2\pi rh"),
+        ("3", "3abc"),
+        ("5 billion", "5 million"),
+        ("7", "7 thousand"),
+        ("2", "2 dozen"),
+        ("2", r"2\text{ or more}"),
+        ("2", r"2\text{ more}"),
+        ("9", "3 squared"),
+        ("5", r"5\text{ hundredths}"),
+        ("1011_2", "1011_3"),
+        ("12", "12_3"),
+        ("1011_2 + 0", "1011_3"),
+        ("a_1", "a_2"),
+        ("3 pm", "3 am"),
+        ("3 pm", "3"),
+        (r"\text{3 p.m.}", r"\text{3 a.m.}"),
+        ("5pm", "5am"),
+        (r"5\text{ east}", r"5\text{ west}"),
+        ("10 north", "10"),
+        ("cat", "act"),
+        ("no", "on"),
+        (r"\angle ABC", r"\angle CAB"),
+        (r"\overline{AB}", r"\overline{BA}"),
+        ("x'", "x"),
+        ("A'B", "AB"),
+        ("i", r"-\sqrt{-1}"),
     ],
 )
 def test_what_only_looks_alike_is_not_equal(answer: str, response: str) -> None:
@@ -191,10 +235,64 @@ def test_a_list_needs_no_box(response: str, reward: float) -> None:
         (r"\frac{1}{2}", r"so it is $\frac{2}{4}$ in all.", 1.0),
         ("0.0000001", "I get 0.0000002", 0.0),
         ("42", "The answer is 41. Wait, 42 was a guess", 0.0),
+        ("41", "The answer is 41. Wait, 42 was a guess", 0.0),
+        ("5", "The answer is 5. Wait, 7. Final: 7", 0.0),
+        ("7", "The answer is 5. Wait, 7. Final: 7", 1.0),
+        ("5", "The answer is 5.\n\nHmm, 7.", 0.0),
+        ("5", "The answer is 5. No: 7", 0.0),
+        ("4", "The answer is 1, 2 and 4.", 0.0),
+        ("9", "The answer is 9 (3*3).", 1.0),
+        ("9", "The answer is 9, since 3*3 = 9.", 1.0),
+        ("15", "The answer is $15 per day. No other way is cheaper.", 1.0),
+        ("no", "Answer: No, it is not.", 0.0),
+        ("no solution", "The answer is no solution.", 1.0),
     ],
 )
 def test_prose_is_searched_for_its_last_expression(answer: str, response: str, reward: float) -> None:
     assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
+
+
+STEPS = "Add.\n#### Step 2\nSo the sum is"
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "extract", "reward"),
+    [
+        ("42", "20+22 is 42\n#### 42\nI hope that these 3 steps help.", "any", 1.0),
+        ("42", "#### **42**", "last_number", 1.0),
+        ("even", "It is even.\n#### even", "any", 1.0),
+        ("42", f"{STEPS} $\\boxed{{42}}$ (of 2).", "any", 1.0),
+        ("2", f"{STEPS} $\\boxed{{42}}$ (of 2).", "any", 0.0),
+        ("42", "#### Since f(0)=1\nWe get $\\boxed{42}$. (Since 1-p=p.)", "any", 1.0),
+        ("42", "So $\\boxed{42}$.\n#### Step 2", "any", 1.0),
+        ("42", "So $\\boxed{42}$.\n#### 1. Check", "any", 1.0),
+        ("42", "$\\boxed{41}$\n#### 42", "any", 1.0),
+        ("42", "$\\boxed{41}$\n#### 42", "boxed", 0.0),
+        ("42", "#### 42\nSo $\\boxed{41}$", "any", 0.0),
+        ("42", "#### 42\nno box", "boxed", 0.0),
+        ("42", f"{STEPS} 42.", "last_number", 1.0),
+        ("42", f"{STEPS} <answer>42</answer>", "answer_tag", 1.0),
+    ],
+)
+def test_a_heading_is_no_answer(answer: str, response: str, extract: Extract, reward: float) -> None:
+    assert MathAnswers(extract=extract).reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("-4", "x is −4"),
+        ("0.5", "is .5"),
+        ("1500", "1.5e3"),
+        ("5", "3-5"),
+        ("5", "3 - 5"),
+        ("-18", "-$18"),
+        ("-5", "=-5"),
+    ],
+)
+def test_the_last_number_has_its_sign_point_and_exponent(answer: str, response: str) -> None:
+    prompt = Prompt("row", "?", {"answer": answer})
+    assert MathAnswers(extract="last_number").reward(prompt, response, True) == 1.0
 
 
 @pytest.mark.parametrize(
