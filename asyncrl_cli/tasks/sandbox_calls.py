@@ -9,9 +9,11 @@ only those, so the code reaches nothing of the tests but what they hand over.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import io
 import json
+import linecache
 import operator
 import os
 import sys
@@ -78,6 +80,9 @@ class Peer(Codec):
             except Exception as error:
                 raise ProtocolError(f"an answer that makes no sense: {error}") from None
         if kind == "error" and isinstance(result, BaseException):
+            if isinstance(result, (StopIteration, StopAsyncIteration)) and action != "next":
+                # It would end a loop over a test's own iterator, as if all had been compared.
+                raise RuntimeError(f"the other side raised {type(result).__name__}")
             raise result
         return result
 
@@ -166,6 +171,8 @@ class Code(Peer):
             return ["yours", value.number]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", self.export(value), value.__name__, self.encode(value.__base__)]
+        if isinstance(value, types.ModuleType) and value is not sys.modules.get("solution"):
+            raise TypeError(f"the module {value.__name__} of the code is not for the tests: they import it themselves")
         return ["coroutine" if isinstance(value, types.CoroutineType) else "object", self.export(value)]
 
     def resolve(self, kind: str, rest: list[Any]) -> Any:
@@ -240,14 +247,17 @@ class Tests(Peer):
     def __init__(self, reading: int, writing: int) -> None:
         super().__init__(reading, writing)
         self._seen: dict[int, Any] = {}
+        self.failed = False
+        """Whether an assertion has failed in a function of the test that the code called."""
 
     def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         """Call a function, or take the next value of an iterator, that a test handed over."""
-        if id(arguments[0]) in self._numbers:
-            if action == "call":
-                return arguments[0](*arguments[1:], **named)
-            if action == "next":
-                return next(arguments[0])
+        if id(arguments[0]) in self._numbers and action in ("call", "next"):
+            try:
+                return next(arguments[0]) if action == "next" else arguments[0](*arguments[1:], **named)
+            except AssertionError:  # whatever the code does with it; its text may tell what was expected
+                self.failed = True
+                raise AssertionError from None
         raise TypeError(f"the tests do not answer {action}")
 
     def refer(self, value: Any) -> list[Any]:
@@ -320,8 +330,29 @@ class Remote:
         return isinstance(instance, Remote) and _ask(instance, "isinstance", self) is True
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
-        """Tracebacks stay here: they lead to the tests."""
-        return _ask(self, "exit", kind, error, None)
+        """Tracebacks stay here: they lead to the tests.
+
+        The code may swallow what a test raises on purpose, but neither a failed assertion nor an error that its own
+        values can cause: the rest of the test would be left out.
+        """
+        if kind is None or (not issubclass(kind, AssertionError) and _is_meant(traceback)):
+            return _ask(self, "exit", kind, error, None)
+        _ask(self, "exit", None, None, None)
+        return False
+
+
+def _is_meant(traceback: types.TracebackType) -> bool:
+    """Whether an exception comes from a ``raise`` in a test, or from a line with none but names of builtins."""
+    if traceback.tb_next is not None:
+        return False
+    source = "".join(linecache.getlines(traceback.tb_frame.f_code.co_filename))
+    line = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    line = [node for node in line if node.lineno <= traceback.tb_lineno <= (node.end_lineno or node.lineno)]
+    return bool(line) and all(
+        isinstance(node, ast.Raise)
+        or all(hasattr(builtins, name.id) for name in ast.walk(node) if isinstance(name, ast.Name))
+        for node in line
+    )
 
 
 def _ask(remote: Remote, action: str, *arguments: Any, **named: Any) -> Any:

@@ -174,6 +174,79 @@ def test_nothing_but_right_answers_passes(cheat: str) -> None:
     assert passes(CHEATS[cheat], *TESTS) == [False] * len(TESTS)
 
 
+CHEATS_WITH_TESTS = {
+    "ends the loop of a test": (
+        "def f(x): raise StopIteration",
+        "assert all(map(lambda case: f(case[0]) == case[1], [(1, 2), (3, 4)]))",
+    ),
+    "ends the comparisons": ("def f(x): raise StopIteration", "for x, y in zip(map(f, [1]), [2]):\n    assert x == y"),
+    "swallows a failed assertion": (
+        "class C:\n    v = 1\n    def __enter__(self): return self\n    def __exit__(self, *error): return True",
+        "with C() as c:\n    assert c.v == 3",
+    ),
+    "swallows an error of its own value": (
+        "class C:\n    v = 0\n    def __enter__(self): return self\n    def __exit__(self, *error): return True",
+        "with C() as c:\n    assert 10 / c.v == 2",
+    ),
+    "swallows its own error": (
+        "class C:\n    def v(self): raise ValueError\n    def __enter__(self): return self\n"
+        "    def __exit__(self, *error): return True",
+        "with C() as c:\n    assert c.v() == 2",
+    ),
+    "tries until a callback is content": (
+        "def each(callback):\n    for number in range(1000):\n        try: callback(number); return\n"
+        "        except AssertionError: pass",
+        "def callback(x):\n    assert x == 42\neach(callback)",
+    ),
+    "keeps an assertion of a callback to itself": (
+        "def each(callback):\n    try: callback(0)\n    except BaseException: pass",
+        "def callback(x):\n    assert x == 42\neach(callback)",
+    ),
+    "a module of its own": (
+        "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef f(x): return 0",
+        "assert math.isclose(f(1), 3.14)",
+    ),
+    "an array module of its own": (
+        "class np:\n    allclose = array = staticmethod(lambda *a, **k: True)\ndef f(x): return 0",
+        "assert np.allclose(f(1), np.array([1, 2]))",
+    ),
+    "its own meaning of a module's name": ("import os.path as p\ndef f(): pass", "assert p.sep"),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS_WITH_TESTS)
+def test_code_cannot_bend_a_test(cheat: str) -> None:
+    code, test = CHEATS_WITH_TESTS[cheat]
+    assert passes(code, test) == [False]
+
+
+@pytest.mark.parametrize("error", ["unittest.SkipTest", "unittest.case._ShouldStop", "SystemExit"])
+def test_code_cannot_end_a_test_of_unittest_early(error: str) -> None:
+    test = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(), 2)"
+    code = f"import unittest\ndef f(): raise {error}"
+    assert run(code, [Check(test, "T.test_a")], LIMITS) == [False]
+    assert run("def f(): return 2", [Check(test, "T.test_a")], LIMITS) == [True]
+
+
+def test_failed_assertions_are_not_shown_to_the_code() -> None:
+    code = """
+said = []
+class Context:
+    def __enter__(self): return self
+    def __exit__(self, *error): said.append(repr(error))
+def attempt(callback):
+    try: callback()
+    except BaseException as error: said.append(repr(error))
+"""
+    tests = (
+        "def callback(): assert False, 'SECRET'\nattempt(callback)",
+        "with Context(): assert False, 'SECRET'",
+        "assert len(said) == 2 and 'SECRET' not in str(said)",
+        "def callback(): raise ValueError('known')\nattempt(callback)\nassert 'known' in said[2]",
+    )
+    assert passes(code, *tests) == [False, False, True, True]
+
+
 def test_code_sees_no_tests_before_it_is_asked() -> None:
     code = """
 import gc, os, sys
@@ -250,12 +323,16 @@ def write():
     with tempfile.TemporaryFile() as file: return file.write(b"x")
 def program(): print(int(input()) + 1)
 def same(x: int): return x
+def bisect(items, x): return "mine"
 def annotations(): return same.__annotations__
 """
 USES = [
     "s = Stack([1]); s.push(2)\nassert s.pop() == 2 and len(s) == 1 and s[0] == 1 and list(s) == s.items == [1]",
     "try: Stack().pop()\nexcept Short as error: assert error.by == 1 and str(error) == 'short by 1'\nelse: 1 / 0",
     "import pytest\nwith pytest.raises(ValueError, match='short'): Stack().pop()",
+    "with Stack([1]) as s: {}[1]\nassert not list(s)",
+    "import pytest\nwith pytest.raises(TypeError), Stack([1]): raise TypeError",
+    "assert bisect([1], 2) == 'mine' and statistics.mean([1, 3]) == 2",
     "with Stack([1]) as s: raise KeyError\nassert not s and not list(s)",
     "assert Point(1, 2) == Point(1, 2) != Point(2, 1) and Point(1, 2) + Point(1, 1) == Point(2, 3)",
     "p = Point(1, 2)\nassert str(p) == 'Point(x=1, y=2)' and {p} == {Point(1, 2)} and isinstance(p, Point)",

@@ -11,7 +11,7 @@ from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks import unit_tests
 from asyncrl_cli.tasks.matching import MissingField
 from asyncrl_cli.tasks.sandbox import SandboxError
-from asyncrl_cli.tasks.unit_tests import UnitTests, code_in
+from asyncrl_cli.tasks.unit_tests import UnitTests, UnusableTests, code_in
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,13 @@ from asyncrl_cli.tasks.unit_tests import UnitTests, code_in
         ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
         ("```\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
         ("  ```python\nx = 1\n  ```", "x = 1\n"),
-        ("```python\nx = 1", "```python\nx = 1"),
+        ("```python\nx = 1", "x = 1\n"),
+        ("```python\nx = 1\n```\nOutput:\n```\n1 2\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nRun:\n```bash\nls\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nor\n```python\nx = (\n```", "x = 1\n"),
+        ("    return 1\n", "    return 1\n"),
+        ("def f():\n    return 1\n```\nThis returns 1.", "def f():\n    return 1\n"),
+        ("Answer\n```\nx = 1\n```", "x = 1\n"),
     ],
 )
 def test_the_last_fenced_block_is_the_code(response: str, code: str) -> None:
@@ -44,6 +50,63 @@ def test_rewards(tests: Any, partial: bool, reward: float, share: float) -> None
     response = "```python\ndef f(x):\n    return x + 1\n```"
     scored = UnitTests(partial=partial).reward(Prompt("row", "?", {"tests": tests}), response, True)
     assert (scored.reward, scored.metrics) == (reward, {"tests_passed": share})
+
+
+ADD = {"entry_point": "add"}
+CHECK = "METADATA = {'author': 'x'}\ndef check(candidate):\n    assert candidate(1, 2) == 3\n"
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    "HumanEval": (CHECK, ADD),
+    "a test called test": ("def test():\n    assert add(1, 2) == 3", {}),
+    "asynchronous": ("import asyncio\nasync def test_a():\n    await asyncio.sleep(0)\n    assert add(1, 2) == 3", {}),
+    "a generator": ("def test_a():\n    assert add(1, 2) == 3\n    yield", {}),
+    "a class of pytest": (
+        "class TestAdd:\n    def setup_method(self): self.x = 1\n    def test_a(self): assert add(self.x, 2) == 3",
+        {},
+    ),
+    "a class of unittest": (
+        "import unittest\nclass Adds(unittest.TestCase):\n    def setUp(self): self.x = 1\n"
+        "    def test_a(self): self.assertEqual(add(self.x, 2), 3)\nif __name__ == '__main__': unittest.main()",
+        {},
+    ),
+    "behind a guard": ("def run():\n    assert add(1, 2) == 3\nif __name__ == '__main__': run()", {}),
+    "modules that are not imported": ("assert math.isclose(add(1, 2), 3) and np.allclose(add(1, 2), 3)", {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_usual_forms_of_tests(form: str) -> None:
+    tests, fields = FORMS[form]
+    prompt = Prompt("row", "?", {"tests": tests} | fields)
+    task = UnitTests()
+    task.check_prompt(prompt)
+    right, wrong = (task.reward(prompt, f"def add(a, b): return a {sign} b", True) for sign in "+-")
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        (CHECK, "nothing calls check"),
+        ("def run():\n    assert add(1, 2) == 3", "execute nothing"),
+        ("import math\n'Tests of add.'", "execute nothing"),
+        ("def test_a(tmp_path): assert add(1, 2) == 3", "takes arguments"),
+        ("@pytest.mark.parametrize('x', [1])\ndef test_a(x): assert add(x, 2) == 3", "takes arguments"),
+        ("try: assert add(1, 2) == 3\nexcept Exception: pass", "pass without any code"),
+        ("class TestAdd:\n    def test_a(self): pass", "pass without any code"),
+    ],
+)
+def test_tests_that_check_nothing_are_refused(tests: str, why: str) -> None:
+    with pytest.raises(UnusableTests, match=why):
+        UnitTests().check_prompt(Prompt("row", "?", {"tests": tests}))
+
+
+def test_few_rows_are_tried_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(unit_tests, "run", lambda *_: tried.append(1) or [False])
+    task = UnitTests()
+    for _ in range(1000):
+        task.check_prompt(Prompt("row", "?", {"tests": "assert f() == 1"}))
+    assert len(tried) == unit_tests.ROWS_TRIED
 
 
 def test_mistakes_in_a_row_are_no_fault_of_the_response() -> None:
