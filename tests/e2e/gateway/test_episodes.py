@@ -189,7 +189,7 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
         sampled = [piece.version for piece in pieces if piece.version != GIVEN]
         assert sampled == sorted(sampled)
         versions |= set(sampled)
-    assert versions >= {0, 1}, "weights were updated while episodes ran"
+    assert versions > {0}, "weights were updated while episodes ran"
     assert {one.failure for one in played(run).values()} == {""}, "nobody saw an error"
     assert len(rows(run, "metrics.jsonl")) == 4
     samples = rows(run, "evaluations/step-000004-greedy.jsonl")[1:]
