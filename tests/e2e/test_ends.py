@@ -61,7 +61,7 @@ def test_a_killed_driver_leaves_no_process_and_can_be_resumed(own_runs: Runs) ->
     process.communicate()
     until(lambda: not processes_of(mark), "the run's processes to end", 60)
     listed = own_runs.run("runs", "--runs-dir", own_runs.folder, "--json")
-    assert [run["state"] for run in json.loads(listed.out)] == ["died"]
+    assert [run["phase"] for run in json.loads(listed.out)] == ["died"]
     resumed(own_runs, more=4)
 
 
