@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print the run's id, and then nothing but what went wrong.")]
 
 
-def start_checks(spec: ExperimentSpec, search_path: Path, thorough: bool = False) -> StartChecks:
+def start_checks(
+    spec: ExperimentSpec,
+    search_path: Path,
+    thorough: bool = False,
+    references: Mapping[tuple[str, ...], str] | None = None,
+) -> StartChecks:
     """All that is checked before anything starts; what takes long is told on standard error."""
     from asyncrl_cli.pipeline.start_checks import StartChecks
 
-    return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough)
+    return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
 
 
 @contextmanager

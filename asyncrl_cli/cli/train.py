@@ -84,7 +84,7 @@ def _dry_run(spec: Path, overrides: Sequence[str], as_json: bool) -> None:
     if checked is not None:
         if not problems:
             note(Finding("spec", "ok", str(spec)))
-        with start_checks(checked, spec.absolute().parent, thorough=True) as checks:
+        with start_checks(checked, spec.absolute().parent, thorough=True, references=loaded.references) as checks:
             for finding in checks.findings():
                 note(finding)
     can_run = all(finding.status != "failure" for finding in found)

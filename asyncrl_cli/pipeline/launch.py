@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl_cli.data.curriculum import stages_of
+from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.loader import PromptLoader, Stage
 from asyncrl_cli.data.pools import Pools
 from asyncrl_cli.data.prompts import Prompt
@@ -114,7 +115,9 @@ class Experiment:
         with own_code("importing the task", notice, CODE_S):
             task = load_task(spec.task, search_path)
             tasks = {"": task} | {
-                name: task if chosen.task is None else load_task(chosen.task, search_path)
+                name: task
+                if chosen.task is None
+                else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
                 for name, chosen in spec.evaluation.sets.items()
             }
         with own_code("opening the data", notice):  # without a limit: it may have to be downloaded
@@ -334,16 +337,26 @@ async def _start(
 def _encoded(
     prompts: Sequence[Prompt], encoder: PromptEncoder, place: str, warn: Callable[[str], None]
 ) -> list[tuple[Prompt, tuple[int, ...]]]:
-    encoded = [(prompt, encoder.encode(prompt)) for prompt in prompts]
-    fitting = [(prompt, ids) for prompt, ids in encoded if ids is not None]
+    fitting: list[tuple[Prompt, tuple[int, ...]]] = []
+    unusable: list[DataError] = []
+    for row in range(len(prompts)):
+        try:
+            prompt = prompts[row]
+            ids = encoder.encode(prompt)
+        except DataError as error:
+            unusable.append(error)
+        else:
+            fitting += [(prompt, ids)] if ids is not None else []
+    if unusable:
+        warn(f"{place}: {len(unusable)} of {len(prompts)} prompts cannot be used and are left out: {unusable[0]}")
     if not fitting:
         raise RunError(
-            "every held-out prompt is longer than rollout.max_prompt_tokens",
+            "every held-out prompt is longer than rollout.max_prompt_tokens, or unusable",
             place=place,
             mend="Raise rollout.max_prompt_tokens",
         )
-    if too_long := len(encoded) - len(fitting):
-        warn(f"{place}: {too_long} of {len(encoded)} prompts are longer than rollout.max_prompt_tokens and left out")
+    if too_long := len(prompts) - len(unusable) - len(fitting):
+        warn(f"{place}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and left out")
     return fitting
 
 

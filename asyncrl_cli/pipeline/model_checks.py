@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.pipeline.findings import Finding
+from asyncrl_cli.pipeline.memory_checks import ModelSize
 from asyncrl_cli.pipeline.prompting import PromptEncoder
 from asyncrl_cli.rollout.chat import ChatError, ChatFormat
 from asyncrl_cli.runs.errors import ConfigError, UserError
@@ -26,6 +27,10 @@ HUB_S = 5.0
 """Seconds that the model hub has to answer."""
 SPREAD = 1000
 """Prompts of one pass over a split, evenly spread, when not all can be tried in time."""
+ENOUGH = 100
+"""So many prompts tried, all of them too long, and the split is refused though others were not tried."""
+MOST_LAYERS = 1000
+"""More than any model has; building 100,000 takes minutes, even without weights."""
 SHOWN_CHARACTERS = 1000
 """Of the first prompt."""
 
@@ -100,12 +105,13 @@ def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> str:
+def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, ModelSize]:
     """transformers builds the model, the adapters find their layers, and tokens and lengths are within its tables."""
     import torch
     from transformers import AutoModelForCausalLM
 
     key = "model.init.config" if spec.model.init is not None else "model.path"
+    _check_config(config.get_text_config(), key)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -128,7 +134,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> str:
             place="model.max_length",
             mend=f"Lower it to {positions}",
         )
-    count = sum(parameter.numel() for parameter in model.parameters())
+    trained = count = sum(parameter.numel() for parameter in model.parameters())
     found = f"{type(model).__name__}, {_many(count)} parameters"
     if spec.model.lora is not None:
         from asyncrl_cli.train.lora import add_adapters
@@ -136,7 +142,21 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> str:
         add_adapters(model, spec.model.lora, seed=0)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         found += f", of adapters {_many(trained)}"
-    return found
+    return found, ModelSize(count, trained)
+
+
+def _check_config(config: Any, key: str) -> None:
+    """Values that transformers takes, and with which no model works."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        message = f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}"
+        raise ConfigError(message, place=key, mend="Lower it: larger models have wider layers, and not more of them")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
+        theta = settings.get("rope_theta") if isinstance(settings, dict) else None
+        if isinstance(theta, int | float) and not theta > 0:
+            mend = "Set a positive number, such as 10000, or leave it out"
+            raise ConfigError(f"rope_theta is {theta}: it must be more than 0", place=key, mend=mend)
 
 
 def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
@@ -146,8 +166,15 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
     config = config.get_text_config()
     if spec.rollout.gpus_per_engine:
         return "what vLLM finds free on the GPU"
+    try:
+        per_token = cache_bytes_per_token(spec, config)
+    except AttributeError:  # of a model without attention, such as mamba
+        found = f"not checked: the config of {config.model_type} does not say how much a token takes"
+        if spec.rollout.kv_cache_mb is None:
+            raise ConfigError(found, place="rollout.kv_cache_mb", mend="Set rollout.kv_cache_mb") from None
+        return Finding("engine cache", "warning", found, "Try a short run first")
     size = kv_cache_bytes(spec, config)
-    tokens = size // cache_bytes_per_token(spec, config)
+    tokens = size // per_token
     found = f"{size / 2**20:.0f} MiB, {tokens:,} tokens in each engine"
     if tokens < spec.model.max_length:
         raise ConfigError(
@@ -166,38 +193,53 @@ def check_prompts(
 ) -> str | Finding:
     """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
 
-    Raises ``DataError`` for one that cannot be encoded, and when all of them are too long.
+    How many those are depends on the load of the machine, so what a run leaves out is a warning here, too. Raises
+    ``DataError`` when nothing is left of all prompts, or of ``ENOUGH``, and ``RunError`` for a chat without a template.
     """
     tried = too_long = 0
-    end = time.monotonic() + limit_s
+    unusable: list[DataError] = []
+    started = time.monotonic()
     for row in _spread(len(prompts)):
-        prompt = prompts[row]
         try:
-            too_long += encoder.encode(prompt) is None
+            too_long += encoder.encode(prompts[row]) is None
+        except DataError as error:
+            unusable.append(error)
         except UserError as error:
             error.place = place
             raise
         tried += 1
-        if time.monotonic() > end:
+        seconds = time.monotonic() - started
+        if seconds > limit_s:
             break
     found = f"{len(prompts):,} prompts"
     if tried < len(prompts):
-        found += f", {tried:,} of them tried in {limit_s:.0f} s"
-    if too_long == tried:
+        found += f", {tried:,} of them tried in {seconds:.1f} s"
+    if too_long + len(unusable) == tried and tried >= min(ENOUGH, len(prompts)):
+        if unusable:
+            message = f"none of {tried:,} prompts tried can be used: {unusable[0].message}"
+            raise DataError(message, place=place, mend=unusable[0].mend)
         raise DataError(
             f"every prompt tried is longer than rollout.max_prompt_tokens: {tried:,} of {len(prompts):,}",
             place=place,
             mend="Raise rollout.max_prompt_tokens, or shorten the prompts",
         )
+    mends = []
     if too_long:
         found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and left out"
-        return Finding(check, "warning", found, "Raise rollout.max_prompt_tokens")
-    return found
+        mends.append("Raise rollout.max_prompt_tokens")
+    if unusable:
+        found += f"; {len(unusable):,} cannot be used and are left out, such as this: {unusable[0].message}"
+        mends.append(unusable[0].mend)
+    return Finding(check, "warning", found, ". ".join(mends)) if mends else found
 
 
-def first_prompt(prompt: Prompt, encoder: PromptEncoder) -> str:
+def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> str:
     """The first prompt as the model gets it, with its special tokens."""
-    ids = encoder.encode(prompt)
+    try:
+        prompt = prompts[0]
+        ids = encoder.encode(prompt)
+    except DataError as error:
+        return f"left out: {error.message}"
     if ids is None:
         return f"prompt {prompt.uid} is too long"
     text = encoder.decode(ids, special=True)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import urllib.request
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from asyncrl_cli.pipeline.findings import Finding
 from asyncrl_cli.runs.directory import RunError
@@ -37,8 +37,7 @@ def check_memory(spec: ExperimentSpec) -> str:
     """Memory for a local run, without its weights."""
     if spec.cluster.address is not None:
         return "the cluster's"
-    needed = spec.rollout.engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
-    available = available_memory()
+    needed, available = memory_without_weights(spec), available_memory()
     if available < needed:
         raise RunError(
             f"the run needs about {needed / GIB:.1f} GiB of memory before its weights, and "
@@ -47,6 +46,11 @@ def check_memory(spec: ExperimentSpec) -> str:
             mend="Stop other programs, or lower rollout.engines or trainer.ranks",
         )
     return f"{available / GIB:.1f} GiB available, about {needed / GIB:.1f} GiB needed before the weights"
+
+
+def memory_without_weights(spec: ExperimentSpec) -> int:
+    """Bytes that the processes of a run take, without weights and caches."""
+    return spec.rollout.engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
 
 
 def check_run_folder(spec: ExperimentSpec) -> str:
@@ -101,7 +105,7 @@ def check_devices(spec: ExperimentSpec) -> str:
     if spec.cluster.address is not None:
         return f"{gpus(wanted)} wanted; the cluster is asked when it is joined"
     installed, visible = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = len(installed) if visible is None else min(len(installed), len([one for one in visible.split(",") if one]))
+    there = len(installed) if visible is None else _visible(visible, len(installed))
     if there < wanted:
         hidden = f" (CUDA_VISIBLE_DEVICES={visible} hides some)" if there < len(installed) else ""
         raise ConfigError(
@@ -118,6 +122,17 @@ def check_devices(spec: ExperimentSpec) -> str:
             mend="Install asyncrl[gpu]",
         )
     return f"{gpus(wanted)} wanted ({_gpu_sum(spec)}), {there} × {installed[0]} there"
+
+
+def _visible(value: str, installed: int) -> int:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA ignores the first invalid entry, and all that follow it."""
+    seen: set[str] = set()
+    for entry in (part.strip() for part in value.split(",")):
+        valid = int(entry) < installed if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
+        if not valid:
+            break
+        seen.add(str(int(entry)) if entry.isdecimal() else entry)
+    return min(installed, len(seen))
 
 
 def gpus(count: int) -> str:
@@ -165,6 +180,7 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
         return "off"
     if uri is None:
         return f"a SQLite store in {spec.runs_dir}"
+    _check_local_store(uri)
     host = urlsplit(uri).hostname  # never the whole address: it may hold a password
     if ask and uri.startswith(("http://", "https://")):
         try:
@@ -175,6 +191,31 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
     return f"MLflow at {host or 'a local store'}"
 
 
+def _check_local_store(uri: str) -> None:
+    """The folder of a local store is there and writable; MLflow makes the folders of a file store, and no others."""
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme.partition("+")[0] == "sqlite":
+        path = rest.partition("?")[0].removeprefix("/")
+        if not path or path.startswith(("file:", ":memory:")):
+            return
+        folder = Path(path).absolute().parent
+    elif uri.startswith("file:"):
+        folder = existing(Path(unquote(urlsplit(uri).path)).absolute())
+    elif separator or re.match(r"[a-z-]+(:|$)", uri):
+        return
+    else:
+        folder = existing(Path(uri).absolute())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        problem = (
+            "is not writable for this user"
+            if folder.is_dir()
+            else "is no folder"
+            if folder.exists()
+            else "does not exist"
+        )
+        raise ConfigError(f"{folder} {problem}", place="tracking.uri", mend="Make the folder, or name another one")
+
+
 def check_notify(spec: ExperimentSpec) -> str | Finding:
     """An environment variable that the webhook's address is read from is set."""
     webhook = spec.notify.webhook
@@ -183,7 +224,18 @@ def check_notify(spec: ExperimentSpec) -> str | Finding:
         if not os.environ.get(name, "").startswith(("http://", "https://")):
             found = f"the environment variable {name} holds no http address"
             return Finding("notify", "warning", found, f"Set {name}, or remove notify.webhook")
+    if spec.notify.command is not None and (missing := _missing_program(spec.notify.command)):
+        return Finding("notify", "warning", f"there is no program {missing}", "Correct notify.command, or install it")
     return "nobody" if webhook is None and spec.notify.command is None else "as the spec says"
+
+
+def _missing_program(command: str) -> str | None:
+    """The program that a shell command begins with, if the shell finds none; None where that cannot be said."""
+    first = re.match(r"\s*([\w./+-]+)(?=\s|$|[;|&<>])", command)
+    if first is None:
+        return None
+    found = subprocess.run(["sh", "-c", 'command -v -- "$0"', first[1]], capture_output=True, check=False)
+    return first[1] if found.returncode else None
 
 
 def available_memory() -> int:

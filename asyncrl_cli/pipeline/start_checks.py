@@ -13,15 +13,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.pipeline import model_checks, preflight
+from asyncrl_cli.pipeline import memory_checks, model_checks, preflight
 from asyncrl_cli.pipeline.cluster import joined
 from asyncrl_cli.pipeline.findings import Finding
+from asyncrl_cli.pipeline.interrupts import stop_on_signals
 from asyncrl_cli.pipeline.launch import Experiment
 from asyncrl_cli.pipeline.prompting import PromptEncoder
 from asyncrl_cli.rollout import engine_names, engine_start
@@ -45,35 +47,47 @@ class Check:
 
 
 class StartChecks:
-    """The checks of one spec. Use it as a context: it has a folder for temporary files."""
+    """The checks of one spec. Use it as a context: it has a folder for temporary files, and a signal raises
+    ``KeyboardInterrupt``."""
 
     def __init__(
-        self, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None], thorough: bool = False
+        self,
+        spec: ExperimentSpec,
+        search_path: Path,
+        notice: Callable[[str], None],
+        thorough: bool = False,
+        references: Mapping[tuple[str, ...], str] | None = None,
     ) -> None:
-        """``search_path``: where the user's own modules lie. ``notice`` is told what takes long."""
+        """``search_path``: where the user's own modules lie. ``notice`` is told what takes long. ``references``: as
+        ``LoadedSpec`` has them; without them a value from the environment would stand in a temporary file."""
         self._spec = spec
         self._search_path = search_path
         self._notice = notice
         self._thorough = thorough
-        self._temporary = tempfile.TemporaryDirectory(prefix="asyncrl-check-")
-        self._folder = Path(self._temporary.name)
+        self._references = references or {}
+        self._open = ExitStack()
+        self._folder = Path()
         self._model_dir = ""
         self._experiment: Experiment | None = None
         self._tokenizer: Any = None
         self._config: Any = None
+        self._size = memory_checks.ModelSize(0, 0)
 
     def __enter__(self) -> StartChecks:
+        # In this order: a signal, which ends a process at once otherwise, must not leave the folder behind.
+        self._open.enter_context(stop_on_signals())
+        self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-check-")))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._temporary.cleanup()
+        self._open.close()
 
     def experiment(self) -> Experiment:
         """The experiment, ready to run, and warnings told to ``notice``. Raises the first failure, as a mistake of the
         spec (exit code 2): nothing was started."""
         for check in self._checks():
             try:
-                found = check.look()
+                found = _result(check)
             except UserError as error:
                 error.exit_code = ConfigError.exit_code
                 raise
@@ -91,7 +105,7 @@ class StartChecks:
                 yield Finding(check.name, "warning", f"not checked: it needs {', '.join(sorted(missing))}")
                 continue
             try:
-                found = check.look()
+                found = _result(check)
             except UserError as error:
                 failed.add(check.name)
                 place = f"{error.place}: " if error.place else ""
@@ -119,6 +133,7 @@ class StartChecks:
         yield from self._prompt_checks()
         yield Check("model", self._model, ("tokenizer",))
         yield Check("engine cache", self._cache, ("model",))
+        yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))
         yield Check("algorithm", self._algorithm)
         if self._thorough and spec.cluster.address is not None:
             yield Check("cluster", self._cluster)
@@ -174,7 +189,7 @@ class StartChecks:
 
             yield Check(place, look, ("tokenizer",))
             if self._thorough and place == "data.train":
-                first = partial(lambda prompts: model_checks.first_prompt(prompts[0], self._encoder()), prompts)
+                first = partial(lambda prompts: model_checks.first_prompt(prompts, self._encoder()), prompts)
                 yield Check("first prompt", first, ("tokenizer", place))
 
     def _encoder(self) -> PromptEncoder:
@@ -183,10 +198,14 @@ class StartChecks:
     def _model(self) -> str:
         place = "model.init.config" if self._spec.model.init is not None else "model.path"
         self._config = model_checks.load_model_config(self._model_dir, place)
-        return model_checks.check_model(self._spec, self._config, self._tokenizer)
+        found, self._size = model_checks.check_model(self._spec, self._config, self._tokenizer)
+        return found
 
     def _cache(self) -> str | Finding:
         return model_checks.check_cache(self._spec, self._config)
+
+    def _weights_memory(self) -> str | Finding:
+        return memory_checks.check_weights_memory(self._spec, self._config, self._size)
 
     def _algorithm(self) -> str:
         return model_checks.check_algorithm(self._spec, self._search_path, self._notice)
@@ -198,10 +217,10 @@ class StartChecks:
     def _engine(self) -> str:
         """Have vLLM check its settings, in a process of its own: importing it here would take 700 MB until the end."""
         spec_file = self._folder / "spec.yaml"
-        spec_file.write_text(dump_spec(self._spec, {}))
+        spec_file.write_text(dump_spec(self._spec, self._references))
         try:
             done = subprocess.run(
-                [sys.executable, "-m", engine_start.__name__, str(spec_file), self._model_dir],
+                [sys.executable, "-m", engine_start.__name__, str(spec_file), self._model_dir, str(os.getpid())],
                 capture_output=True,
                 text=True,
                 timeout=ENGINE_S,
@@ -222,3 +241,15 @@ class StartChecks:
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         mend = "`asyncrl doctor` shows whether vLLM can be imported here"
         raise ConfigError(f"vLLM cannot check its settings: {last}", place="rollout", mend=mend)
+
+
+def _result(check: Check) -> str | Finding:
+    """What a check found. An exception that it did not expect becomes its error."""
+    try:
+        return check.look()
+    except UserError:
+        raise
+    except Exception as error:  # of libraries, for values that nobody has tried
+        message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        mend = "Change what the spec says about it, or report this with the spec"
+        raise ConfigError(message, place=check.name, mend=mend) from error

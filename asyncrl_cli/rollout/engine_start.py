@@ -3,10 +3,10 @@
 A mistake comes back at every start, so nobody may try again; it is a ``ConfigError``. A core process that was killed
 is an ``ActorDied``.
 
-    python -m asyncrl_cli.rollout.engine_start SPEC FOLDER
+    python -m asyncrl_cli.rollout.engine_start SPEC FOLDER PARENT
 
-has vLLM check the settings of a spec file for the model in FOLDER, and starts nothing. The line with ANSWER is the
-result; a line with MISTAKE is a JSON list of message, place and hint.
+has vLLM check the settings of a spec file for the model in FOLDER, and starts nothing. It ends when the process with
+the id PARENT does. The line with ANSWER is the result; a line with MISTAKE is a JSON list of message, place and hint.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.rollout.engine_names import check_engine_arguments
 from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.runs.errors import ConfigError
+from asyncrl_cli.runs.parent import die_with
 from asyncrl_cli.runs.remote import ActorDied
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -113,7 +114,8 @@ def main() -> None:
     from asyncrl_cli.rollout.engine import engine_environment
     from asyncrl_cli.spec.load import load_spec
 
-    spec_file, folder = sys.argv[1:]
+    spec_file, folder, parent = sys.argv[1:]
+    die_with(int(parent))
     spec = load_spec(spec_file).spec
     os.environ |= engine_environment(spec)
     try:

@@ -22,12 +22,12 @@ from asyncrl_cli.runs.secrets import hide
 from asyncrl_cli.runs.terminal import printable
 from asyncrl_cli.spec.catalogue import general, keys
 from asyncrl_cli.spec.explain import explain
-from asyncrl_cli.spec.layers import Layers, override
+from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.section import NUL
 from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec, SplitSpec
-from asyncrl_cli.spec.source import SCALARS, Node
+from asyncrl_cli.spec.source import MAX_VALUES, SCALARS, Node
 
 MODEL_KEYS = ("model.path", "model.init.tokenizer")
 """Keys that hold a path or a name; ``looks_like_path`` tells which."""
@@ -118,7 +118,32 @@ def _load(
     for rule in RULES:
         for problem in rule(spec):
             add(problem, key=False)
+    if too_large := _too_large(root, spec, references):
+        mend = "Put data into files that the spec names."
+        problems.append(Problem("", f"the resolved spec has {too_large}", mend).at(root.place))
     return spec
+
+
+def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
+    """By what the spec could not be loaded again once it is written out as one file; empty when it could."""
+    count, length = _measure(root.plain())
+    if length < MAX_BYTES // 32:  # even if every character is written as an escape; dumping takes time
+        return ""
+    if length <= MAX_BYTES and count <= MAX_VALUES:
+        count, _ = _measure(_written(spec.model_dump(), (), references, _literal))
+        length = len(dump_spec(spec, references).encode()) if count <= MAX_VALUES else length
+    if count > MAX_VALUES:
+        return f"more than {MAX_VALUES:,} values"
+    return f"more than {MAX_BYTES:,} bytes" if length > MAX_BYTES else ""
+
+
+def _measure(value: Any) -> tuple[int, int]:
+    """How many values, and about how many bytes at least."""
+    if not isinstance(value, (dict, list)):
+        return 1, len(str(value)) + 1
+    below = [_measure(inner) for inner in (value.values() if isinstance(value, dict) else value)]
+    keys_length = sum(map(len, value)) if isinstance(value, dict) else 0
+    return 1 + sum(count for count, _ in below), keys_length + sum(length for _, length in below)
 
 
 def _without_empty_sections(root: Node) -> Node:

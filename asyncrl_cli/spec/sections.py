@@ -286,7 +286,7 @@ class RolloutSpec(Section):
     kv_cache_mb: Count | None = Field(
         None,
         description="Key-value cache of a CPU engine in MiB; when left out, enough for "
-        "`max_running_rollouts` sequences of average length.",
+        "`max_running_rollouts` sequences of average length, and for one of `model.max_length`.",
     )
     retries: Whole = Field(2, description="Times a failed rollout is generated again before its group is rejected.")
     max_failed_share: Fraction = Field(
@@ -294,8 +294,11 @@ class RolloutSpec(Section):
         description="The run stops when a larger share of the last 100 groups, and at least 8 of them, was lost to "
         "failed rollouts. 0: at the first one.",
     )
-    hang_seconds: Seconds = Field(
-        120.0, description="An engine that has rollouts to generate and gives no token for so long is restarted."
+    hang_seconds: float = Field(
+        120.0,
+        ge=1,
+        le=YEAR_S,
+        description="An engine that has rollouts to generate and gives no token for so long is restarted.",
     )
     gateway: GatewaySpec = Field(
         default_factory=GatewaySpec, description="OpenAI-compatible access, for agents and `asyncrl serve`."

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -66,6 +67,7 @@ class Command:
             )
         self.name = f"command {command if isinstance(command, str) else shlex.join(words)!r}"
         self._words = words
+        _check_program(words[0], cwd, (env or {}).get("PATH"))
         self._cwd = cwd
         self._env = dict(env or {})
         self._reward = _function(reward) if reward is not None else None
@@ -171,6 +173,23 @@ def _reward_in(line: str) -> float | RewardResult:
         raise CommandFailed(
             f"the last line that it printed is no reward (a number, or {{'reward': number}}): {line[:200]!r}"
         ) from None
+
+
+def _check_program(program: str, cwd: str | None, path: str | None) -> None:
+    """Raise ``TaskError`` for a program that is not there, as far as that can be said where no episode runs."""
+    missing = False
+    if "/" not in program or os.path.isabs(program):
+        missing = shutil.which(program, path=path) is None
+    elif cwd is None:  # it is started in an empty folder
+        missing = True
+    elif os.path.isabs(cwd) or FOLDER in os.environ:  # otherwise relative to the spec's folder, which is not known yet
+        missing = shutil.which(os.path.join(os.environ.get(FOLDER, ""), cwd, program)) is None
+    if missing:
+        raise TaskError(
+            f"there is no program {program}" + (f" in {cwd or 'an empty folder'}" if "/" in program else ""),
+            place="task.options.command",
+            mend="correct its name, install it, give its whole path, or set cwd to the folder of a relative one",
+        )
 
 
 def _function(name: str) -> Callable[[dict[str, Any], str], Any]:

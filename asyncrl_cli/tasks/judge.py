@@ -12,6 +12,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.tasks.base import RewardResult
@@ -79,6 +80,13 @@ class Judge:
 
         Raises ``TaskError`` and ``ValueError`` for impossible options.
         """
+        address = urlsplit(base_url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise TaskError(
+                "base_url is no http or https address",
+                place="task.options.base_url",
+                mend="name the judge's server, such as http://judge:8000/v1",
+            )
         low, high = scale
         if not low < high:
             raise ValueError(f"scale must be the lowest and the highest score, not {list(scale)}")

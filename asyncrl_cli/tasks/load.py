@@ -46,23 +46,39 @@ ANY_KIND = (
 )
 
 
-def load_task(spec: TaskSpec, search_path: Path) -> Any:
+def load_task(spec: TaskSpec, search_path: Path, place: str = "task") -> Any:
     """The task that ``spec`` names: a ``Task``, an ``AgentTask``, an ``EnvironmentTask`` or a ``TaskMix``.
 
     ``search_path`` is the folder of the spec file: modules are looked for there first, as Python does for a
-    script. Raises ``TaskError``.
+    script. ``place``: the key of the section. Raises ``TaskError``.
     """
     if spec.mix:
-        return MixTask(
-            {member.name: load_one(member.use, member.options, search_path) for member in spec.mix}, spec, search_path
-        )
+        members = {
+            member.name: load_one(member.use, member.options, search_path, f"{place}.mix.{index}")
+            for index, member in enumerate(spec.mix)
+        }
+        return MixTask(members, spec, search_path)
     if spec.use is None:
-        raise TaskError("the spec names no task", place="task.use", mend="give task.use or task.mix")
-    return load_one(spec.use, spec.options, search_path)
+        raise TaskError("the spec names no task", place=f"{place}.use", mend="give task.use or task.mix")
+    return load_one(spec.use, spec.options, search_path, place)
 
 
-def load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
-    """One task, as ``use`` and ``options`` say. Raises ``TaskError``."""
+def load_one(use: str, options: Mapping[str, Any], search_path: Path, place: str = "task") -> Any:
+    """One task, as ``use`` and ``options`` say. Raises ``TaskError``, with keys of the section ``place``."""
+    try:
+        return _load_one(use, options, search_path)
+    except TaskError as error:
+        # Tasks do not know where in the spec they are named; their errors begin with a key of `task`.
+        error.place = _in_section(error.place, place)
+        error.message = _in_section(error.message, place)
+        raise
+
+
+def _in_section(text: str, place: str) -> str:
+    return f"{place}.{text.removeprefix('task.')}" if text.startswith("task.") else text
+
+
+def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
     if use.startswith(GYM):
         options = {"data_set": use.removeprefix(GYM), **options}
         target = GYM_TASK

@@ -62,8 +62,8 @@ class PlainWeight:
 def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
     """Freeze a transformers model, and put adapters beside its layers in place.
 
-    The process's own random state is left as it was. Raises ``LoraError`` where peft is missing, or no layer is called
-    as ``target_modules`` says, and for the embeddings and the output head.
+    The process's own random state is left as it was. Raises ``LoraError`` where peft is missing, or a name of
+    ``target_modules`` is no layer's, and for the embeddings and the output head.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -80,6 +80,13 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
                 f"model.lora.target_modules: {' '.join(str(error).split())}",
                 mend="name linear layers of the model, or use all-linear",
             ) from error
+    adapted = _layers(model)
+    wanted = [] if isinstance(lora.target_modules, str) else lora.target_modules
+    if missing := [name for name in wanted if not any(f".{layer}".endswith(f".{name}") for layer in adapted)]:
+        raise LoraError(
+            f"model.lora.target_modules: the model has no layer {', '.join(missing)}",
+            mend="name linear layers of the model, or use all-linear",
+        )
     if embeddings != (model.get_input_embeddings(), model.get_output_embeddings()):
         raise LoraError(
             "model.lora.target_modules: the embeddings and the output head can have no adapter",

@@ -5,12 +5,16 @@ that is wrong and a hint. `asyncrl train` makes exactly these checks, in this or
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.pipeline import preflight
+from asyncrl_cli.pipeline import preflight, start_checks
 from asyncrl_cli.pipeline.start_checks import StartChecks
 from asyncrl_cli.pipeline.trials import trial_spec
 from asyncrl_cli.rollout.engine_start import engine_config
@@ -53,6 +57,12 @@ WRONG = [
     ("model.init.tokenizer=./empty", "model.init.tokenizer", ""),
     ("model.chat_template=./README.md", "model.chat_template", "Jinja"),
     ("model.chat_template=./broken.jinja", "model.chat_template", "Jinja"),
+    (f"{CONFIG}.num_hidden_layers=100000", CONFIG, "Lower it"),
+    (f"{CONFIG}.rope_theta=0", CONFIG, "positive"),
+    (f"{CONFIG}.hidden_size=100000000", CONFIG, "model.lora"),
+    ("model.init={architecture: mamba, config: {num_hidden_layers: 2}}", "rollout.kv_cache_mb", "Set"),
+    ("model.max_length=2000000000", "model.max_length", "Lower it"),
+    ("model.lora={target_modules: [q_proj, nosuch]}", "layer nosuch", "all-linear"),
     ("model.lora={target_modules: [nosuch]}", "model.lora.target_modules", ""),
     ("model.lora={target_modules: [embed_tokens]}", "model.lora.target_modules", ""),
     # the task and its data
@@ -60,6 +70,15 @@ WRONG = [
     ("task.use=exits:reward", "exits.py:3", "Remove the call"),
     ("task.use=raises:reward", "task.use", "raises"),
     ("task.options={min_term: 2}", "task.options", "Did you mean min_terms?"),
+    ("task={mix: [{name: a, use: chain_sum}, {name: b, use: 'own:nosuch'}]}", "task.mix.1.use", ""),
+    ("evaluation={sets: {hard: {data: {size: 3}, task: {use: nosuch}}}}", "evaluation.sets.hard.task.use", ""),
+    (
+        "evaluation={sets: {hard: {data: {size: 3}, task: {use: judge, options: {base_url: x:1, model: m}}}}}",
+        "evaluation.sets.hard.task.options.base_url",
+        "http://",
+    ),
+    ("task={use: command, options: {command: [nosuchprogram]}}", "task.options.command", "install it"),
+    ("task={use: command, options: {command: [./nosuch]}}", "task.options.command", "cwd"),
     ("task.reward_memory_mb=1", "task.reward_memory_mb", ""),
     ("data.train={path: missing.jsonl}", "data.train.path", ""),
     ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),
@@ -78,6 +97,8 @@ WRONG = [
     ("rollout.gpus_per_engine=1", "rollout.gpus_per_engine", "to 0 to run on CPU"),
     ("trainer.gpus_per_rank=1", "trainer.gpus_per_rank", "to 0 to run on CPU"),
     ("rollout.kv_cache_mb=1 & model.max_length=4096", "rollout.kv_cache_mb", "Raise it"),
+    ("rollout.kv_cache_mb=1000000000", "rollout.kv_cache_mb", "Lower it"),
+    ("rollout.hang_seconds=0.001", "rollout.hang_seconds", ""),
     ("rollout.gateway.host=not a host", "rollout.gateway.host", ""),
     ("rollout.sampling.stop=['']", "rollout.sampling.stop", ""),
     # the objective
@@ -95,6 +116,8 @@ WRONG = [
     ("stop.steps=1000000000000000000000", "stop.steps", ""),
     # around it
     ("tracking.uri=nonsense://x", "tracking.uri", ""),
+    ("tracking.uri=sqlite:////nosuch/folder/mlflow.db", "tracking.uri", "Make the folder"),
+    ("tracking.uri=README.md/store", "tracking.uri", "Make the folder"),
     ("tracking={mlflow: false, register_model: mine}", "tracking", ""),
     ("runs_dir=README.md", "runs_dir", "folder"),
     ("cluster.address=not an address", "cluster.address", ""),
@@ -172,6 +195,68 @@ def test_what_has_no_effect_is_warned_of(check: Callable[[str], None], override:
     warnings = load_spec("spec.yaml", [override]).warnings
     assert key in [problem.path for problem in warnings if problem.mend]
     check(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.max_length=4096", "model={max_length: 256, init: {architecture: mamba, config: {num_hidden_layers: 2}}}"],
+)
+def test_the_cache_is_no_obstacle_when_it_can_be_large_enough(check: Callable[[str], None], override: str) -> None:
+    check(f"{override} & rollout.kv_cache_mb=64" if "mamba" in override else override)
+
+
+def test_an_exception_that_no_check_expects_is_the_error_of_that_check(
+    check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> str:
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr(preflight, "check_notify", fails)
+    with pytest.raises(ConfigError, match="notify: the check failed: ZeroDivisionError: nobody thought of this"):
+        check("")
+    with StartChecks(load_spec("spec.yaml").spec, Path(), print) as checks:
+        found = {finding.check: finding.status for finding in checks.findings()}
+    assert found["notify"] == "failure"
+    assert found["algorithm"] == "ok"
+
+
+def test_the_file_for_the_engines_check_holds_references_and_no_secrets(
+    check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        written.append(Path(command[3]).read_text())
+        return subprocess.CompletedProcess(command, 0, "ANSWER fine", "")
+
+    monkeypatch.setattr(start_checks.subprocess, "run", run)
+    monkeypatch.setenv("HOOK_OF_A_TEST", "https://example.com/sesame")
+    loaded = load_spec("spec.yaml", ["notify.webhook=${env:HOOK_OF_A_TEST}"])
+    with StartChecks(loaded.spec, Path(), print, thorough=True, references=loaded.references) as checks:
+        assert checks._engine() == "fine"
+    assert "${env:HOOK_OF_A_TEST}" in written[0]
+    assert "sesame" not in written[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_checks_leaves_no_temporary_folder(tmp_path: Path, number: int) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC.replace("chain_sum", "slow:reward"))
+    (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "asyncrl_cli.cli.app", "train", "spec.yaml", "--dry-run", "--json"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        assert any((tmp_path / "temporary").glob("asyncrl-check-*"))
+        process.send_signal(number)
+        assert process.wait(30) == 130
+    assert not any((tmp_path / "temporary").glob("asyncrl-check-*"))
+
+
+def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", start_checks.engine_start.__name__, "spec.yaml", str(tmp_path), "1"]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is another process
 
 
 @pytest.mark.parametrize("argument", [{"block_size": 0}, {"gpu_memory_utilization": 7}, {"quantization": "nosuch"}])

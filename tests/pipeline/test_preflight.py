@@ -34,7 +34,10 @@ def test_gpus_that_are_there_are_counted(two_gpus: None) -> None:
     assert found == "2 GPUs wanted (1 engines × 2 + 1 ranks × 0), 2 × H200 there"
 
 
-@pytest.mark.parametrize(("visible", "there"), [("0", "1 GPU"), ("", "no GPU")])
+@pytest.mark.parametrize(
+    ("visible", "there"),
+    [("0", "1 GPU"), ("", "no GPU"), ("-1", "no GPU"), ("0,0", "1 GPU"), ("1,-1,0", "1 GPU"), ("0,7", "1 GPU")],
+)
 def test_hidden_gpus_do_not_count(two_gpus: None, monkeypatch: pytest.MonkeyPatch, visible: str, there: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(
@@ -84,6 +87,22 @@ def test_a_webhook_from_an_unset_variable_is_doubtful(monkeypatch: pytest.Monkey
     assert isinstance(found, Finding) and found.status == "warning" and "NO_HOOK" in found.found
     monkeypatch.setenv("NO_HOOK", "https://example.com")
     assert preflight.check_notify(changed("notify", webhook="env:NO_HOOK")) == "as the spec says"
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [("nosuchprogram --now", True), ("/nosuch/program", True), ("cd / && ls", False), ("A=1 nosuch", False)],
+)
+def test_a_notice_by_a_program_that_is_not_there_is_doubtful(command: str, missing: bool) -> None:
+    found = preflight.check_notify(changed("notify", command=command))
+    assert isinstance(found, Finding) == missing
+
+
+def test_a_local_store_of_mlflow_needs_its_folder(tmp_path: Path) -> None:
+    for uri in (f"sqlite:///{tmp_path}/mlflow.db", f"file://{tmp_path}/a/b", str(tmp_path / "a"), "sqlite://", "uc:x"):
+        assert str(preflight.check_tracking(changed("tracking", uri=uri), ask=False)).startswith("MLflow at ")
+    with pytest.raises(ConfigError, match="does not exist"):
+        preflight.check_tracking(changed("tracking", uri=f"sqlite:///{tmp_path}/a/mlflow.db"), ask=False)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

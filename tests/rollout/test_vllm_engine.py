@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.rollout.continuation import join
-from asyncrl_cli.rollout.engine import BLOCK_SIZE, _segments, engine_environment, kv_cache_bytes
+from asyncrl_cli.rollout.engine import BLOCK_SIZE, _segments, cache_bytes_per_token, engine_environment, kv_cache_bytes
 from asyncrl_cli.rollout.records import RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -44,6 +44,14 @@ def test_the_cache_holds_whole_blocks_and_at_least_one_longest_sequence(
     tokens = size // per_token
     assert tokens >= prompt + response
     assert tokens >= running * (prompt + response) / 2
+
+
+def test_the_cache_holds_a_sequence_of_the_models_length() -> None:
+    """vLLM starts with no less, though no rollout is so long."""
+    base = spec(max_running_rollouts=1)
+    long = base.model_copy(update={"model": base.model.model_copy(update={"max_length": 100_000})})
+    per_token = cache_bytes_per_token(long, config())
+    assert kv_cache_bytes(long, config()) >= 100_000 * per_token
 
 
 def test_the_cache_follows_the_models_shape() -> None:

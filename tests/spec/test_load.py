@@ -375,3 +375,34 @@ def test_a_dumped_spec_loads_as_the_same_spec(
     path = tmp_path / "dumped.yaml"
     path.write_text(dump_spec(spec, {}), encoding="utf-8")
     assert load_spec(path).spec == spec
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("{a: &long '" + 30_000 * "x" + "', " + ", ".join(f"a{number}: *long" for number in range(5)) + "}", "bytes"),
+        ("{a: '" + 130_000 * "x" + "'}", "bytes"),
+        ("{a: &list [" + "1, " * 400 + "1], " + ", ".join(f"a{number}: *list" for number in range(3)) + "}", ""),
+        ("{a: [" + "1, " * 9900 + "1]}", "values"),
+    ],
+)
+def test_what_could_not_be_loaded_again_when_it_is_written_out_is_refused(
+    options: str, says: str, tmp_path: Path
+) -> None:
+    """The limits hold for each file, and a run's own spec is one file with everything in it."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(MINIMAL_TEXT.format(options=options))
+    if says:
+        with pytest.raises(SpecError, match=rf"the resolved spec has more than [0-9,]+ {says}"):
+            load_spec(path)
+        return
+    loaded = load_spec(path)
+    path.write_text(dump_spec(loaded.spec, loaded.references))
+    assert load_spec(path).spec == loaded.spec
+
+
+MINIMAL_TEXT = """
+model: {{init: {{architecture: qwen3, config: {{hidden_size: 32}}}}}}
+task: {{use: "own:Task", options: {options}}}
+stop: {{steps: 1}}
+"""
