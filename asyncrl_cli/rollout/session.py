@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -116,7 +117,7 @@ class Asked:
     prompt_ids: tuple[int, ...]
     after: tuple[TokenSequence, Turn] | None = None
     tools: Tools | None = None
-    messages: tuple[str, ...] | None = None
+    messages: tuple[int, str] | None = None
     text: str | None = None
 
     @property
@@ -127,7 +128,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """Messages in the form that they are compared in, with a key of the tools and of each message."""
+    """Messages in the form that they are compared in, with a key of the tools and of every beginning."""
 
     messages: list[Message]
     keys: tuple[str, ...]
@@ -140,12 +141,17 @@ class _Conversation:
         if not same:
             raise ChatError("there are no messages")
         texts = [key(list(tools or ())), *map(key, same)]
-        return cls(same, tuple(map(_digest, texts)), sum(map(len, texts)))
+        return cls(same, tuple(accumulate(texts, _chained, initial=""))[1:], sum(map(len, texts)))
+
+    @property
+    def whole(self) -> tuple[int, str]:
+        """How many keys there are, and the last one."""
+        return len(self.keys), self.keys[-1]
 
     def covers(self, _: TokenSequence, turn: Turn) -> int | None:
         """How much of it an earlier turn covers."""
-        said = turn.messages
-        return len(said) if said is not None and self.keys[: len(said)] == said else None
+        count, said = turn.messages or (0, "")
+        return count if 0 < count <= len(self.keys) and self.keys[count - 1] == said else None
 
 
 class Session:
@@ -256,7 +262,9 @@ class Session:
         turn = Turn(
             call.first + len(ids),
             ids[-1],
-            None if asked.messages is None else (*asked.messages, _digest(key(normal(message)))),
+            None
+            if asked.messages is None
+            else (asked.messages[0] + 1, _chained(asked.messages[1], key(normal(message)))),
             None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
         )
         self._transcript.end(call, tokens, finish, turn)
@@ -345,16 +353,16 @@ class Session:
             if found := self._transcript.longest(said.covers):
                 sequence, turn = found
                 assert turn.messages is not None
-                covered = len(turn.messages) - 1  # the tools are no message
+                covered = turn.messages[0] - 1  # the tools are no message
                 new, before = said.messages[covered:], said.messages[covered - 1]
                 try:
                     rest = await render(partial(self._chat.continue_, new, tools, turn.last_token, before))
                 except ChatError:
                     pass  # the template cannot go on from here: a conversation of its own
                 else:
-                    return Asked((*_until(sequence, turn), *rest), found, tools, said.keys)
+                    return Asked((*_until(sequence, turn), *rest), found, tools, said.whole)
             ids = await render(partial(self._chat.render, said.messages, tools))
-        return Asked(tuple(ids), None, tools, said.keys)
+        return Asked(tuple(ids), None, tools, said.whole)
 
     async def place_text(self, prompt: str, render: Render = at_once) -> Asked:
         """As ``place_chat``, for a text that is to go on."""
@@ -459,9 +467,10 @@ def _chat_errors() -> Iterator[None]:
         raise SessionError(400, "invalid_value", str(error)) from error
 
 
-def _digest(text: str) -> str:
-    """Stands for a text that is only compared: sessions keep one of every message of every turn."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def _chained(before: str, text: str) -> str:
+    """Stands for texts that are only compared, ``before`` for all but the last: one is kept of every turn, however many
+    messages it has."""
+    return hashlib.blake2b(f"{before}/{text}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _until(sequence: TokenSequence, turn: Turn) -> list[int]:

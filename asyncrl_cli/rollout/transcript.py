@@ -31,13 +31,13 @@ OnSegments = Callable[[list[Segment]], None]
 class Turn:
     """The end of a reply, where a conversation can go on: so many tokens into its sequence.
 
-    ``messages`` are the keys of tools and messages up to and with the reply, of a chat; ``text`` is all there is up to
-    there, of a text.
+    ``messages``, of a chat: how many keys tools and messages up to and with the reply have, and the last one. ``text``,
+    of a text: all there is up to there.
     """
 
     end: int
     last_token: int
-    messages: tuple[str, ...] | None = None
+    messages: tuple[int, str] | None = None
     text: str | None = None
 
 

@@ -14,8 +14,8 @@ from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import cut
 from asyncrl_cli.rollout.gateway.sessions import Sessions
 from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError
-from asyncrl_cli.rollout.transcript import OnSegments
+from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError, _Conversation
+from asyncrl_cli.rollout.transcript import OnSegments, Turn
 from asyncrl_cli.train.tokenizer import character_tokenizer
 from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of
 
@@ -338,3 +338,11 @@ def test_a_call_for_several_choices_that_meets_the_end_of_its_session_is_refused
         assert not model.requests
 
     asyncio.run(test())
+
+
+def test_what_a_turn_keeps_of_its_messages_does_not_grow_with_them() -> None:
+    messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(100)]
+    whole, same, other = (_Conversation.of(said, None) for said in (messages, messages[:50], messages[1:]))
+    assert whole.whole[0] == 101 and len(whole.whole[1]) == len(same.whole[1])
+    kept = Turn(0, 0, same.whole)
+    assert whole.covers(None, kept) == 51 and other.covers(None, kept) is None  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ LARGE = 64 * 2**10
 """Bytes above which a body counts as large."""
 LARGE_AT_ONCE = 16
 """Large bodies that are read, parsed or rendered at a time."""
+ROOM_S = 120.0
+"""Seconds that a large body waits for others, apart from the time that it may take to arrive."""
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Wire)
@@ -61,11 +63,11 @@ class Bodies:
         parts, size = [], 0
         try:
             self._check(int(said) if said.isdecimal() and len(said) < 20 else 0)
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._seconds) as limit:
                 async for part in request.stream():
                     self._check(size + len(part))
                     if size <= LARGE < size + len(part):
-                        await room.enter_async_context(self._room)
+                        await self._wait_for_room(room, limit)
                     size += len(part)
                     parts.append(part)
         except TimeoutError:
@@ -73,6 +75,18 @@ class Bodies:
         except ClientDisconnect:
             raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone") from None
         return b"".join(parts)
+
+    async def _wait_for_room(self, room: AsyncExitStack, limit: asyncio.Timeout) -> None:
+        loop, when = asyncio.get_running_loop(), limit.when()
+        assert when is not None
+        left = when - loop.time()
+        limit.reschedule(None)
+        try:
+            async with asyncio.timeout(ROOM_S):
+                await room.enter_async_context(self._room)
+        except TimeoutError:
+            raise ApiError(503, f"no room for a large body within {ROOM_S:g} s", code="overloaded") from None
+        limit.reschedule(loop.time() + left)
 
     def _check(self, size: int) -> None:
         if size > self._limit:
