@@ -27,7 +27,11 @@ MARK = "####"
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 BOXED = "\\boxed{"
 _PHRASE = re.compile(r"answer is|answer:|final:", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.")
+_SENTENCE_END = re.compile(
+    r"\n|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.|,\s(?!(?:and|or)\s+[^a-z])(?=[a-z]{2})"
+)
+"""Where a stated answer ends: with the sentence, or a comma and a word, but not in "1, 2, and 3"."""
+_UNCLEAR = re.compile(r"\b(?:not|either|neither|or|between)\b|n't", re.IGNORECASE)
 _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
 """A calculation behind a number: "9 (3*3)"."""
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
@@ -113,7 +117,7 @@ class MathAnswers:
         tail = response[-LONGEST_SEARCHED:]
         phrase = deque(_PHRASE.finditer(tail), maxlen=1)
         if phrase:
-            tail = tail[phrase[0].end() :].strip(" *_:\n")
+            tail = tail[phrase[0].end() :].replace("**", "").strip(" *_:\n")
             if _TAKEN_BACK.search(tail):
                 return
             tail = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *_")
@@ -124,7 +128,7 @@ class MathAnswers:
             whole = None
         if whole is not None:
             yield whole.text
-        if whole is None or is_prose(whole):
+        if (whole is None or is_prose(whole)) and not (phrase and _UNCLEAR.search(tail)):
             yield from (found for found in self._parsed(tail) if isinstance(found, str))
 
     def _parsed(self, text: str) -> Any:
@@ -149,7 +153,8 @@ def _marked(rest: str, alone: bool) -> str | None:
         answer = read(line.strip(" *_"))
     except Unreadable:
         return None
-    return line.strip(" *_") if not is_prose(answer) or (alone and not after.strip()) else None
+    is_answer = not is_prose(answer) or (alone and not after.strip() and not _PHRASE.search(line))
+    return line.strip(" *_") if is_answer else None
 
 
 def _last_boxed(text: str) -> str | None:

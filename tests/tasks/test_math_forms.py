@@ -244,8 +244,17 @@ def test_a_list_needs_no_box(response: str, reward: float) -> None:
         ("9", "The answer is 9 (3*3).", 1.0),
         ("9", "The answer is 9, since 3*3 = 9.", 1.0),
         ("15", "The answer is $15 per day. No other way is cheaper.", 1.0),
-        ("no", "Answer: No, it is not.", 0.0),
+        ("no", "Answer: No, it is not.", 1.0),
         ("no solution", "The answer is no solution.", 1.0),
+        ("1,2,3", "The answer is 1, 2, and 3.", 1.0),
+        ("5", "The answer is 5 apples, and the change is 3.", 1.0),
+        ("3", "The answer is 5 apples, and the change is 3.", 0.0),
+        ("7", "The answer is 6, not 7.", 0.0),
+        ("7", "The answer is not 7.", 0.0),
+        ("7", "The answer isn't 7.", 0.0),
+        ("7", "So the answer is either 6 or 7.", 0.0),
+        ("B", "The correct answer is **B**.", 1.0),
+        ("40", "#### The answer is 40", 1.0),
     ],
 )
 def test_prose_is_searched_for_its_last_expression(answer: str, response: str, reward: float) -> None:
