@@ -26,6 +26,8 @@ from asyncrl_cli.tasks.sandbox_values import Codec, is_builtin, update
 
 LARGEST = 2**26
 """Bytes of the longest message."""
+MOST_LENT = 8
+"""Attributes that are watched for changes by a test: those that it asked for last."""
 MOST_PRINTED = 2**20
 """Characters of what the code prints during one call that the tests can see."""
 
@@ -75,7 +77,7 @@ class Peer(Codec):
                 kind, value, changed, printed = message
                 result = self.decode(value)
                 if changed is not None:
-                    update(list(arguments), self.decode(changed))
+                    update([list(arguments), named], self.decode(changed))
                 self.show(str(printed))
             except Exception as error:
                 raise ProtocolError(f"an answer that makes no sense: {error}") from None
@@ -108,10 +110,10 @@ class Peer(Codec):
     def _reply(self, action: str, arguments: Any, named: Any, text: str | None) -> list[Any]:
         try:
             self.take_input(text)
-            values = self.decode(arguments)
-            value = self.encode(self.answer(action, values, self.decode(named)))
+            values = [self.decode(arguments), self.decode(named)]
+            value = self.encode(self.answer(action, *values))
             after = self.encode(values)
-            return ["value", value, after if after != arguments else None, self.printed()]
+            return ["value", value, after if after != ["list", arguments, named] else None, self.printed()]
         except BaseException as error:
             try:
                 return ["error", self.encode(error), None, self.printed()]
@@ -159,7 +161,7 @@ class Code(Peer):
     def __init__(self, reading: int, writing: int, run: Callable[[str], Any]) -> None:
         super().__init__(reading, writing)
         self._actions = ACTIONS | {"run": run}
-        self._out = sys.stdout = io.StringIO()
+        self._out = sys.stdout = _text_file("")
 
     def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         """One of ``ACTIONS``, or running the code."""
@@ -184,14 +186,21 @@ class Code(Peer):
     def take_input(self, text: str | None) -> None:
         """Let the code read it from ``sys.stdin``."""
         if text is not None:
-            sys.stdin = io.StringIO(text)
+            sys.stdin = _text_file(text)
 
     def printed(self) -> str:
         """What the code has printed to ``sys.stdout`` as it found it."""
-        text = self._out.getvalue()[:MOST_PRINTED]
+        self._out.seek(0)
+        text = self._out.read(MOST_PRINTED)
         self._out.seek(0)
         self._out.truncate()
         return text
+
+
+def _text_file(text: str) -> io.TextIOWrapper:
+    """A file in memory with the bytes behind it, as ``sys.stdin`` and ``sys.stdout`` have them."""
+    data = io.BytesIO(text.encode(errors="surrogatepass"))
+    return io.TextIOWrapper(data, "utf-8", "surrogatepass", newline="\n", write_through=True)
 
 
 class Given:
@@ -219,13 +228,16 @@ def _await(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
-UNARY = ("len", "iter", "next", "str", "repr", "bool", "int", "float", "hash", "round")
+UNARY = ("abs", "reversed", "format", "len", "iter", "next", "str", "repr", "bool", "int", "float", "hash", "round")
 KEYED = ("getitem", "setitem", "delitem")
 BINARY = (
     *("eq", "ne", "lt", "le", "gt", "ge"),
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
 )
+OPERATORS = ("neg", "pos", "invert", "index")
+IN_PLACE = tuple(f"i{name}" for name in BINARY[6:])
 ACTIONS: dict[str, Callable[..., Any]] = {
+    "update": lambda value, name, new: update(getattr(value, name), new),
     "call": lambda function, *arguments, **named: function(*arguments, **named),
     "await": _await,
     "getattr": getattr,
@@ -234,7 +246,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, *error: type(value).__exit__(value, *error),
     **{name: getattr(builtins, name) for name in UNARY},
-    **{name: getattr(operator, f"__{name}__") for name in (*KEYED, *BINARY)},
+    **{name: getattr(operator, f"__{name}__") for name in (*KEYED, *OPERATORS, *BINARY, *IN_PLACE)},
 }
 
 
@@ -247,8 +259,28 @@ class Tests(Peer):
     def __init__(self, reading: int, writing: int) -> None:
         super().__init__(reading, writing)
         self._seen: dict[int, Any] = {}
+        self._stdin: Any = sys.__stdin__
+        self._lent: dict[tuple[int, str], tuple[tuple[Any, ...], Any, Any]] = {}
         self.failed = False
         """Whether an assertion has failed in a function of the test that the code called."""
+
+    def ask(self, action: str, *arguments: Any, **named: Any) -> Any:
+        """As in ``Peer``. Lists and dicts that are attributes of the code's objects are changed there, too, if the test
+        has changed them."""
+        lent, self._lent = self._lent, {}
+        for key, (place, value, before) in lent.items():
+            after = self.encode(value)
+            if after != before:
+                super().ask("update", *place, value)
+            self._lent[key] = place, value, after
+        result = super().ask(action, *arguments, **named)
+        if action == "getattr" and isinstance(result, (list, dict, set)):
+            key = arguments[0]._number, arguments[1]  # the hash of a Remote would be the code's
+            self._lent.pop(key, None)
+            self._lent[key] = arguments, result, self.encode(result)
+            if len(self._lent) > MOST_LENT:
+                self._lent.pop(next(iter(self._lent)))
+        return result
 
     def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         """Call a function, or take the next value of an iterator, that a test handed over."""
@@ -292,8 +324,10 @@ class Tests(Peer):
         return self.ask("await", remote)
 
     def given_input(self) -> str | None:
-        """The rest of ``sys.stdin`` where a test has put something else there."""
-        return None if sys.stdin is sys.__stdin__ else sys.stdin.read()
+        """The rest of ``sys.stdin`` where a test has put something else there; what was sent before stays unread."""
+        before, self._stdin = self._stdin, sys.stdin
+        text = "" if sys.stdin is sys.__stdin__ else sys.stdin.read()
+        return text if text or self._stdin is not before else None
 
     def show(self, text: str) -> None:
         """Print it here, where a test may have redirected ``sys.stdout``."""
@@ -368,7 +402,7 @@ def _between_remotes(action: str) -> Any:
     return lambda self, other: _ask(self, action, other) if isinstance(other, Remote) else NotImplemented
 
 
-for _name in ("call", "enter", *UNARY, *KEYED):
+for _name in ("call", "enter", *UNARY, *OPERATORS, *KEYED):
     setattr(Remote, f"__{_name}__", _forwarded(_name))
-for _name in BINARY:
+for _name in (*BINARY, *IN_PLACE):
     setattr(Remote, f"__{_name}__", _between_remotes(_name))

@@ -25,9 +25,23 @@ RECIPES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "decimal.Decimal": lambda value: (str(value),),
     "fractions.Fraction": lambda value: (value.numerator, value.denominator),
     "datetime.date": lambda value: (value.year, value.month, value.day),
+    "datetime.time": lambda value: (value.hour, value.minute, value.second, value.microsecond, value.tzinfo),
+    "datetime.datetime": lambda value: (*value.timetuple()[:6], value.microsecond, value.tzinfo),
+    "datetime.timezone": lambda value: (value.utcoffset(None),),
+    "uuid.UUID": lambda value: (str(value),),
+    "pathlib.PosixPath": lambda value: (str(value),),
+    "pathlib.PurePosixPath": lambda value: (str(value),),
     "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
 }
 """Types by their full name, and the arguments that build an equal value."""
+EXCEPTIONS = frozenset(
+    """
+json.decoder.JSONDecodeError statistics.StatisticsError decimal.InvalidOperation decimal.DivisionByZero _queue.Empty
+queue.Full struct.error re.error _csv.Error dataclasses.FrozenInstanceError asyncio.exceptions.CancelledError
+asyncio.queues.QueueEmpty asyncio.queues.QueueFull graphlib.CycleError binascii.Error zlib.error copy.Error
+""".split()  # noqa: SIM905
+)
+"""The standard library's exceptions that arrive as themselves."""
 INTEGER_BITS = 1024
 """Longer integers travel as hexadecimal text, which has no limit of digits."""
 ARRAY_TYPE = re.compile(r"[<>|][biufcUS][0-9]{1,9}")
@@ -64,6 +78,8 @@ class Codec:
             return self._encode_exception(value)
         if isinstance(value, type) and is_builtin(value):
             return ["type", value.__name__]
+        if isinstance(value, type) and _is_standard(name := f"{value.__module__}.{value.__qualname__}", value):
+            return ["exception type", name]
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             if hasattr(value, "tolist") and ARRAY_TYPE.fullmatch(value.dtype.str):
                 plain = self.encode(value.tolist())
@@ -97,6 +113,8 @@ class Codec:
             return getattr(importlib.import_module(module), name)(*map(self.decode, rest[1:]))
         if kind == "type":
             return _builtin_type(rest[0])
+        if kind == "exception type" and rest[0] in EXCEPTIONS:
+            return _exception(rest[0])
         if kind == "named":
             return collections.namedtuple(rest[0], rest[1])(*map(self.decode, rest[2:]))
         if kind == "array" and ARRAY_TYPE.fullmatch(rest[0]):
@@ -119,7 +137,7 @@ class Codec:
         try:
             error = type_(*self.decode(arguments))
         except Exception:
-            error = type_(text)
+            error = type_.__new__(type_, text)
         vars(error).update((str(name), self.decode(value)) for name, value in attributes)
         return error
 
@@ -135,6 +153,15 @@ def _builtin_type(name: str) -> type[Any]:
     if not isinstance(found, type):
         raise ValueError(f"{name} is not a type")
     return found
+
+
+def _is_standard(name: str, value: Any) -> bool:
+    return name in EXCEPTIONS and _exception(name) is value
+
+
+def _exception(name: str) -> Any:
+    module, _, kind = name.rpartition(".")
+    return getattr(importlib.import_module(module), kind)
 
 
 def update(old: Any, new: Any) -> Any:

@@ -275,7 +275,7 @@ def test_tests_pass_or_fail_each_for_itself(kind: Kind) -> None:
 
 
 CLASSES = """
-import collections, enum, threading, tempfile, asyncio
+import collections, enum, statistics, threading, tempfile, asyncio
 from dataclasses import dataclass
 
 class Short(ValueError):
@@ -323,6 +323,24 @@ def write():
     with tempfile.TemporaryFile() as file: return file.write(b"x")
 def program(): print(int(input()) + 1)
 def same(x: int): return x
+def named(*, items): items.append(4)
+class Node:
+    def __init__(self, x): self.x, self.children, self.by_name = x, [], {}
+    def sum(self): return self.x + sum(child.sum() for child in (*self.children, *self.by_name.values()))
+    def __abs__(self): return abs(self.x)
+    def __neg__(self): return Node(-self.x)
+    def __invert__(self): return Node(~self.x)
+    def __reversed__(self): return iter([2, 1])
+    def __format__(self, how): return how + str(self.x)
+    def __index__(self): return self.x
+    def __iadd__(self, other): self.x += other.x; return self
+def parse(text):
+    import json
+    return json.loads(text)
+def mean(numbers): return statistics.mean(numbers)
+def copy_bytes():
+    import sys
+    sys.stdout.buffer.write(sys.stdin.buffer.readline())
 def bisect(items, x): return "mine"
 def annotations(): return same.__annotations__
 """
@@ -332,6 +350,20 @@ USES = [
     "import pytest\nwith pytest.raises(ValueError, match='short'): Stack().pop()",
     "with Stack([1]) as s: {}[1]\nassert not list(s)",
     "import pytest\nwith pytest.raises(TypeError), Stack([1]): raise TypeError",
+    "items = [3]\nnamed(items=items)\nassert items == [3, 4]",
+    "r = Node(1)\nr.children.append(Node(2))\nr.children[0].children.append(Node(3))\nr.by_name['a'] = Node(4)\n"
+    "assert r.sum() == 10",
+    "n = Node(-3)\nassert abs(n) == 3 and (-n).x == 3 and (~n).x == 2 and list(reversed(n)) == [2, 1]",
+    "n = m = Node(1)\nn += Node(1)\nassert n.x == m.x == 2 and f'{n:>}' == '>2' and [5, 6, 7][n] == 7",
+    "import json\ntry: parse('{')\nexcept json.JSONDecodeError as e: assert e.pos == 1\nelse: 1 / 0",
+    "import statistics, pytest\nwith pytest.raises(statistics.StatisticsError): mean([])",
+    "import io, sys\nout = io.StringIO()\nsys.stdin, sys.stdout = io.StringIO('1\\n2\\n'), out\n"
+    "program(); program()\nassert out.getvalue() == '2\\n3\\n'",
+    "import io, sys\nsys.stdin, sys.stdout = io.StringIO('x\\ny'), io.StringIO()\n"
+    "copy_bytes(); copy_bytes()\nassert sys.stdout.getvalue() == 'x\\ny'",
+    "from datetime import *\nfrom uuid import UUID\nfrom pathlib import Path, PurePosixPath\n"
+    "for x in (datetime(2020, 1, 2, 3, 4, 5, 6), datetime(2020, 1, 2, tzinfo=timezone.utc), time(1, 2),\n"
+    "          UUID(int=5), Path('/a/b'), PurePosixPath('a')): assert same(x) == x and type(same(x)) is type(x), x",
     "assert bisect([1], 2) == 'mine' and statistics.mean([1, 3]) == 2",
     "with Stack([1]) as s: raise KeyError\nassert not s and not list(s)",
     "assert Point(1, 2) == Point(1, 2) != Point(2, 1) and Point(1, 2) + Point(1, 1) == Point(2, 3)",
