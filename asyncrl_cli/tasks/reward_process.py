@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,8 @@ class RewardProcess:
     """One process; made by ``start``. To be used in one event loop, in a thread that outlives the process."""
 
     def __init__(self) -> None:
+        # What a killed process leaves in it goes with it; nobody else would remove a sandbox's files during the run.
+        self._temporary = tempfile.TemporaryDirectory(prefix="asyncrl-reward-", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -72,7 +75,11 @@ class RewardProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # The task is looked for where this process would find it.
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    "TMPDIR": self._temporary.name,
+                },
                 start_new_session=True,  # with what it starts itself, it is one group to kill
             )
         self._socket = ours
@@ -138,6 +145,7 @@ class RewardProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(EXIT_S)
+        self._temporary.cleanup()
         if self._listening is not None:
             self._listening.cancel()
         if self._writer is not None:

@@ -167,6 +167,15 @@ def test_what_the_reward_has_started_ends_with_it(start: Callable[..., Asked]) -
     assert psutil.wait_procs([sleeping], 10)[1] == []
 
 
+def test_what_a_killed_process_leaves_in_its_temporary_folder_is_removed(
+    start: Callable[..., Asked], tmp_path: Path
+) -> None:
+    process, name = start(2.0), tmp_path / "name"
+    code = f"import tempfile; open({str(name)!r}, 'w').write(tempfile.mkdtemp()); time.sleep(600)"
+    assert isinstance(process.score(code), RewardFailure)
+    assert not Path(name.read_text()).exists()
+
+
 def test_a_process_that_died_idle_is_not_alive(start: Callable[..., Asked]) -> None:
     process = start()
     pid = process.pid()
