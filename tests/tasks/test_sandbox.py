@@ -519,13 +519,15 @@ def test_threads_of_others_do_not_count(kind: Kind) -> None:
 def test_it_ends_with_its_owner(kind: Kind) -> None:
     code = "while True: pass"
     script = f"from asyncrl_cli.tasks.sandbox import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
-    owner = subprocess.Popen([sys.executable, "-c", script])
-    started: list[psutil.Process] = []
-    while not any(process.cpu_times().user > 0.5 for process in started):  # the code runs
-        started = psutil.Process(owner.pid).children(recursive=True)
-    owner.kill()
-    owner.wait()
-    assert psutil.wait_procs(started, 20)[1] == []
+    with tempfile.TemporaryDirectory() as temporary:  # a killed owner removes nothing
+        os.chmod(temporary, 0o711)
+        owner = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": temporary})
+        started: list[psutil.Process] = []
+        while not any(process.cpu_times().user > 0.5 for process in started):  # the code runs
+            started = psutil.Process(owner.pid).children(recursive=True)
+        owner.kill()
+        owner.wait()
+        assert psutil.wait_procs(started, 20)[1] == []
 
 
 def test_many_at_once_keep_apart(kind: Kind) -> None:
