@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -281,7 +282,9 @@ def test_prometheus_gets_real_numbers_where_ray_has_its_agent(tmp_path: Path) ->
     Nobody else can use this Ray: it asks for its token, and listens on loopback alone.
     """
     program = [sys.executable, "-c", SCRAPED, str(tmp_path)]
-    out = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120).stdout
+    # What another Ray of this process has set (it asks for its token, too) is none of this one's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    out = subprocess.run(program, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
     seen = json.loads(out.splitlines()[-1])
     assert seen["private"] == {"token": "0o600", "tmp": "0o700", "folder": "0o700"}
     assert seen["strangers"] == ["AuthenticationError", "AuthenticationError", "in"]
