@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,25 +32,30 @@ def doctor(
 
     Ends with 0 when a run can work here, warnings or not, and with 1 when it cannot.
     """
-    from dataclasses import asdict
-
     from asyncrl_cli.pipeline.doctor import examine
 
     if quick and deep:
         raise typer.BadParameter("choose one of --quick and --deep", param_hint="--deep")
-    findings = []
-    for finding in examine(runs_dir, quick, deep):
-        findings.append(finding)
-        if not as_json:  # at once: the last ones take long
-            show_finding(finding)
-    healthy = all(finding.status != "failure" for finding in findings)
-    if as_json:
-        echo_json({"healthy": healthy, "findings": [asdict(one) for one in findings]})
-    if not healthy:
+    if not show_findings(examine(runs_dir, quick, deep), "healthy", as_json):
         raise typer.Exit(1)
 
 
-def show_finding(finding: Finding) -> None:
+def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:
+    """Print findings as they come, or all of them as a JSON document under ``verdict``; whether none is a failure."""
+    from dataclasses import asdict
+
+    found = []
+    for finding in findings:
+        found.append(finding)
+        if not as_json:  # at once: the last ones take long
+            _show(finding)
+    passed = all(finding.status != "failure" for finding in found)
+    if as_json:
+        echo_json({verdict: passed, "findings": [asdict(finding) for finding in found]})
+    return passed
+
+
+def _show(finding: Finding) -> None:
     """One check: a mark, its name, what was found, and what to do about it."""
     from asyncrl_cli.observe.pages import paragraph
 

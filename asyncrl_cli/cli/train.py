@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides
-from asyncrl_cli.cli.output import echo, echo_json
+from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 if TYPE_CHECKING:
-    from asyncrl_cli.pipeline.findings import Status
+    from asyncrl_cli.pipeline.findings import Finding, Status
 
 
 def train(
@@ -34,7 +34,10 @@ def train(
     from asyncrl_cli.spec.load import dump_spec, load_spec
 
     if dry_run:
-        _dry_run(spec, overrides or (), as_json)
+        from asyncrl_cli.cli.doctor import show_findings
+
+        if not show_findings(_findings(spec, overrides or (), as_json), "can_run", as_json):
+            raise typer.Exit(2)
         return
     if as_json:
         raise typer.BadParameter("belongs to --dry-run", param_hint="--json")
@@ -54,21 +57,12 @@ def train(
     drive(experiment, run, Start(), quiet)
 
 
-def _dry_run(spec: Path, overrides: Sequence[str], as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from asyncrl_cli.cli.doctor import show_finding
+def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
+    """What is wrong with the spec, then what the checks of a start find. Raises ``SpecError`` unless ``as_json``."""
     from asyncrl_cli.cli.running import start_checks
     from asyncrl_cli.pipeline.findings import Finding
     from asyncrl_cli.spec.load import load_spec
     from asyncrl_cli.spec.problems import SpecError
-
-    found: list[Finding] = []
-
-    def note(finding: Finding) -> None:
-        found.append(finding)
-        if not as_json:  # at once: the last ones take long
-            show_finding(finding)
 
     try:
         loaded = load_spec(spec, overrides)
@@ -80,15 +74,9 @@ def _dry_run(spec: Path, overrides: Sequence[str], as_json: bool) -> None:
         problems, checked = loaded.warnings, loaded.spec
     for problem in problems:
         status: Status = "failure" if problem.severity == "error" else "warning"
-        note(Finding("spec", status, str(replace(problem, mend="")), problem.mend))
+        yield Finding("spec", status, str(replace(problem, mend="")), problem.mend)
     if checked is not None:
         if not problems:
-            note(Finding("spec", "ok", str(spec)))
+            yield Finding("spec", "ok", str(spec))
         with start_checks(checked, spec.absolute().parent, thorough=True, references=loaded.references) as checks:
-            for finding in checks.findings():
-                note(finding)
-    can_run = all(finding.status != "failure" for finding in found)
-    if as_json:
-        echo_json({"can_run": can_run, "findings": [asdict(finding) for finding in found]})
-    if not can_run:
-        raise typer.Exit(2)
+            yield from checks.findings()
