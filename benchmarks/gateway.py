@@ -63,13 +63,13 @@ def spec_of(folder: Path, width: int, layers: int) -> dict[str, Any]:
 
 def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path) -> None:
     """Serve, have the clients ask, and print what it took."""
-    from asyncrl_cli.pipeline.interrupts import Interrupted
-    from asyncrl_cli.pipeline.serving import Address, served_spec
-    from asyncrl_cli.pipeline.serving import serve as run_server
+    from asyncrl_cli.orchestrator.interrupts import Interrupted
+    from asyncrl_cli.orchestrator.serving import Address, served_spec
+    from asyncrl_cli.orchestrator.serving import serve as run_server
+    from asyncrl_cli.records.generation import Rollout, RolloutRequest
     from asyncrl_cli.rollout import client, worker
-    from asyncrl_cli.rollout.records import Rollout, RolloutRequest
     from asyncrl_cli.spec.load import load_spec
-    from asyncrl_cli.train.prepare import prepare_model
+    from asyncrl_cli.train.model.prepare import prepare_model
 
     spec_file = folder / "spec.yaml"
     spec_file.write_text(yaml.safe_dump(spec_of(folder, width, layers)))

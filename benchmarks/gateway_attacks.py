@@ -140,12 +140,12 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     """Start the gateway, attack it, and print a table."""
     import psutil
 
-    from asyncrl_cli.pipeline.faults import Faults
-    from asyncrl_cli.pipeline.fleet import ActorFactory
-    from asyncrl_cli.pipeline.gateway_client import GatewayClient, setup_of
-    from asyncrl_cli.rollout.gateway.crossing import SessionOpening
-    from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling
-    from asyncrl_cli.rollout.session import Limits
+    from asyncrl_cli.gateway.crossing import SessionOpening
+    from asyncrl_cli.gateway.session import Limits
+    from asyncrl_cli.orchestrator.actors import ActorFactory
+    from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
+    from asyncrl_cli.orchestrator.restart_budget import Faults
+    from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
     from asyncrl_cli.spec.sections import ExperimentSpec
 
     async def generate(request: RolloutRequest, _: Callable[..., None] | None = None) -> Rollout:

@@ -31,10 +31,10 @@ import numpy as np
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, PublishRecord, StepRecord
-from asyncrl_cli.buffer.rollout_rows import LOGPROBS, TOKENS
-from asyncrl_cli.buffer.schema import FILE, open_for_reading, open_for_writing
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.rollout.records import Rollout, training_rollout_id
+from asyncrl_cli.journal.rollout_rows import LOGPROBS, TOKENS
+from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
+from asyncrl_cli.records.generation import Rollout, training_rollout_id
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 
 GROUP_SIZE = 8

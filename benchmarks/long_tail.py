@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
 
 MEANS = {"s": 8, "m": 32, "l": 160}

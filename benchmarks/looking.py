@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl_cli.buffer.records import BufferSettings
-from asyncrl_cli.buffer.schema import FILE, open_for_writing
+from asyncrl_cli.journal.schema import FILE, open_for_writing
 
 GROUPS, SIZE, STEP_S = 32, 8, 10.0
 STARTED = 1_790_000_000.0

@@ -104,8 +104,8 @@ def measure_speed(spec: ExperimentSpec, folder: Path, rounds: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl_cli.train.finite import backward, step
-    from asyncrl_cli.train.initial_model import build_initial_model
+    from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.train.nonfinite_guard import backward, step
 
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, 0, folder)
@@ -157,9 +157,9 @@ def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) ->
     """Print the peak of an update's memory, and what must be there."""
     import torch
 
-    from asyncrl_cli.train.finite import backward, step
-    from asyncrl_cli.train.head import HEAD_NUMBERS
-    from asyncrl_cli.train.initial_model import build_initial_model
+    from asyncrl_cli.train.model.chunked_logprobs import HEAD_NUMBERS
+    from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.train.nonfinite_guard import backward, step
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

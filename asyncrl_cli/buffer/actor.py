@@ -30,10 +30,10 @@ from asyncrl_cli.buffer.records import (
     Taken,
     Waiting,
 )
-from asyncrl_cli.rollout.records import Rollout, Segment, Spell
+from asyncrl_cli.records.generation import Rollout, Segment, Spell
+from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
-from asyncrl_cli.runs.logs import redirect_output
-from asyncrl_cli.train.records import TrainingBatch
+from asyncrl_cli.system.logs import redirect_output
 
 LAZY_S = 0.1
 """Seconds that a commit which nothing waits for may be put off, so that several calls share one."""

@@ -25,9 +25,9 @@ from asyncrl_cli.buffer.records import (
     Settled,
     Waiting,
 )
-from asyncrl_cli.buffer.schema import JournalError, sound
-from asyncrl_cli.data.prompts import prompt_from
-from asyncrl_cli.rollout.records import Rollout, Segment, place_of
+from asyncrl_cli.journal.schema import JournalError, sound
+from asyncrl_cli.records.generation import Rollout, Segment, place_of
+from asyncrl_cli.records.prompt import prompt_from
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.tasks.base import CORRECT, are_equal
 
@@ -92,8 +92,8 @@ class DurableLedger:
                     raise
                 raise JournalError(
                     f"pipeline.on_stale cannot change from train to {settings.on_stale} now: {late}",
-                    place=str(path),
-                    mend="Resume without this change; it is possible once these groups are trained",
+                    location=str(path),
+                    hint="Resume without this change; it is possible once these groups are trained",
                 ) from None
             self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
             self._serial = self.journal.serial()

@@ -29,7 +29,8 @@ from asyncrl_cli.buffer.records import (
     PublishRecord,
     StepRecord,
 )
-from asyncrl_cli.buffer.rollout_rows import (
+from asyncrl_cli.buffer.storable import fault_in, printable, refusal
+from asyncrl_cli.journal.rollout_rows import (
     check_count,
     columns_of,
     key_crc,
@@ -40,9 +41,8 @@ from asyncrl_cli.buffer.rollout_rows import (
     row_crc,
     sequences_of,
 )
-from asyncrl_cli.buffer.schema import explained
-from asyncrl_cli.buffer.storable import fault_in, printable, refusal
-from asyncrl_cli.rollout.records import (
+from asyncrl_cli.journal.schema import explained
+from asyncrl_cli.records.generation import (
     GIVEN,
     Rollout,
     Segment,

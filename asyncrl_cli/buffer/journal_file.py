@@ -13,10 +13,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.rollout_rows import prompt_of, read_batch, read_rollouts, row_crc
-from asyncrl_cli.buffer.schema import JournalError, explained, open_for_reading, open_for_writing, sound
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.train.records import TrainingBatch
+from asyncrl_cli.journal.rollout_rows import prompt_of, read_batch, read_rollouts, row_crc
+from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading, open_for_writing, sound
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.training import TrainingBatch
 
 Statement = tuple[str, tuple[Any, ...]]
 
@@ -198,8 +198,8 @@ class JournalFile:
                 if self._newest_start() != self._start:
                     raise JournalError(
                         "another process has begun to write this journal, so this one must not write any more",
-                        place=str(self._path),
-                        mend="`asyncrl inspect run` shows which process drives the run now",
+                        location=str(self._path),
+                        hint="`asyncrl inspect run` shows which process drives the run now",
                     )
                 yield
                 start = self._newest_start()

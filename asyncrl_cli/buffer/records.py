@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl_cli.buffer.ledger import Counts, OnStale
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.rollout.records import Rollout, Segment
-from asyncrl_cli.train.records import TrainingBatch
+from asyncrl_cli.records.generation import Rollout, Segment
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.training import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)

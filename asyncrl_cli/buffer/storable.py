@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncrl_cli.buffer.schema import JournalError
+from asyncrl_cli.journal.schema import JournalError
 
 _LIMIT = 2**63
 """SQLite's integers have 64 bits."""
@@ -27,8 +27,8 @@ def refusal(record: str, fault: str, path: Path) -> JournalError:
     """The error for a ``record`` that cannot be stored in the journal at ``path``."""
     return JournalError(
         f"{record} cannot be stored: it contains {fault}",
-        place=str(path),
-        mend="Correct where the value comes from, then `asyncrl resume`: everything acknowledged is in the journal",
+        location=str(path),
+        hint="Correct where the value comes from, then `asyncrl resume`: everything acknowledged is in the journal",
     )
 
 

@@ -37,7 +37,7 @@ from asyncrl_cli.cli import (
 )
 from asyncrl_cli.cli.command import add
 from asyncrl_cli.cli.output import echo
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.core.errors import UserError
 
 app = typer.Typer(
     name="asyncrl",

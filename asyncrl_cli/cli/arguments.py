@@ -25,9 +25,9 @@ def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 def checkpoint_steps(context: typer.Context, incomplete: str) -> list[str]:
     """The steps of the checkpoints of the run that the command line names."""
+    from asyncrl_cli.core.errors import UserError
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints
-    from asyncrl_cli.runs.errors import UserError
 
     values = context.params
     name = values.get("run") or values.get("run_id") or values.get("target") or "latest"

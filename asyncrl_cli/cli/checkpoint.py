@@ -27,7 +27,7 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
 
     Files are compared by name and size; `verify` reads every byte.
     """
-    from asyncrl_cli.observe.checkpoint_pages import list_page
+    from asyncrl_cli.inspect.checkpoint_pages import list_page
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
@@ -41,7 +41,7 @@ def show_checkpoint(
     run: RunName = "latest", step: Step = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")
 ) -> None:
     """Show the newest checkpoint, or that of --step, with its files."""
-    from asyncrl_cli.observe.checkpoint_pages import show_page
+    from asyncrl_cli.inspect.checkpoint_pages import show_page
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
@@ -57,7 +57,7 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
 
     Ends with 0 when all is well, and with 1 and the names of the damaged files when it is not.
     """
-    from asyncrl_cli.observe.checkpoint_pages import damage_text, size_text
+    from asyncrl_cli.inspect.checkpoint_pages import damage_text, size_text
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import verify
 
@@ -87,8 +87,8 @@ def export(
     found = find_run(runs_dir, run)
     _chosen(found, step)  # says it when there is none
 
-    from asyncrl_cli.train.export import check_target, export_model
-    from asyncrl_cli.train.prepare import skeleton_of
+    from asyncrl_cli.train.model.export import check_target, export_model
+    from asyncrl_cli.train.model.prepare import skeleton_of
 
     check_target(to)
     checkpoint = newest_sound(found, step)
@@ -117,10 +117,10 @@ def prune(
 
     Refused while the run is driven: it prunes by itself.
     """
-    from asyncrl_cli.observe.checkpoint_pages import size_text
+    from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.inspect.checkpoint_pages import size_text
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, remove
-    from asyncrl_cli.runs.directory import RunError
 
     found = find_run(runs_dir, run)
     given = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
@@ -129,8 +129,8 @@ def prune(
     if retention.keep_best and not accuracies:
         raise RunError(
             "the best checkpoints are to be kept, and no accuracy is known",
-            place=found.run_id,
-            mend="The run's journal has none. To keep none for it: --keep-best 0",
+            location=found.run_id,
+            hint="The run's journal has none. To keep none for it: --keep-best 0",
         )
     if not dry_run:
         found.lock()
@@ -150,15 +150,17 @@ def prune(
 
 def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
     """All checkpoints, or that of a step. Raises ``RunError`` when there is none."""
+    from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
-    from asyncrl_cli.runs.directory import RunError
 
     if step is not None:
         return [checkpoint_of(run, step)]
     checkpoints = complete_checkpoints(run.path / "checkpoints")
     if not checkpoints:
         raise RunError(
-            "the run has no checkpoint", place=run.run_id, mend="Set checkpoints.every, or let the run get to its end"
+            "the run has no checkpoint",
+            location=run.run_id,
+            hint="Set checkpoints.every, or let the run get to its end",
         )
     return checkpoints
 
@@ -166,15 +168,17 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
 def _retention(run: RunDirectory) -> CheckpointSpec:
     from pydantic import ValidationError
 
-    from asyncrl_cli.observe.resolved import resolved_spec
-    from asyncrl_cli.runs.directory import RunError
+    from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.spec.sections import CheckpointSpec
 
     try:  # the section alone: others may refer to environment variables that are set where the run trains
         return CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
     except (KeyError, ValidationError):
         raise RunError(
-            "the resolved spec has no valid `checkpoints`", place=str(run.path / "spec.yaml"), mend="Restore the file"
+            "the resolved spec has no valid `checkpoints`",
+            location=str(run.path / "spec.yaml"),
+            hint="Restore the file",
         ) from None
 
 
@@ -191,7 +195,7 @@ def _accuracies(run: RunDirectory) -> dict[int, float]:
     """Greedy held-out accuracy by step; empty without a journal. Raises ``JournalError`` when it is damaged."""
     from contextlib import closing
 
-    from asyncrl_cli.buffer.schema import FILE, explained, open_for_reading
+    from asyncrl_cli.journal.schema import FILE, explained, open_for_reading
 
     path = run.path / FILE
     if not path.is_file():
@@ -205,7 +209,7 @@ def _note_removed(run: RunDirectory, steps: list[int]) -> None:
     import time
     from contextlib import closing
 
-    from asyncrl_cli.buffer.schema import FILE, explained, open_for_writing
+    from asyncrl_cli.journal.schema import FILE, explained, open_for_writing
 
     path = run.path / FILE
     if steps and path.is_file():

@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: whether this machine can run it, what would not work, and the mend."""
+"""`asyncrl doctor`: whether this machine can run it, what would not work, and the hint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl_cli.cli.arguments import AsJson, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
-    from asyncrl_cli.pipeline.findings import Finding
+    from asyncrl_cli.orchestrator.checks.finding import Finding
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 INDENT = 23
@@ -28,11 +28,11 @@ def doctor(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Look at versions, devices, memory, disk, clocks, ports, limits, compiler, and whether vLLM, DeepSpeed and Ray can
-    be used; tell what would not work, and the mend. With --deep vLLM generates and DeepSpeed makes a step of ZeRO-3.
+    be used; tell what would not work, and the hint. With --deep vLLM generates and DeepSpeed makes a step of ZeRO-3.
 
     Ends with 0 when a run can work here, warnings or not, and with 1 when it cannot.
     """
-    from asyncrl_cli.pipeline.doctor import examine
+    from asyncrl_cli.doctor.checks import examine
 
     if quick and deep:
         raise typer.BadParameter("choose one of --quick and --deep", param_hint="--deep")
@@ -57,8 +57,8 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
 
 def _show(finding: Finding) -> None:
     """One check: a mark, its name, what was found, and what to do about it."""
-    from asyncrl_cli.observe.pages import paragraph
+    from asyncrl_cli.inspect.pages import paragraph
 
-    mend = [f"-> {finding.mend}"] if finding.mend else []
-    first, *more = paragraph("\n".join([finding.found, *mend]), " " * INDENT)
+    hint = [f"-> {finding.hint}"] if finding.hint else []
+    first, *more = paragraph("\n".join([finding.found, *hint]), " " * INDENT)
     echo("\n".join([f"{MARKS[finding.status]}  {finding.check} ".ljust(INDENT) + first.lstrip(), *more]))

@@ -13,7 +13,7 @@ from asyncrl_cli.cli.output import echo
 
 
 def _kinds() -> Iterable[str]:
-    from asyncrl_cli.buffer.events import KINDS
+    from asyncrl_cli.journal.events import KINDS
 
     return KINDS
 
@@ -38,8 +38,8 @@ def events(
 
     docs/events.md says what each kind tells.
     """
-    from asyncrl_cli.buffer.events import KINDS
-    from asyncrl_cli.observe import event_lines
+    from asyncrl_cli.inspect import event_lines
+    from asyncrl_cli.journal.events import KINDS
     from asyncrl_cli.runs.catalogue import find_run
 
     for name in kind or ():

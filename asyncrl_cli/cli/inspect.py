@@ -14,7 +14,7 @@ from asyncrl_cli.cli.command import add
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
-    from asyncrl_cli.observe.pages import Page
+    from asyncrl_cli.inspect.pages import Page
 
 WATCH_S = 1.0
 """Seconds between two looks of ``--watch``."""
@@ -28,7 +28,7 @@ app = typer.Typer(
 
 
 def _states() -> Iterable[str]:
-    from asyncrl_cli.buffer.queries import STATES
+    from asyncrl_cli.journal.queries import STATES
 
     return STATES
 
@@ -78,10 +78,10 @@ def inspect_buffer(
 
     Steps count from 1, as in metrics.jsonl. A group's lag is what its staleness was when it was taken, or would be now.
     """
-    from asyncrl_cli.buffer.queries import STATES, GroupFilter, snapshot
-    from asyncrl_cli.buffer.schema import FILE
-    from asyncrl_cli.observe.buffer_pages import group_page, list_page, overview_page, rollout_page
-    from asyncrl_cli.rollout.records import place_of
+    from asyncrl_cli.inspect.buffer_pages import group_page, list_page, overview_page, rollout_page
+    from asyncrl_cli.journal.queries import STATES, GroupFilter, snapshot
+    from asyncrl_cli.journal.schema import FILE
+    from asyncrl_cli.records.generation import place_of
     from asyncrl_cli.runs.catalogue import find_run
 
     wanted = [at for at in STATES if at == state]
@@ -120,10 +120,10 @@ def inspect_buffer(
 
 def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
     """Show what a run was started from and what it has done: starts, failures, throughput, checkpoints, evaluations."""
-    from asyncrl_cli.buffer.history import history
-    from asyncrl_cli.buffer.queries import snapshot
-    from asyncrl_cli.buffer.schema import FILE, JournalError
-    from asyncrl_cli.observe.history_page import history_page
+    from asyncrl_cli.inspect.history_page import history_page
+    from asyncrl_cli.journal.history import history
+    from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.schema import FILE, JournalError
     from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from asyncrl_cli.runs.terminal import printable
+from asyncrl_cli.core.terminal import printable
 
 _CONTROL = re.compile("[\x7f-\x9f\ud800-\udfff]")
 """What JSON allows unescaped and a terminal acts on, or cannot encode."""

@@ -29,10 +29,10 @@ def replay(
     Starts from the newest checkpoint before --from, or from the initial model. Ends with 0 when all published
     versions come out equal (or --set asked for something else), with 1 when one does not.
     """
+    from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.changes import check_changes
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_sound
-    from asyncrl_cli.runs.directory import RunError
     from asyncrl_cli.spec.load import load_recorded
 
     if last is not None and last < first:
@@ -42,16 +42,16 @@ def replay(
     spec = load_recorded(run.path, overrides or ()).spec.model_copy(update={"runs_dir": run.path.parent})
     changed = check_changes(before, spec)
 
-    from asyncrl_cli.pipeline.replay import ReplayedStep, ReplayPlan, recorded_steps
-    from asyncrl_cli.pipeline.replay import replay as train_again
+    from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, recorded_steps
+    from asyncrl_cli.orchestrator.replay import replay as train_again
 
     recorded = recorded_steps(run)
     end = min(last or recorded, recorded)
     if first > end:
         raise RunError(
             f"cannot replay from step {first}: the run has trained {recorded} steps",
-            place=run.run_id,
-            mend="Choose an earlier step with --from",
+            location=run.run_id,
+            hint="Choose an earlier step with --from",
         )
     before_first = [
         checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints") if checkpoint.step < first

@@ -32,11 +32,11 @@ def report(
 
     Reads the journals of runs that are running, stopped or dead.
     """
-    from asyncrl_cli.observe.report.page import render, write
-    from asyncrl_cli.observe.report.summary import summarize
+    from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.core.files import is_replaceable
+    from asyncrl_cli.inspect.report.page import render, write
+    from asyncrl_cli.inspect.report.summary import summarize
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.directory import RunError
-    from asyncrl_cli.runs.files import is_replaceable
 
     found = list({run.path: run for run in (find_run(runs_dir, name) for name in runs or ["latest"])}.values())
     page = render([summarize(run) for run in found])
@@ -45,7 +45,7 @@ def report(
         write(page, path)
     except OSError as error:
         raise RunError(
-            f"the report cannot be written: {error.strerror}", place=str(path), mend="Name another place with -o"
+            f"the report cannot be written: {error.strerror}", location=str(path), hint="Name another place with -o"
         ) from None
     # The file itself may be standard output.
     echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)", err=not is_replaceable(path))

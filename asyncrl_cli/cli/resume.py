@@ -51,7 +51,7 @@ def resume(
         references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
         changed = check_changes(before, spec, references)
 
-        from asyncrl_cli.pipeline.resume import check_data, prepare
+        from asyncrl_cli.orchestrator.resume import check_data, prepare
 
         plan = prepare(run, spec, step, ", ".join(changed), without_journal)
         search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent

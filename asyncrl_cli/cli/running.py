@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.output import echo
-from asyncrl_cli.runs.errors import ConfigError, UserError
-from asyncrl_cli.runs.terminal import printable
+from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.core.terminal import printable
 
 if TYPE_CHECKING:
-    from asyncrl_cli.observe.outlet import Terminal
-    from asyncrl_cli.pipeline.launch import Experiment, Outcome, Start
-    from asyncrl_cli.pipeline.start_checks import StartChecks
+    from asyncrl_cli.monitors.outlet import Terminal
+    from asyncrl_cli.orchestrator.checks.start import StartChecks
+    from asyncrl_cli.orchestrator.launch import Experiment, Outcome, Start
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -31,7 +31,7 @@ def start_checks(
     references: Mapping[tuple[str, ...], str] | None = None,
 ) -> StartChecks:
     """All that is checked before anything starts; what takes long is told on standard error."""
-    from asyncrl_cli.pipeline.start_checks import StartChecks
+    from asyncrl_cli.orchestrator.checks.start import StartChecks
 
     return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
 
@@ -48,16 +48,16 @@ def refusing() -> Iterator[None]:
 
 def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
     """Run an experiment under the eyes of a person, and say how it ended; a ``quiet`` one says its id alone."""
-    from asyncrl_cli.observe.outlet import run_terminal
+    from asyncrl_cli.monitors.outlet import run_terminal
 
     with run_terminal(run.path / "logs") as terminal:
         _drive(experiment, run, start, quiet, terminal)
 
 
 def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool, terminal: Terminal) -> None:
-    from asyncrl_cli.observe.view import open_view
-    from asyncrl_cli.pipeline.interrupts import INTERRUPTED, Interrupted
-    from asyncrl_cli.pipeline.launch import run_experiment
+    from asyncrl_cli.monitors.console import open_view
+    from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
+    from asyncrl_cli.orchestrator.launch import run_experiment
 
     def say(*lines: str) -> None:
         terminal.out.write("".join(f"{printable(line)}\n" for line in lines))
@@ -88,8 +88,8 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
             raise
         raise UserError(
             f"the run failed: {type(error).__name__}: {error}",
-            place=run.run_id,
-            mend=f"The logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
+            location=run.run_id,
+            hint=f"The logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
         ) from error
     if not quiet:
         say(summary(run, outcome))

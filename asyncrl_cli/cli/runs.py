@@ -38,7 +38,7 @@ def runs(
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
-    from asyncrl_cli.runs.standing import standing
+    from asyncrl_cli.runs.status import standing
 
     state = asdict(run.state) | {"phase": standing(run)}
     return {"run": run.run_id, "started": str(run.manifest.get("started", "")), **state}

@@ -9,10 +9,10 @@ import typer
 
 from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.cli.output import echo
-from asyncrl_cli.runs.terminal import printable
+from asyncrl_cli.core.terminal import printable
 
 if TYPE_CHECKING:
-    from asyncrl_cli.pipeline.serving import Address, Served
+    from asyncrl_cli.orchestrator.serving import Address, Served
 
 
 def serve(
@@ -37,9 +37,9 @@ def serve(
     changes = [*(overrides or ()), *listen]
     served = _of_spec(Path(target), changes, step) if _is_spec(target) else _of_run(runs_dir, target, changes, step)
 
-    from asyncrl_cli.observe.outlet import run_terminal
-    from asyncrl_cli.pipeline.interrupts import INTERRUPTED, Interrupted
-    from asyncrl_cli.pipeline.serving import serve as run_server
+    from asyncrl_cli.monitors.outlet import run_terminal
+    from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
+    from asyncrl_cli.orchestrator.serving import serve as run_server
 
     with run_terminal(served.logs) as terminal:
 
@@ -67,7 +67,7 @@ def _of_run(runs_dir: Path, name: str, changes: list[str], step: int | None) -> 
     run = find_run(runs_dir, name)
     spec = load_recorded(run.path, changes).spec.model_copy(update={"runs_dir": run.path.parent})
 
-    from asyncrl_cli.pipeline.serving import served_run
+    from asyncrl_cli.orchestrator.serving import served_run
 
     return served_run(run, spec, step)
 
@@ -83,9 +83,9 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on stdout that it found no other
 
-    from asyncrl_cli.pipeline.serving import served_spec
+    from asyncrl_cli.orchestrator.serving import served_spec
     from asyncrl_cli.tasks.load import load_task
-    from asyncrl_cli.train.prepare import prepare_model
+    from asyncrl_cli.train.model.prepare import prepare_model
 
     def progress(done: int, steps: int, loss: float) -> None:
         if done % 100 == 0:

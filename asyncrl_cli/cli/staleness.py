@@ -33,14 +33,14 @@ def staleness(
     Ends with 0 when it held and with 1 when rows of the journal break it. Groups trained late with `on_stale: train`
     are counted and break nothing. Steps count from 1, as in metrics.jsonl.
     """
-    from asyncrl_cli.buffer.history import recording
-    from asyncrl_cli.buffer.queries import snapshot
-    from asyncrl_cli.buffer.schema import FILE
-    from asyncrl_cli.buffer.staleness import staleness_report
-    from asyncrl_cli.buffer.what_if import workload
-    from asyncrl_cli.observe.staleness_page import staleness_page, with_what_if
+    from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
+    from asyncrl_cli.journal.history import recording
+    from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.schema import FILE
+    from asyncrl_cli.journal.staleness import staleness_report
+    from asyncrl_cli.journal.what_if import workload
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.directory import RunError
 
     if steps not in (None, "all"):
         raise typer.BadParameter("is `all`, or left out", param_hint="--steps")
@@ -53,8 +53,8 @@ def staleness(
         try:
             work = workload(recorded)
         except ValueError as error:
-            mend = "--what-if goes by the times of trained steps"
-            raise RunError(str(error), place=found.run_id, mend=mend) from None
+            hint = "--what-if goes by the times of trained steps"
+            raise RunError(str(error), location=found.run_id, hint=hint) from None
         page = with_what_if(page, report, work, what_if)
     show(page, as_json)
     if report.breaches:

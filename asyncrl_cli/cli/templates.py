@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import asyncrl_cli
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.spec.schema import FILE, schema_text
 
 SPEC = "spec.yaml"
@@ -50,17 +50,17 @@ class Template:
         """
         try:
             if folder.exists() and not folder.is_dir():
-                raise TemplateError("there is a file of this name", place=str(folder), mend="Name a folder")
+                raise TemplateError("there is a file of this name", location=str(folder), hint="Name a folder")
             if not force and folder.is_dir() and any(folder.iterdir()):
-                mend = "Name another, or use --force, which replaces files of the same name"
-                raise TemplateError("the folder is not empty", place=str(folder), mend=mend)
+                hint = "Name another, or use --force, which replaces files of the same name"
+                raise TemplateError("the folder is not empty", location=str(folder), hint=hint)
             shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             spec = folder / SPEC
             text = re.sub(r"(\$schema=).*", rf"\g<1>{FILE}", spec.read_text(encoding="utf-8"), count=1)
             spec.write_text(_renamed(text, folder.resolve().name), encoding="utf-8")
             (folder / FILE).write_text(schema_text(), encoding="utf-8")
         except OSError as error:  # copytree collects its own, which are one too
-            raise TemplateError(f"it cannot be written: {error}", place=str(folder)) from error
+            raise TemplateError(f"it cannot be written: {error}", location=str(folder)) from error
         return sorted([FILE, *(path.name for path in self.folder.iterdir() if path.name != "__pycache__")])
 
 
@@ -84,5 +84,5 @@ def find(name: str) -> Template:
     if name in known:
         return known[name]
     close = get_close_matches(name.lower(), known, n=1)
-    mend = f"Did you mean {close[0]}?" if close else f"Templates: {', '.join(known)}"
-    raise TemplateError(f"there is no template {name!r}", mend=mend)
+    hint = f"Did you mean {close[0]}?" if close else f"Templates: {', '.join(known)}"
+    raise TemplateError(f"there is no template {name!r}", hint=hint)

@@ -25,10 +25,10 @@ def timeline(
 
     Reads the journal of a run that is running, stopped or dead. With a FILE that ends with .gz it is compressed.
     """
-    from asyncrl_cli.observe.timeline import write_timeline
+    from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.core.files import is_replaceable
+    from asyncrl_cli.inspect.timeline import write_timeline
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.directory import RunError
-    from asyncrl_cli.runs.files import is_replaceable
 
     found = find_run(runs_dir, run)
     path = output or found.path / "timeline.json"
@@ -36,7 +36,7 @@ def timeline(
         count = write_timeline(found, path)
     except OSError as error:
         raise RunError(
-            f"the timeline cannot be written: {error.strerror}", place=str(path), mend="Name another place with -o"
+            f"the timeline cannot be written: {error.strerror}", location=str(path), hint="Name another place with -o"
         ) from None
     # The file itself may be standard output.
     echo(f"wrote {path} ({count:,} events); open it at https://ui.perfetto.dev", err=not is_replaceable(path))

@@ -28,8 +28,8 @@ def track(
 
     Nothing is sent twice. Ends with 1 when not everything went through; then send again later.
     """
+    from asyncrl_cli.core.secrets import hide
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.secrets import hide
     from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, run_id)
@@ -39,7 +39,7 @@ def track(
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
     spec = spec.model_copy(update={"runs_dir": run.path.parent, "tracking": tracking})
 
-    from asyncrl_cli.pipeline.tracking import send_rest, tracking_target
+    from asyncrl_cli.orchestrator.tracking import send_rest, tracking_target
 
     sender = send_rest(spec, run)
     report = ", the report" if sender.reported else ""

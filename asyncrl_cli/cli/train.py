@@ -14,7 +14,7 @@ from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 if TYPE_CHECKING:
-    from asyncrl_cli.pipeline.findings import Finding, Status
+    from asyncrl_cli.orchestrator.checks.finding import Finding, Status
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
         echo(str(problem), err=True)
 
     from asyncrl_cli.cli.running import drive, start_checks
-    from asyncrl_cli.pipeline.launch import Start
+    from asyncrl_cli.orchestrator.launch import Start
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
 
@@ -60,7 +60,7 @@ def train(
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
     """What is wrong with the spec, then what the checks of a start find. Raises ``SpecError`` unless ``as_json``."""
     from asyncrl_cli.cli.running import start_checks
-    from asyncrl_cli.pipeline.findings import Finding
+    from asyncrl_cli.orchestrator.checks.finding import Finding
     from asyncrl_cli.spec.load import load_spec
     from asyncrl_cli.spec.problems import SpecError
 
@@ -74,7 +74,7 @@ def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[F
         problems, checked = loaded.warnings, loaded.spec
     for problem in problems:
         status: Status = "failure" if problem.severity == "error" else "warning"
-        yield Finding("spec", status, str(replace(problem, mend="")), problem.mend)
+        yield Finding("spec", status, str(replace(problem, hint="")), problem.hint)
     if checked is not None:
         if not problems:
             yield Finding("spec", "ok", str(spec))

@@ -41,8 +41,8 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
     """
     from rich.console import Console
 
-    from asyncrl_cli.observe.dashboard import panel
-    from asyncrl_cli.observe.watching import look
+    from asyncrl_cli.inspect.dashboard import panel
+    from asyncrl_cli.inspect.watching import look
     from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)
@@ -60,7 +60,7 @@ class Screen:
     """What is on the screen: the dashboard, or a rollout."""
 
     def __init__(self, run: RunDirectory) -> None:
-        from asyncrl_cli.observe.watching import Pager
+        from asyncrl_cli.inspect.watching import Pager
 
         self._run = run
         self._pager = Pager(run)
@@ -95,8 +95,8 @@ class Screen:
         from rich.console import Group
         from rich.text import Text
 
-        from asyncrl_cli.observe.dashboard import panel
-        from asyncrl_cli.observe.watching import look
+        from asyncrl_cli.inspect.dashboard import panel
+        from asyncrl_cli.inspect.watching import look
 
         shown = self._pager.page() if self._paging else panel(look(self._run))
         return Group(Text(KEYS, style="dim"), shown)

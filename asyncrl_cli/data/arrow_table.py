@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid, template_columns
+from asyncrl_cli.records.prompt import Prompt
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,7 +38,7 @@ def read_parquet(path: Path, size: int | None = None, form: RowForm | None = Non
             table = file.read_row_groups(groups)
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DataError(f"{path} cannot be read: {reason}", mend="correct the path in the spec, or the file") from error
+        raise DataError(f"{path} cannot be read: {reason}", hint="correct the path in the spec, or the file") from error
     return ArrowPrompts(table, str(path), size, form or RowForm())
 
 
@@ -87,8 +87,8 @@ class ArrowPrompts(Sequence[Prompt]):
         if missing := sorted(self._form.needed - set(names)):
             raise DataError(
                 f"there is no column `{missing[0]}`",
-                place=self._source,
-                mend=f"the columns are {', '.join(names)}; name one of them in the split's keys",
+                location=self._source,
+                hint=f"the columns are {', '.join(names)}; name one of them in the split's keys",
             )
         if self._form.template is None:
             self._check_prompts(self._table.column(self._form.prompt_column))
@@ -113,8 +113,8 @@ class ArrowPrompts(Sequence[Prompt]):
         if not text and not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             raise DataError(
                 f"the column `{name}` holds {kind}",
-                place=self._source,
-                mend="name a column of texts or of lists of messages, or write a template",
+                location=self._source,
+                hint="name a column of texts or of lists of messages, or write a template",
             )
         empty = pc.equal(pc.utf8_length(column) if text else pc.list_value_length(column), 0)
         self._refuse_first(pc.is_null(column), f"has a `{name}` that is null", "give every row a prompt")
@@ -129,14 +129,14 @@ class ArrowPrompts(Sequence[Prompt]):
         if not (text or pa.types.is_integer(kind) or (pa.types.is_null(kind) and name == UID)):
             raise DataError(
                 f"the column `{name}` holds {kind}",
-                place=self._source,
-                mend="make uids texts or whole numbers, or rename the column",
+                location=self._source,
+                hint="make uids texts or whole numbers, or rename the column",
             )
-        mend = "name every row"
+        hint = "name every row"
         if name != UID:
-            self._refuse_first(pc.is_null(column), f"has a `{name}` that is null", mend)
+            self._refuse_first(pc.is_null(column), f"has a `{name}` that is null", hint)
         if text:
-            self._refuse_first(pc.equal(pc.utf8_length(column), 0), f"has a `{name}` that is empty", mend)
+            self._refuse_first(pc.equal(pc.utf8_length(column), 0), f"has a `{name}` that is empty", hint)
 
     def _refuse_twins(self, uids: pa.ChunkedArray) -> NoReturn:
         first: dict[Any, int] = {}
@@ -146,15 +146,15 @@ class ArrowPrompts(Sequence[Prompt]):
             first[uid] = row
         raise AssertionError("the uids are distinct")
 
-    def _refuse_first(self, wrong: pa.ChunkedArray, fault: str, mend: str) -> None:
+    def _refuse_first(self, wrong: pa.ChunkedArray, fault: str, hint: str) -> None:
         import pyarrow.compute as pc
 
         row = pc.index(wrong, True).as_py()
         if row >= 0:
-            self._refuse(row, fault, mend)
+            self._refuse(row, fault, hint)
 
-    def _refuse(self, row: int, fault: str, mend: str) -> NoReturn:
-        raise DataError(f"the row {fault}", place=f"{self._source}:{row + 1}", mend=mend)
+    def _refuse(self, row: int, fault: str, hint: str) -> NoReturn:
+        raise DataError(f"the row {fault}", location=f"{self._source}:{row + 1}", hint=hint)
 
 
 def _readable(table: pa.Table) -> pa.Table:

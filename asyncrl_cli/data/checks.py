@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LIKE_OPENAI = 'write messages as OpenAI does, such as {"role": "user", "content": "…"}'

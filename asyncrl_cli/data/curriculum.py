@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
-from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.loader import Stage
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import CurriculumSpec
 
 PLACE = "data.curriculum"
@@ -32,8 +32,8 @@ def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[S
         if not rows:
             raise DataError(
                 f"no training prompt has a `{spec.field}` from {low:g} to {high:g}",
-                place=f"{PLACE}.stages.{number}",
-                mend=f"the prompts' go from {min(difficulties):g} to {max(difficulties):g}",
+                location=f"{PLACE}.stages.{number}",
+                hint=f"the prompts' go from {min(difficulties):g} to {max(difficulties):g}",
             )
         stages.append(Stage(rows, None if stage.until_prompt is None else stage.until_prompt - drawn))
         drawn = stage.until_prompt or drawn
@@ -49,8 +49,8 @@ def _difficulties(prompts: Sequence[Prompt], field: str) -> list[float]:
             said = "no" if value is None else f"{value!r} as"
             raise DataError(
                 f"the training prompt {prompts[row].uid!r} has {said} `{field}`",
-                place=PLACE,
-                mend="name a field with a number in every row",
+                location=PLACE,
+                hint="name a field with a number in every row",
             )
         found.append(number)
     return found

@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
-from asyncrl_cli.data.errors import DataError
 from asyncrl_cli.data.rows import RowForm
 
 HUB = "hf:"
@@ -22,15 +22,15 @@ def read_saved(folder: Path, split: str | None, size: int | None, form: RowForm)
     except Exception as error:
         raise DataError(
             f"{folder} cannot be read: {_first_line(error)}",
-            mend="name a folder that Dataset.save_to_disk or DatasetDict.save_to_disk wrote",
+            hint="name a folder that Dataset.save_to_disk or DatasetDict.save_to_disk wrote",
         ) from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             said = "has several splits" if split is None else f"has no split {split!r}"
-            raise DataError(f"{folder} {said}", mend=f"set `split` to one of {', '.join(found)}")
+            raise DataError(f"{folder} {said}", hint=f"set `split` to one of {', '.join(found)}")
         found = found[split]
     elif split is not None:
-        raise DataError(f"{folder} has no splits, and {split!r} is asked for", mend="leave `split` out")
+        raise DataError(f"{folder} has no splits, and {split!r} is asked for", hint="leave `split` out")
     return _prompts(found, str(folder), size, form)
 
 
@@ -46,7 +46,7 @@ def read_hub(path: str, config: str | None, split: str, size: int | None, form: 
     except Exception as error:
         raise DataError(
             f"{path} cannot be loaded: {_first_line(error)}",
-            mend="check name, config and split, and that this machine reaches the hub; without a network, save the "
+            hint="check name, config and split, and that this machine reaches the hub; without a network, save the "
             "data set elsewhere with save_to_disk and name that folder",
         ) from error
     return _prompts(found, path, size, form)
@@ -60,7 +60,7 @@ def _datasets(source: str) -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
-        raise DataError(f"{source} needs Hugging Face datasets: {error}", mend="pip install 'asyncrl[data]'") from error
+        raise DataError(f"{source} needs Hugging Face datasets: {error}", hint="pip install 'asyncrl[data]'") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Prompts from a JSON Lines file: one JSON object a line.
 
 A row without ``uid`` is named by its line number and a hash of its text. Blank lines are no rows. ``resume`` compares
-the rows that were used last with the journal (pipeline/resume.py), so an edited file is noticed.
+the rows that were used last with the journal (orchestrator/resume.py), so an edited file is noticed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.rows import RowForm, collect_lines, kind
+from asyncrl_cli.records.prompt import Prompt
 
 
 def read_jsonl(path: Path, size: int | None = None, form: RowForm | None = None) -> list[Prompt]:
@@ -32,8 +32,8 @@ def _prompts(path: Path, form: RowForm) -> Iterator[tuple[int, Prompt]]:
 
 
 def _row(line: bytes, path: Path, number: int) -> Mapping[str, Any]:
-    def refuse(fault: str, mend: str) -> NoReturn:
-        raise DataError(f"the row {fault}", place=f"{path}:{number}", mend=mend)
+    def refuse(fault: str, hint: str) -> NoReturn:
+        raise DataError(f"the row {fault}", location=f"{path}:{number}", hint=hint)
 
     try:
         row: Any = json.loads(line.decode("utf-8-sig"))

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.records.prompt import Prompt
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class PromptLoader:
         Raises ``DataError`` if there are no prompts.
         """
         if not prompts:
-            raise DataError("there are no prompts to train on", mend="give data.train a size, or a file with rows")
+            raise DataError("there are no prompts to train on", hint="give data.train a size, or a file with rows")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -97,7 +97,7 @@ class PromptLoader:
         if epoch < 0 or not 0 <= position <= stage.length(within):
             raise DataError(
                 f"{len(self._prompts)} training prompts cannot be at position {position} of epoch {epoch}",
-                mend="resume with the data the run was started with",
+                hint="resume with the data the run was started with",
             )
         if epoch != self._epoch:
             self._epoch = epoch

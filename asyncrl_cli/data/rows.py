@@ -17,9 +17,9 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NoReturn
 
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.checks import fault_of
-from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.records.prompt import Message, Prompt
 
 UID = "uid"
 """The column that may name rows without being asked for."""
@@ -50,8 +50,8 @@ class RowForm:
         Raises ``DataError`` that names the row when it is no prompt.
         """
 
-        def refuse(fault: str, mend: str) -> NoReturn:
-            raise DataError(f"the row {fault}", place=f"{source}:{number}", mend=mend)
+        def refuse(fault: str, hint: str) -> NoReturn:
+            raise DataError(f"the row {fault}", location=f"{source}:{number}", hint=hint)
 
         for column in sorted(self.needed - row.keys()):
             refuse(f"has no `{column}`", f"add it; the row's keys are {', '.join(row) or 'none'}")
@@ -79,36 +79,36 @@ class RowForm:
             raw = json.dumps(json_value(row), sort_keys=True).encode() if raw is None else raw
             uid = f"{unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:
-            mend = "make it a text that is not empty, or leave it out"
-            refuse(f"has a `{self.uid_column}` that is {kind(uid)}", mend)
+            hint = "make it a text that is not empty, or leave it out"
+            refuse(f"has a `{self.uid_column}` that is {kind(uid)}", hint)
         return self.checked(Prompt(uid, self._with_system(content, refuse), fields), f"{source}:{number}")
 
-    def checked(self, prompt: Prompt, place: str) -> Prompt:
+    def checked(self, prompt: Prompt, location: str) -> Prompt:
         """The prompt. Raises ``DataError`` when it cannot be encoded or recorded, or the task cannot score it."""
         if fault := fault_of(prompt):
-            raise DataError(f"the row {prompt.uid!r} {fault[0]}", place=place, mend=fault[1])
+            raise DataError(f"the row {prompt.uid!r} {fault[0]}", location=location, hint=fault[1])
         if self.check is not None:
             try:
                 self.check(prompt)
             except Exception as error:  # of the user's task, too
                 raise DataError(
                     f"the task cannot score the row {prompt.uid!r}: {error}",
-                    place=place,
-                    mend="correct the row or leave it out; task.options may name another field",
+                    location=location,
+                    hint="correct the row or leave it out; task.options may name another field",
                 ) from error
         return prompt
 
     def _content(self, value: Any, refuse: Any) -> str | tuple[Message, ...]:
-        mend = 'make it text, or a list of messages such as {"role": "user", "content": "…"}'
+        hint = 'make it text, or a list of messages such as {"role": "user", "content": "…"}'
         if isinstance(value, str):
             if not value:
-                refuse(f"has an empty `{self.prompt_column}`", mend)
+                refuse(f"has an empty `{self.prompt_column}`", hint)
             return value
         if not isinstance(value, (list, tuple)) or not value:
-            refuse(f"has a `{self.prompt_column}` that is {kind(value)}", mend)
+            refuse(f"has a `{self.prompt_column}` that is {kind(value)}", hint)
         for message in value:
             if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message):
-                refuse("has a message without `role` and `content`", mend)
+                refuse("has a message without `role` and `content`", hint)
         return tuple(value)
 
     def _with_system(self, content: str | tuple[Message, ...], refuse: Any) -> str | tuple[Message, ...]:
@@ -156,7 +156,7 @@ def collect_lines(rows: Iterator[tuple[int, Prompt]], path: Path, size: int | No
         return collect(rows, str(path), "line", size)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror or error}", mend="correct the path in the spec"
+            f"{path} cannot be read: {error.strerror or error}", hint="correct the path in the spec"
         ) from error
 
 
@@ -164,23 +164,23 @@ def same_uid(uid: object, source: str, unit: Unit, first: int, second: int) -> N
     """Two rows have one name: raise the ``DataError`` that says so."""
     raise DataError(
         f"the row's uid {str(uid)!r} stands in {unit} {first} too",
-        place=f"{source}:{second}",
-        mend="make uids distinct",
+        location=f"{source}:{second}",
+        hint="make uids distinct",
     )
 
 
 def check_size(rows: int, source: str, size: int | None) -> None:
     """Raise ``DataError`` if there are no rows, or fewer than ``size``."""
     if not rows:
-        raise DataError(f"{source} has no rows", mend="give it one row per prompt")
+        raise DataError(f"{source} has no rows", hint="give it one row per prompt")
     if size is not None and rows < size:
         raise DataError(
-            f"{source} has {rows} rows, {size} are asked for", mend="lower the split's size, or leave it out"
+            f"{source} has {rows} rows, {size} are asked for", hint="lower the split's size, or leave it out"
         )
 
 
 def json_value(value: Any) -> Any:
-    """The value as JSON has it: dates and decimals become text. Raises ``TypeError`` for what has no place there."""
+    """The value as JSON has it: dates and decimals become text. Raises ``TypeError`` for what has no location there."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import read_parquet
-from asyncrl_cli.data.comma_separated import read_csv
-from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.generator import read_function
+from asyncrl_cli.data.csv_file import read_csv
+from asyncrl_cli.data.function_source import read_function
 from asyncrl_cli.data.hugging_face import HUB, read_hub, read_saved
 from asyncrl_cli.data.jsonl import read_jsonl
-from asyncrl_cli.data.prompts import Prompt
 from asyncrl_cli.data.rows import RowForm
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import SplitSpec
 
 Kind = Literal["hub", "function", "jsonl", "parquet", "csv", "saved"]
@@ -70,4 +70,4 @@ def read_source(
         case "jsonl":
             return read_jsonl(path, spec.size, form)
         case None:
-            raise DataError(f"{path} has a name that does not say what it is", mend=f"name it with one of {NAMES}")
+            raise DataError(f"{path} has a name that does not say what it is", hint=f"name it with one of {NAMES}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from asyncrl_cli.rollout.records import EngineActivity
+from asyncrl_cli.records.generation import EngineActivity
 
 
 class ActivityClock:

@@ -22,8 +22,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl_cli.rollout.continuation import finished
-from asyncrl_cli.rollout.records import (
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.records.generation import (
     EVALUATION,
     Delivery,
     EngineActivity,
@@ -34,8 +34,8 @@ from asyncrl_cli.rollout.records import (
     Spell,
     SpellEnding,
 )
-from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.runs.remote import ActorDied, wait_for
+from asyncrl_cli.rollout.continuation import finished
+from asyncrl_cli.system.remote import ActorDied, wait_for
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 OnEnd = Callable[[Ended], None]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.rollout.records import GIVEN, FinishReason, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.generation import GIVEN, FinishReason, Rollout, RolloutRequest, Sampling, Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncrl_cli.records.generation import Attestation, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import cut, finished, join, rest_of
 from asyncrl_cli.rollout.engine_start import start_vllm
-from asyncrl_cli.rollout.records import Attestation, Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.running import request_id, running_segments, running_tokens, sampled_logprobs
-from asyncrl_cli.rollout.slots import Aborted, Slots
+from asyncrl_cli.rollout.priority_semaphore import Aborted, Slots
+from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens, sampled_logprobs
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 if TYPE_CHECKING:

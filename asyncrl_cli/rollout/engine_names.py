@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.rollout.tool_calls import HERMES
-from asyncrl_cli.runs.errors import ConfigError
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.gateway.tool_calls import HERMES
 
 
 def engine_arguments() -> set[str] | None:
@@ -45,8 +45,8 @@ def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] 
             close = get_close_matches(name.strip("-").replace("-", "_"), known, n=1)
             raise ConfigError(
                 f"vLLM has no engine argument {name!r}",
-                place=f"rollout.engine_args.{name}",
-                mend=f"Did you mean {close[0]}?" if close else "Remove it; `vllm serve --help` lists the arguments",
+                location=f"rollout.engine_args.{name}",
+                hint=f"Did you mean {close[0]}?" if close else "Remove it; `vllm serve --help` lists the arguments",
             )
 
 
@@ -57,8 +57,8 @@ def check_tool_parser(name: str | None) -> None:
         close = get_close_matches(str(name), known, n=1)
         raise ConfigError(
             f"vLLM has no tool parser {name!r}",
-            place="rollout.tool_parser",
-            mend=f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(sorted(known))}",
+            location="rollout.tool_parser",
+            hint=f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(sorted(known))}",
         )
 
 

@@ -6,7 +6,7 @@ is an ``ActorDied``.
     python -m asyncrl_cli.rollout.engine_start SPEC FOLDER PARENT
 
 has vLLM check the settings of a spec file for the model in FOLDER, and starts nothing. It ends when the process with
-the id PARENT does. The line with ANSWER is the result; a line with MISTAKE is a JSON list of message, place and hint.
+the id PARENT does. The line with ANSWER is the result; a line with MISTAKE is a JSON list of message, location and hint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.rollout.engine_names import check_engine_arguments
-from asyncrl_cli.runs.directory import RunError
-from asyncrl_cli.runs.errors import ConfigError
-from asyncrl_cli.runs.parent import die_with
-from asyncrl_cli.runs.remote import ActorDied
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.parent import die_with
+from asyncrl_cli.system.remote import ActorDied
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,8 +51,8 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
     except Exception as error:  # of pydantic, transformers or vLLM
         raise ConfigError(
             f"vLLM refuses the engine's settings: {_refusal(error)}",
-            place="rollout.engine_args" if own else "rollout",
-            mend=f"Correct or remove the argument that it names ({', '.join(own)})"
+            location="rollout.engine_args" if own else "rollout",
+            hint=f"Correct or remove the argument that it names ({', '.join(own)})"
             if own
             else "Change the setting that it names, or use a model that vLLM serves",
         ) from error
@@ -79,12 +78,12 @@ def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path
             raise
         codes: dict[str, Any] = ast.literal_eval(failed[1])
         if any(isinstance(code, int) and code < 0 for code in codes.values()):
-            raise ActorDied(f"vLLM's core process was killed ({failed[1]})", place="engine") from error
+            raise ActorDied(f"vLLM's core process was killed ({failed[1]})", location="engine") from error
         cause = root_cause(log, written) if log is not None else None
         raise RunError(
             f"vLLM does not start: {cause or error}",
-            place="rollout",
-            mend="Change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
+            location="rollout",
+            hint="Change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
         ) from error
 
 
@@ -123,11 +122,11 @@ def main() -> None:
         if spec.rollout.tool_parser is not None:
             from transformers import AutoTokenizer
 
-            from asyncrl_cli.rollout.tool_calls import tool_parser
+            from asyncrl_cli.gateway.tool_calls import tool_parser
 
             tool_parser(spec.rollout.tool_parser, AutoTokenizer.from_pretrained(folder))
     except ConfigError as error:
-        print("MISTAKE", json.dumps([error.message, error.place, error.mend]), flush=True)
+        print("MISTAKE", json.dumps([error.message, error.location, error.hint]), flush=True)
     else:
         model = config.model_config
         print("ANSWER", f"vLLM takes {', '.join(model.architectures)} in {model.dtype}", flush=True)

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.rollout.activity import ActivityClock
-from asyncrl_cli.rollout.records import (
+from asyncrl_cli.records.generation import (
     EVALUATION,
     Attestation,
     Delivery,
@@ -29,9 +28,10 @@ from asyncrl_cli.rollout.records import (
     RolloutRequest,
     Segment,
 )
-from asyncrl_cli.rollout.slots import Aborted
-from asyncrl_cli.runs.logs import redirect_output
+from asyncrl_cli.rollout.activity import ActivityClock
+from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.logs import redirect_output
 
 COALESCE_S = 0.05
 """Seconds that ``collect`` waits after the first finished rollout for others to join its delivery, unless somebody

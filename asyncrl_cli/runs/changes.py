@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.runs.secrets import hide
+from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 

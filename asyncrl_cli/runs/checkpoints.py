@@ -23,7 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.runs.directory import RunDirectory
 
 STATE = "state"
 """The trainer's part of a checkpoint."""
@@ -98,7 +99,7 @@ class Checkpoint:
             raise self._damaged(f"{RUN_FILE} does not say how the trainer was cut up") from error
 
     def _damaged(self, how: str) -> RunError:
-        return RunError(f"the checkpoint is damaged: {how}", place=str(self.folder), mend="Use an older one")
+        return RunError(f"the checkpoint is damaged: {how}", location=str(self.folder), hint="Use an older one")
 
 
 def checkpoint_name(step: int) -> str:
@@ -133,8 +134,8 @@ def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
     if step not in found:
         raise RunError(
             f"there is no checkpoint of step {step}",
-            place=run.run_id,
-            mend=f"There are those of steps {', '.join(map(str, found))}" if found else "The run has none yet",
+            location=run.run_id,
+            hint=f"There are those of steps {', '.join(map(str, found))}" if found else "The run has none yet",
         )
     return found[step]
 
@@ -154,8 +155,8 @@ def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | Non
     older = next((other for other in reversed(found) if other.step < chosen.step and not verify(other)), None)
     raise RunError(
         f"the checkpoint is damaged: {'; '.join(map(str, damages))}",
-        place=str(chosen.folder),
-        mend=f"That of step {older.step} is sound: name it with --step {older.step}"
+        location=str(chosen.folder),
+        hint=f"That of step {older.step} is sound: name it with --step {older.step}"
         if older
         else "No older checkpoint is sound: restore this folder from a copy, or start the run anew",
     )

@@ -7,7 +7,7 @@
       lock              held (flock), with the folder, by the driving process; the kernel frees both however that ends
       metrics.jsonl     one line per step
       system.jsonl      what the machine did, every ten seconds; only with MLflow
-      journal.db        every group, rollout, batch and version (buffer/schema.py); beside it SQLite's -wal and -shm
+      journal.db        every group, rollout, batch and version (journal/schema.py); beside it SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and what it has been sent
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       skeleton/         the model's config and tokenizer, which engines start from
@@ -35,7 +35,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.core.errors import UserError
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
@@ -86,8 +86,8 @@ class RunDirectory:
         except OSError as error:
             raise RunError(
                 f"the run's folder cannot be made: {error.strerror}",
-                place=str(error.filename or run.path),
-                mend="Set runs_dir to a folder you may write to",
+                location=str(error.filename or run.path),
+                hint="Set runs_dir to a folder you may write to",
             ) from None
         run.lock()
         return run
@@ -109,8 +109,8 @@ class RunDirectory:
             if time.monotonic() > deadline:
                 raise RunError(
                     f"the run is being driven by {self._owner() or 'another process'}",
-                    place=self.run_id,
-                    mend="Wait for it to end, or stop that process first",
+                    location=self.run_id,
+                    hint="Wait for it to end, or stop that process first",
                 )
             time.sleep(0.005)
 
@@ -136,12 +136,12 @@ class RunDirectory:
                 return True
         except FileNotFoundError:
             if not self.path.is_dir():
-                raise RunError("the run's folder is gone", place=str(self.path)) from None
+                raise RunError("the run's folder is gone", location=str(self.path)) from None
         except OSError as error:
             raise RunError(
                 f"the run cannot be locked: {error.strerror}",
-                place=str(path),
-                mend="A run is changed by one process at a time, which needs a lock in its folder: copy the folder to "
+                location=str(path),
+                hint="A run is changed by one process at a time, which needs a lock in its folder: copy the folder to "
                 "where you may write, and name the copy",
             ) from None
         finally:
@@ -216,8 +216,8 @@ class RunDirectory:
         except OSError as error:
             raise RunError(
                 f"the run's folder cannot be written: {error.strerror}",
-                place=str(self.path),
-                mend="Free space, or set runs_dir to another disk",
+                location=str(self.path),
+                hint="Free space, or set runs_dir to another disk",
             ) from None
 
     @property

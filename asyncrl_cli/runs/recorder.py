@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.runs.background import Background
+from asyncrl_cli.core.background import Background
 from asyncrl_cli.runs.directory import STATE, RunDirectory, RunState
 
 PATIENCE_S = 10.0

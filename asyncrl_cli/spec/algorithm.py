@@ -14,7 +14,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from asyncrl_cli.spec.section import MODULE_NAME, Count, Fraction, LearningRate, Positive, Section, Whole
+from asyncrl_cli.spec.base import MODULE_NAME, Count, Fraction, LearningRate, Positive, Section, Whole
 
 AlgorithmName = Literal[
     "grpo",

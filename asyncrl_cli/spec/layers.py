@@ -1,6 +1,6 @@
 """A spec is a stack of layers: the files it extends, the file itself, then `--set` overrides.
 
-Mappings merge key by key, everything else replaces what was below. Each node keeps the place it came from.
+Mappings merge key by key, everything else replaces what was below. Each node keeps the location it came from.
 
 `pipeline.mode` is a preset, and so are those of algorithms: a layer that sets one starts from there, and what the
 layers below say of the keys that follow from it is dropped. `--set pipeline.mode=sync` works on any spec.
@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
-from asyncrl_cli.spec.problems import Place, Problem
-from asyncrl_cli.spec.section import NUL, Section
+from asyncrl_cli.spec.base import NUL, Section
+from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.source import MAX_DEPTH, Node, read_yaml
 
 MAX_FILES = 32
@@ -65,14 +65,16 @@ class Layers:
         """
         return self._read(path, None, (), data)
 
-    def _read(self, path: str, blame: Place | None, chain: tuple[Path, ...], data: bytes | None = None) -> Node | None:
+    def _read(
+        self, path: str, blame: Location | None, chain: tuple[Path, ...], data: bytes | None = None
+    ) -> Node | None:
         """As above: ``blame`` is the `extends` value that named this file, ``chain`` the files that led to it."""
         file = Path(os.path.realpath(path))
         key = "extends" if blame else ""
-        place = blame or Place(path)
+        location = blame or Location(path)
 
-        def refuse(message: str, mend: str, at: Place = place, key: str = key) -> Node | None:
-            self.problems.append(Problem(key, message, mend).at(at))
+        def refuse(message: str, hint: str, at: Location = location, key: str = key) -> Node | None:
+            self.problems.append(Problem(key, message, hint).at(at))
             return None
 
         if file in chain:
@@ -94,21 +96,21 @@ class Layers:
             except OSError as error:
                 return refuse(f"{path} cannot be read: {error.strerror}", "Check its permissions.")
         if len(data) > MAX_BYTES:
-            mend = "Put data into files that the spec names."
-            return refuse(f"the file has more than {MAX_BYTES:,} bytes", mend, Place(path, 1, 1), "")
+            hint = "Put data into files that the spec names."
+            return refuse(f"the file has more than {MAX_BYTES:,} bytes", hint, Location(path, 1, 1), "")
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line_start = data.rfind(b"\n", 0, error.start) + 1
-            at = Place(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
+            at = Location(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
             return refuse("this is not UTF-8 text", "Save the file as UTF-8.", at, "")
-        root = read_yaml(text, Place(path, 1, 1), self.problems)
+        root = read_yaml(text, Location(path, 1, 1), self.problems)
         if root is None:
             return None
         if not isinstance(root.value, dict):
             found = "empty" if root.value is None else "no mapping"
             return refuse(
-                f"the file is {found}", "A spec starts with keys such as `model:` and `task:`.", root.place, ""
+                f"the file is {found}", "A spec starts with keys such as `model:` and `task:`.", root.location, ""
             )
         self._done[path] = merged = self._onto_bases(root, (*chain, file))
         return merged
@@ -125,24 +127,24 @@ class Layers:
             merged = merge(merged, layer) if merged else layer
         return merged or root
 
-    def _targets(self, parents: Node | None) -> list[tuple[str, Place]]:
-        """The files that an `extends` value names, each with its place."""
+    def _targets(self, parents: Node | None) -> list[tuple[str, Location]]:
+        """The files that an `extends` value names, each with its location."""
         if parents is None:
             return []
         targets = []
         nodes = parents.value if isinstance(parents.value, list) else [parents]
         if len(nodes) > MAX_FILES:
             problem = Problem("extends", f"names more than {MAX_FILES} files", "Join some of them.")
-            self.problems.append(problem.at(parents.place))
+            self.problems.append(problem.at(parents.location))
         for node in nodes[:MAX_FILES]:
             if isinstance(node.value, str) and NUL not in node.value:
-                targets.append((os.path.normpath(node.place.folder / node.value), node.place))
+                targets.append((os.path.normpath(node.location.folder / node.value), node.location))
                 continue
             text = isinstance(node.value, str)
             message = (
                 "holds a NUL character, which no path may" if text else "must be the path of a spec, or a list of them"
             )
-            self.problems.append(Problem("extends", message, "Write `extends: base.yaml`.").at(node.place))
+            self.problems.append(Problem("extends", message, "Write `extends: base.yaml`.").at(node.location))
             self.partial = True
         return targets
 
@@ -150,17 +152,17 @@ class Layers:
 def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     """The tree with one ``a.b=value`` of `--set` applied; missing mappings on the way are made."""
     path, equals, text = assignment.partition("=")
-    place = Place(f"--set {path}")
+    location = Location(f"--set {path}")
     if not equals or not all(path.split(".")) or path.count(".") > MAX_DEPTH:
-        mend = "Write --set rollout.group_size=16."
+        hint = "Write --set rollout.group_size=16."
         problems.append(
-            Problem("", "an override is a dotted key, `=` and a value", mend).at(Place(f"--set {assignment}"))
+            Problem("", "an override is a dotted key, `=` and a value", hint).at(Location(f"--set {assignment}"))
         )
         return root
-    value = read_yaml(text, place, problems, path)
+    value = read_yaml(text, location, problems, path)
     if path in PRESETS:
         root = _without_preset(root, path)
-    return _place(root, path.split("."), value, place, path, problems) if value else root
+    return _location(root, path.split("."), value, location, path, problems) if value else root
 
 
 def _without_preset(root: Node, preset: str) -> Node:
@@ -175,7 +177,7 @@ def _without_preset(root: Node, preset: str) -> Node:
         kept = {
             key: child
             for key, child in node.value.items()
-            if key not in PRESETS[preset] or child.place.file.startswith("--set")
+            if key not in PRESETS[preset] or child.location.file.startswith("--set")
         }
         return replace(node, value=kept)
 
@@ -188,19 +190,19 @@ def _child(node: Node | None, *keys: str) -> Node | None:
     return node
 
 
-def _place(node: Node, keys: list[str], value: Node, place: Place, path: str, problems: list[Problem]) -> Node:
+def _location(node: Node, keys: list[str], value: Node, location: Location, path: str, problems: list[Problem]) -> Node:
     if not keys:
-        return replace(value, key_place=place)
+        return replace(value, key_location=location)
     key, *rest = keys
-    below = node.child(key) or Node({}, place, place)
+    below = node.child(key) or Node({}, location, location)
     if isinstance(node.value, list):
         if node.child(key) is None:
             message = f"`{key}` is no index of this list of {len(node.value)}"
-            problems.append(Problem(path, message, "Indices count from 0.").at(place))
+            problems.append(Problem(path, message, "Indices count from 0.").at(location))
             return node
         items = list(node.value)
-        items[int(key)] = _place(below, rest, value, place, path, problems)
+        items[int(key)] = _location(below, rest, value, location, path, problems)
         return replace(node, value=items)
-    inner = _place(below, rest, value, place, path, problems)
+    inner = _location(below, rest, value, location, path, problems)
     entries = node.value if isinstance(node.value, dict) else {}
-    return replace(node, value=entries | {key: inner}, place=node.place if entries else place)
+    return replace(node, value=entries | {key: inner}, location=node.location if entries else location)

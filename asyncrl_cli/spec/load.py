@@ -1,6 +1,6 @@
 """From a spec file to a checked ``ExperimentSpec``: layers, then types, then the rules between fields.
 
-A spec with mistakes shows all of them at once. One mistake gives one problem: what a later stage finds at a place
+A spec with mistakes shows all of them at once. One mistake gives one problem: what a later stage finds at a location
 that an earlier stage has blamed is left out.
 """
 
@@ -16,18 +16,18 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.data.sources import names_a_file
 from asyncrl_cli.runs.changes import is_fixed
-from asyncrl_cli.runs.secrets import hide
-from asyncrl_cli.runs.terminal import printable
-from asyncrl_cli.spec.catalogue import general, keys
-from asyncrl_cli.spec.explain import explain
+from asyncrl_cli.spec.base import NUL
+from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.section import NUL
 from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec, SplitSpec
 from asyncrl_cli.spec.source import MAX_VALUES, SCALARS, Node
+from asyncrl_cli.spec.suggestions import explain
 
 MODEL_KEYS = ("model.path", "model.init.tokenizer")
 """Keys that hold a path or a name; ``looks_like_path`` tells which."""
@@ -67,7 +67,7 @@ def load_spec(
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
-        # The place of an override is its text, which may hold what no path may.
+        # The location of an override is its text, which may hold what no path may.
         file = problem.file if NUL in problem.file else os.path.realpath(problem.file)
         return order.get(file, len(order)), problem.line or 0, problem.column or 0
 
@@ -83,7 +83,7 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
 
 
 def _without_secrets(problem: Problem) -> Problem:
-    return replace(problem, message=hide(problem.message), mend=hide(problem.mend), file=hide(problem.file))
+    return replace(problem, message=hide(problem.message), hint=hide(problem.hint), file=hide(problem.file))
 
 
 def _load(
@@ -107,7 +107,7 @@ def _load(
 
     def add(problem: Problem, key: bool) -> None:
         if not any(problem.path == path or problem.path.startswith(f"{path}.") for path in blamed):
-            problems.append(problem.at(root.place_of(problem.path, key=key)))
+            problems.append(problem.at(root.location_of(problem.path, key=key)))
 
     try:
         spec = ExperimentSpec.model_validate(root.plain())
@@ -119,8 +119,8 @@ def _load(
         for problem in rule(spec):
             add(problem, key=False)
     if too_large := _too_large(root, spec, references):
-        mend = "Put data into files that the spec names."
-        problems.append(Problem("", f"the resolved spec has {too_large}", mend).at(root.place))
+        hint = "Put data into files that the spec names."
+        problems.append(Problem("", f"the resolved spec has {too_large}", hint).at(root.location))
     return spec
 
 
@@ -180,12 +180,12 @@ def _absolute(node: Node, parts: list[str], is_path: Callable[[str, str], bool])
     if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
     written = os.path.expanduser(node.value)
-    path = os.path.abspath(node.place.folder / written)
+    path = os.path.abspath(node.location.folder / written)
     if not is_path(node.value, path):
         return node
     reference = node.reference
     if reference is not None and not os.path.isabs(written):
-        reference = f"{_literal(os.path.abspath(node.place.folder))}/{reference}"
+        reference = f"{_literal(os.path.abspath(node.location.folder))}/{reference}"
     return replace(node, value=path, reference=reference)
 
 

@@ -1,7 +1,7 @@
 """What is wrong with a spec, and where it is written.
 
-A problem blames one key by its dotted path and carries its mend. Whoever finds it need not know the file:
-``load.py`` adds the place.
+A problem blames one key by its dotted path and carries its hint. Whoever finds it need not know the file:
+``load.py`` adds the location.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.runs.terminal import printable
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.terminal import printable
 
 SHOWN = 50
 """Problems that an error's message lists; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where something is written: a file with line and column (from 1), or an option of the command line."""
 
     file: str
@@ -41,22 +41,22 @@ class Problem:
 
     path: str
     message: str
-    mend: str = ""
+    hint: str = ""
     severity: Literal["error", "warning"] = "error"
     file: str = ""
     line: int | None = None
     column: int | None = None
 
-    def at(self, place: Place) -> Problem:
-        """The same problem, at a place."""
-        return replace(self, file=place.file, line=place.line, column=place.column)
+    def at(self, location: Location) -> Problem:
+        """The same problem, at a location."""
+        return replace(self, file=location.file, line=location.line, column=location.column)
 
     def __str__(self) -> str:
-        """``file:line:column: path: message``, and the mend on a line of its own."""
-        place = str(Place(self.file, self.line, self.column))
+        """``file:line:column: path: message``, and the hint on a line of its own."""
+        location = str(Location(self.file, self.line, self.column))
         label = "warning" if self.severity == "warning" else ""
-        head = ": ".join(part for part in (place, label, self.path, self.message) if part)
-        lines = (line.replace("\n", r"\n") for line in (head, self.mend) if line)
+        head = ": ".join(part for part in (location, label, self.path, self.message) if part)
+        lines = (line.replace("\n", r"\n") for line in (head, self.hint) if line)
         return printable("\n    ".join(lines))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from asyncrl_cli.spec.catalogue import Key, keys
+from asyncrl_cli.spec.base import LARGEST, Section
+from asyncrl_cli.spec.keys import Key, keys
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.section import LARGEST, Section
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 _INTRODUCTION = """\

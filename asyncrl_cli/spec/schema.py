@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from asyncrl_cli.spec.catalogue import keys
+from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 FILE = "spec.schema.json"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
-from asyncrl_cli.spec.section import (
+from asyncrl_cli.spec.base import (
     YEAR_S,
     Count,
     Decay,

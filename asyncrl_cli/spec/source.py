@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import yaml
 
-from asyncrl_cli.runs.secrets import hide, remember
-from asyncrl_cli.spec.problems import Place, Problem
+from asyncrl_cli.core.secrets import hide, remember
+from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.syntax import explain_syntax
 
 MAX_VALUES = 10_000
@@ -75,11 +75,11 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value with its place, and the place of the key it stands under (if it stands under one)."""
+    """A value with its location, and the location of the key it stands under (if it stands under one)."""
 
     value: dict[str, Node] | list[Node] | Scalar
-    place: Place
-    key_place: Place | None = None
+    location: Location
+    key_location: Location | None = None
     reference: str | None = None
     """The text as it was written, when environment variables were put into it."""
 
@@ -111,7 +111,7 @@ class Node:
         for name, node in below:
             yield from node.references((*path, str(name)))
 
-    def place_of(self, path: str, *, key: bool = False) -> Place:
+    def location_of(self, path: str, *, key: bool = False) -> Location:
         """Where a dotted path is written: its value, or with ``key`` its key.
 
         A path that is not written belongs to the nearest key above it.
@@ -124,67 +124,67 @@ class Node:
                 if below is not None:
                     break
             else:
-                return node.key_place or node.place
+                return node.key_location or node.location
             node, names = below, names[count:]
-        return node.key_place or node.place if key else node.place
+        return node.key_location or node.location if key else node.location
 
 
-def read_yaml(text: str, origin: Place, problems: list[Problem], path: str = "") -> Node | None:
+def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = "") -> Node | None:
     """Read one YAML document; None when it has no structure to speak of (the problems say why).
 
-    ``origin`` names the file; with a command-line option as origin, that option is the place of every node.
+    ``origin`` names the file; with a command-line option as origin, that option is the location of every node.
     ``path`` is the dotted path the document's root stands at.
     """
     reader = _Reader(origin, problems)
     try:
         root = _Loader(text).get_single_node()
-        return reader.node(root, path) if root else Node(None, reader.place(0, 0))
+        return reader.node(root, path) if root else Node(None, reader.location(0, 0))
     except yaml.reader.ReaderError as error:
         line, column = text.count("\n", 0, error.position), error.position - text.rfind("\n", 0, error.position) - 1
         character = f"U+{error.character:04X}" if isinstance(error.character, int) else repr(error.character)
         message = f"not valid YAML: the character {character} is not allowed"
-        reader.report(path, message, reader.place(line, column), "Remove it, or save the file as UTF-8 text.")
+        reader.report(path, message, reader.location(line, column), "Remove it, or save the file as UTF-8 text.")
     except yaml.MarkedYAMLError as error:
         mistake = explain_syntax(error, text)
-        place = origin if mistake.line is None else reader.place(mistake.line, mistake.column or 0)
-        reader.report(path, f"not valid YAML: {mistake.message}", place, mistake.mend)
+        location = origin if mistake.line is None else reader.location(mistake.line, mistake.column or 0)
+        reader.report(path, f"not valid YAML: {mistake.message}", location, mistake.hint)
     except _TooLarge as error:
-        place = reader.place(error.mark.line, error.mark.column)
-        reader.report(path, str(error), place, "Write fewer levels and aliases; data belongs in files.")
+        location = reader.location(error.mark.line, error.mark.column)
+        reader.report(path, str(error), location, "Write fewer levels and aliases; data belongs in files.")
     return None
 
 
 class _Reader:
-    def __init__(self, origin: Place, problems: list[Problem]) -> None:
+    def __init__(self, origin: Location, problems: list[Problem]) -> None:
         self.origin = origin
         self.problems = problems
         self.open: list[yaml.Node] = []
         self.values = 0
 
-    def place(self, line: int, column: int) -> Place:
-        return self.origin if self.origin.line is None else Place(self.origin.file, line + 1, column + 1)
+    def location(self, line: int, column: int) -> Location:
+        return self.origin if self.origin.line is None else Location(self.origin.file, line + 1, column + 1)
 
-    def report(self, path: str, message: str, place: Place, mend: str = "") -> None:
-        self.problems.append(Problem(path, message, mend).at(place))
+    def report(self, path: str, message: str, location: Location, hint: str = "") -> None:
+        self.problems.append(Problem(path, message, hint).at(location))
 
     def node(self, source: yaml.Node, path: str) -> Node:
-        place = self.place(source.start_mark.line, source.start_mark.column)
+        location = self.location(source.start_mark.line, source.start_mark.column)
         self.values += 1
         if self.values > MAX_VALUES:
             raise _TooLarge(f"more than {MAX_VALUES:,} values, with aliases written out", source.start_mark)
         if len(self.open) >= MAX_DEPTH:
             raise _TooLarge(_TOO_DEEP, source.start_mark)
         if any(source is parent for parent in self.open):
-            self.report(path, "this alias contains itself", place)
-            return Node(None, place)
+            self.report(path, "this alias contains itself", location)
+            return Node(None, location)
         self.open.append(source)
         try:
             if isinstance(source, yaml.MappingNode):
-                return Node(self.mapping(source, path), place)
+                return Node(self.mapping(source, path), location)
             if isinstance(source, yaml.SequenceNode):
-                return Node([self.node(item, f"{path}.{i}") for i, item in enumerate(source.value)], place)
-            value, substituted = self.scalar(source.tag, source.value, path, place)
-            return Node(value, place, reference=source.value if substituted else None)
+                return Node([self.node(item, f"{path}.{i}") for i, item in enumerate(source.value)], location)
+            value, substituted = self.scalar(source.tag, source.value, path, location)
+            return Node(value, location, reference=source.value if substituted else None)
         finally:
             self.open.pop()
 
@@ -192,22 +192,22 @@ class _Reader:
         merged: dict[str, Node] = {}
         own: dict[str, Node] = {}
         for key, value in source.value:
-            place = self.place(key.start_mark.line, key.start_mark.column)
+            location = self.location(key.start_mark.line, key.start_mark.column)
             if key.tag == _TAG + "merge":
                 merged = {**dict(self.merged(value, path)), **merged}
             elif key.tag != _TAG + "str":
                 if isinstance(key, yaml.ScalarNode):
-                    shown, mend = f"`{key.value}`", "Put it in quotes, or remove it."
+                    shown, hint = f"`{key.value}`", "Put it in quotes, or remove it."
                 else:
-                    shown, mend = "a list or mapping", "Remove one pair of brackets, or put the whole value in quotes."
-                self.report(path, f"{shown} as a key: keys must be text", place, mend)
+                    shown, hint = "a list or mapping", "Remove one pair of brackets, or put the whole value in quotes."
+                self.report(path, f"{shown} as a key: keys must be text", location, hint)
             else:
-                name = self.characters(key.value, path, place)
+                name = self.characters(key.value, path, location)
                 below = f"{path}.{name}" if path else name
                 if name in own:
-                    first = own[name].key_place
-                    self.report(below, f"written twice, first at {first}", place, "Keep one of the two.")
-                own[name] = replace(self.node(value, below), key_place=place)
+                    first = own[name].key_location
+                    self.report(below, f"written twice, first at {first}", location, "Keep one of the two.")
+                own[name] = replace(self.node(value, below), key_location=location)
         return {**merged, **own}
 
     def merged(self, source: yaml.Node, path: str) -> Iterator[tuple[str, Node]]:
@@ -217,36 +217,36 @@ class _Reader:
             if isinstance(node.value, dict):
                 yield from node.value.items()
             else:
-                self.report(path, "`<<` takes a mapping, or a list of mappings", node.place)
+                self.report(path, "`<<` takes a mapping, or a list of mappings", node.location)
 
-    def scalar(self, tag: str, text: str, path: str, place: Place) -> tuple[Scalar, bool]:
+    def scalar(self, tag: str, text: str, path: str, location: Location) -> tuple[Scalar, bool]:
         """A scalar's value, and whether environment variables were put into it."""
-        expanded, substituted = self.expand(text, path, place)
+        expanded, substituted = self.expand(text, path, location)
         if substituted:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
-        expanded = self.characters(expanded, path, place)
+        expanded = self.characters(expanded, path, location)
         if tag not in SCALARS and tag != _TAG + "str":
-            self.report(path, f"the tag `{tag}` means nothing here", place, "Remove it.")
+            self.report(path, f"the tag `{tag}` means nothing here", location, "Remove it.")
         try:
             value = _convert(tag, expanded)
         except ValueError:
-            self.report(path, f"`{hide(expanded)[:40]}` cannot be read as {tag.removeprefix(_TAG)}", place)
+            self.report(path, f"`{hide(expanded)[:40]}` cannot be read as {tag.removeprefix(_TAG)}", location)
             return expanded, substituted
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            self.report(path, f"`{hide(expanded)[:40]}` does not fit into 64 bits", place, "Use a smaller number.")
+            self.report(path, f"`{hide(expanded)[:40]}` does not fit into 64 bits", location, "Use a smaller number.")
         return value, substituted
 
-    def characters(self, text: str, path: str, place: Place) -> str:
+    def characters(self, text: str, path: str, location: Location) -> str:
         """The text with escaped surrogates (as JSON writes rare characters) joined; half of a pair is a mistake."""
         if text.isascii():
             return text
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self.report(path, "holds half of a surrogate pair, which is not a character", place, "Remove it.")
+            self.report(path, "holds half of a surrogate pair, which is not a character", location, "Remove it.")
             return text.encode("utf-8", "replace").decode()
 
-    def expand(self, text: str, path: str, place: Place) -> tuple[str, bool]:
+    def expand(self, text: str, path: str, location: Location) -> tuple[str, bool]:
         """The text with its environment variables, and whether it had any."""
         substituted = False
 
@@ -256,11 +256,11 @@ class _Reader:
             if len(dollars) > 1:
                 return match[0][1:]
             if name is None:
-                self.report(path, "`${env:` begins a variable that is not finished", place, "Write ${env:NAME}.")
+                self.report(path, "`${env:` begins a variable that is not finished", location, "Write ${env:NAME}.")
                 return match[0]
             if name not in os.environ and default is None:
-                mend = f"Export it, or give a default: ${{env:{name}:-default}}."
-                self.report(path, f"the environment variable {name} is not set", place, mend)
+                hint = f"Export it, or give a default: ${{env:{name}:-default}}."
+                self.report(path, f"the environment variable {name} is not set", location, hint)
                 return match[0]
             substituted = True
             found = os.environ.get(name, default or "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from itertools import takewhile
 
-from asyncrl_cli.spec.catalogue import general, keys
-from asyncrl_cli.spec.elsewhere import NAMES
+from asyncrl_cli.spec.keys import general, keys
+from asyncrl_cli.spec.other_trainers import NAMES
 
 
 def suggest(parent: str, key: str) -> list[str]:
@@ -56,5 +56,5 @@ def _suffixes(parent: str, key: str) -> list[str]:
 
 
 def _shared(parent: str, path: str) -> int:
-    """How many sections a path has in common with the place of the unknown key."""
+    """How many sections a path has in common with the location of the unknown key."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(parent.split("."), path.split("."), strict=False))))

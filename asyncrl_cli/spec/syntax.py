@@ -1,4 +1,4 @@
-"""What the YAML parser could not read, explained with the place to look at and what to write instead."""
+"""What the YAML parser could not read, explained with the location to look at and what to write instead."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BREAK = re.compile(r"\r\n|[\n\r\x85\u2028\u2029]")
 
 
 class Mistake(NamedTuple):
-    """A message, a hint, and the line and column that it is about (from 0; None when the parser named no place)."""
+    """A message, a hint, and the line and column that it is about (from 0; None when the parser named no location)."""
 
     message: str
-    mend: str
+    hint: str
     line: int | None = None
     column: int | None = None
 
@@ -40,8 +40,8 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
         return here.mistake("`${env:` stands between brackets", 'There it needs quotes: "${env:NAME}".')
     if "quoted scalar" in context:
         if "escape" in problem:
-            mend = r"Write two backslashes (\\), or put the text in single quotes."
-            return here.mistake("this backslash begins no escape that YAML knows", mend)
+            hint = r"Write two backslashes (\\), or put the text in single quotes."
+            return here.mistake("this backslash begins no escape that YAML knows", hint)
         return opened.mistake("this quote is not closed", "Add the closing quote.")
     if "flow" in context:
         return _bracket(opened, here)
@@ -59,7 +59,7 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
 
 
 class _Spot:
-    """A place in the text, with its line."""
+    """A location in the text, with its line."""
 
     def __init__(self, text: str, line: int, column: int, index: int) -> None:
         self.line, self.column, self.index = line, column, index
@@ -67,8 +67,8 @@ class _Spot:
         self.indentation = self.text[: len(self.text) - len(self.text.lstrip())]
         self.character = text[index : index + 1]
 
-    def mistake(self, message: str, mend: str) -> Mistake:
-        return Mistake(message, mend, self.line, self.column)
+    def mistake(self, message: str, hint: str) -> Mistake:
+        return Mistake(message, hint, self.line, self.column)
 
 
 def _bracket(opened: _Spot, here: _Spot) -> Mistake:
@@ -102,8 +102,8 @@ def _colon(text: str, here: _Spot) -> Mistake:
     if first is not None and first.end() <= here.column:
         key, value = first[1].strip("\"'"), here.text[first.end() :].strip()
         quote = "'" if '"' in value else '"'
-        mend = f"Write `{key}: {{{value}}}` for a section, or `{key}: {quote}{value}{quote}` for a text."
-        return here.mistake("a second colon in one line", mend if len(mend) < 200 else _QUOTE_IT)
+        hint = f"Write `{key}: {{{value}}}` for a section, or `{key}: {quote}{value}{quote}` for a text."
+        return here.mistake("a second colon in one line", hint if len(hint) < 200 else _QUOTE_IT)
     above = _BREAK.split(text[: here.index - here.column])[:-1]
     for number in range(len(above) - 1, -1, -1):
         line = above[number].strip()
@@ -126,9 +126,9 @@ def _no_colon(key: _Spot) -> Mistake:
 def _no_value(line: str) -> tuple[str, str]:
     """Message and hint for a line such as `seed 0`, `engines=1` or `seed:0`."""
     parts = _KEY_AND_VALUE.fullmatch(line)
-    mend = f"Write `{parts[1] or ''}{parts[2]}: {parts[3]}`." if parts and len(line) < 60 else "Write `key: value`."
+    hint = f"Write `{parts[1] or ''}{parts[2]}: {parts[3]}`." if parts and len(line) < 60 else "Write `key: value`."
     shown = line if len(line) < 60 else f"{line[:59]}…"
-    return f"`{shown}` is not a key, a colon, a space and a value", mend
+    return f"`{shown}` is not a key, a colon, a space and a value", hint
 
 
 def _after_block(here: _Spot, found: str) -> Mistake:
@@ -142,8 +142,8 @@ def _after_block(here: _Spot, found: str) -> Mistake:
         return here.mistake(f"`{found}` belongs to no open bracket", "Remove it, or put the value in quotes.")
     if found == ":":
         return here.mistake("no key stands before this colon", "Write the key before it.")
-    mend = "Put the whole value in one pair of quotes; in single quotes, write '' for an apostrophe."
-    return here.mistake("the value has ended before this", mend)
+    hint = "Put the whole value in one pair of quotes; in single quotes, write '' for an apostrophe."
+    return here.mistake("the value has ended before this", hint)
 
 
 def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> Mistake:
@@ -154,15 +154,15 @@ def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> 
     if "duplicate anchor" in context:
         return here.mistake(f"this anchor is set in line {opened.line + 1} already", "Use another name.")
     if "sequence entries are not allowed" in problem:
-        mend = "Write the list as `[a, b]`, or begin each `- entry` on a line of its own."
-        return here.mistake("a list cannot begin in the line of its key", mend)
+        hint = "Write the list as `[a, b]`, or begin each `- entry` on a line of its own."
+        return here.mistake("a list cannot begin in the line of its key", hint)
     if "block scalar" in context:
-        mend = f"Begin the text on the next line, or put the value in quotes if `{opened.character}` belongs to it."
-        return opened.mistake(f"text stands behind `{opened.character}`", mend)
+        hint = f"Begin the text on the next line, or put the value in quotes if `{opened.character}` belongs to it."
+        return opened.mistake(f"text stands behind `{opened.character}`", hint)
     if "single document" in context:
         return here.mistake("a second YAML document begins here", "A spec is one document: remove the `---`.")
     if "document start" in problem or "directive" in context + problem or "YAML document" in problem:
-        mend = "Remove lines that begin with `%`, `---` or `...`."
-        return here.mistake("this stands outside the document", mend)
+        hint = "Remove lines that begin with `%`, `---` or `...`."
+        return here.mistake("this stands outside the document", hint)
     spot = opened if "scanning" in context and "token" not in context else here
     return spot.mistake(f"a value cannot begin with `{spot.character}`", _QUOTE_IT)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Literal, Protocol, runtime_checkable
 
-from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.records.prompt import Message, Prompt
 
 Split = Literal["train", "eval"]
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
 
 FURTHER = ("finished",)

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import overload
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 
 
 class LazyPrompts(Sequence[Prompt]):

@@ -7,7 +7,7 @@
 - ``module:function`` with parameters (prompt, response): a bare reward;
 - ``module:function``, async, with parameters (prompt, model): an agent.
 
-Whatever is wrong is a ``TaskError`` that names the field and the mend, raised before anything heavy starts.
+Whatever is wrong is a ``TaskError`` that names the field and the hint, raised before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.runs.own_modules import import_beside
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.user_imports import import_beside
 from asyncrl_cli.spec.rules.task import GYM
 from asyncrl_cli.spec.sections import TaskSpec
-from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments
 from asyncrl_cli.tasks.mix import MixTask
 
 READY = {
-    "chain_sum": "asyncrl_cli.tasks.chain_sum:ChainSum",
-    "spell_backward": "asyncrl_cli.tasks.spell_backward:SpellBackward",
-    "calculator": "asyncrl_cli.tasks.calculator:Calculator",
-    "math": "asyncrl_cli.tasks.math_answers:MathAnswers",
-    "exact": "asyncrl_cli.tasks.matching:ExactMatch",
-    "regex": "asyncrl_cli.tasks.matching:RegexMatch",
-    "unit_tests": "asyncrl_cli.tasks.unit_tests:UnitTests",
-    "judge": "asyncrl_cli.tasks.judge:Judge",
-    "verifiers": "asyncrl_cli.tasks.verifiers_adapter:VerifiersEnvironment",
-    "command": "asyncrl_cli.tasks.command:Command",
+    "chain_sum": "asyncrl_cli.tasks.ready.chain_sum:ChainSum",
+    "spell_backward": "asyncrl_cli.tasks.ready.spell_backward:SpellBackward",
+    "calculator": "asyncrl_cli.tasks.ready.calculator:Calculator",
+    "math": "asyncrl_cli.tasks.ready.math_answers:MathAnswers",
+    "exact": "asyncrl_cli.tasks.ready.matching:ExactMatch",
+    "regex": "asyncrl_cli.tasks.ready.matching:RegexMatch",
+    "unit_tests": "asyncrl_cli.tasks.ready.unit_tests:UnitTests",
+    "judge": "asyncrl_cli.tasks.ready.judge:Judge",
+    "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
+    "command": "asyncrl_cli.tasks.ready.command:Command",
 }
 """The tasks that come with asyncrl."""
-GYM_TASK = "asyncrl_cli.tasks.gym:Gym"
+GYM_TASK = "asyncrl_cli.tasks.ready.gym:Gym"
 """The class behind ``gym/<data set>``; its first argument is the data set."""
 ANY_KIND = (
     "name a class with a method reward(prompt, response, finished), run(prompt, model) or environment(prompt), "
@@ -46,36 +46,36 @@ ANY_KIND = (
 )
 
 
-def load_task(spec: TaskSpec, search_path: Path, place: str = "task") -> Any:
+def load_task(spec: TaskSpec, search_path: Path, location: str = "task") -> Any:
     """The task that ``spec`` names: a ``Task``, an ``AgentTask``, an ``EnvironmentTask`` or a ``TaskMix``.
 
     ``search_path`` is the folder of the spec file: modules are looked for there first, as Python does for a
-    script. ``place``: the key of the section. Raises ``TaskError``.
+    script. ``location``: the key of the section. Raises ``TaskError``.
     """
     if spec.mix:
         members = {
-            member.name: load_one(member.use, member.options, search_path, f"{place}.mix.{index}")
+            member.name: load_one(member.use, member.options, search_path, f"{location}.mix.{index}")
             for index, member in enumerate(spec.mix)
         }
         return MixTask(members, spec, search_path)
     if spec.use is None:
-        raise TaskError("the spec names no task", place=f"{place}.use", mend="give task.use or task.mix")
-    return load_one(spec.use, spec.options, search_path, place)
+        raise TaskError("the spec names no task", location=f"{location}.use", hint="give task.use or task.mix")
+    return load_one(spec.use, spec.options, search_path, location)
 
 
-def load_one(use: str, options: Mapping[str, Any], search_path: Path, place: str = "task") -> Any:
-    """One task, as ``use`` and ``options`` say. Raises ``TaskError``, with keys of the section ``place``."""
+def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: str = "task") -> Any:
+    """One task, as ``use`` and ``options`` say. Raises ``TaskError``, with keys of the section ``location``."""
     try:
         return _load_one(use, options, search_path)
     except TaskError as error:
         # Tasks do not know where in the spec they are named; their errors begin with a key of `task`.
-        error.place = _in_section(error.place, place)
-        error.message = _in_section(error.message, place)
+        error.location = _in_section(error.location, location)
+        error.message = _in_section(error.message, location)
         raise
 
 
-def _in_section(text: str, place: str) -> str:
-    return f"{place}.{text.removeprefix('task.')}" if text.startswith("task.") else text
+def _in_section(text: str, location: str) -> str:
+    return f"{location}.{text.removeprefix('task.')}" if text.startswith("task.") else text
 
 
 def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
@@ -88,7 +88,7 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
     if not (module_name and colon and name):
         raise TaskError(
             f"task.use: there is no ready task {use!r}",
-            mend=f"{_did_you_mean(use, READY)}ready tasks are {', '.join(READY)}, {GYM}<data set>; "
+            hint=f"{_did_you_mean(use, READY)}ready tasks are {', '.join(READY)}, {GYM}<data set>; "
             "your own is module:name",
         )
     found = _attribute(_module(module_name, search_path), module_name, name)
@@ -96,7 +96,7 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
         return _construct(found, use, options)
     if callable(found):
         return _wrap(found, use, options)
-    raise TaskError(f"task.use: {target} is neither a class nor a function but {type(found).__name__}", mend=ANY_KIND)
+    raise TaskError(f"task.use: {target} is neither a class nor a function but {type(found).__name__}", hint=ANY_KIND)
 
 
 def _module(name: str, search_path: Path) -> Any:
@@ -107,16 +107,16 @@ def _module(name: str, search_path: Path) -> Any:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise TaskError(
                 f"task.use: no module {name!r} in {folder} or on Python's path",
-                mend=f"put {name.replace('.', '/')}.py beside the spec file, or install the package that has it",
+                hint=f"put {name.replace('.', '/')}.py beside the spec file, or install the package that has it",
             ) from None
         raise TaskError(
             f"task.use: module {name} needs {error.name!r}, which is not installed",
-            mend="install it in this environment",
+            hint="install it in this environment",
         ) from error
     except Exception as error:
         raise TaskError(
             f"task.use: importing module {name} failed: {type(error).__name__}: {error}",
-            mend=f"mend the module; python -c 'import {name}' in {folder} shows the whole traceback",
+            hint=f"hint the module; python -c 'import {name}' in {folder} shows the whole traceback",
         ) from error
 
 
@@ -128,7 +128,7 @@ def _attribute(module: Any, module_name: str, name: str) -> Any:
         where = getattr(module, "__file__", None) or module_name
         raise TaskError(
             f"task.use: module {module_name} ({where}) has no {name!r}",
-            mend=f"{_did_you_mean(name, public)}it must be a Task class or a reward function of that module",
+            hint=f"{_did_you_mean(name, public)}it must be a Task class or a reward function of that module",
         ) from None
 
 
@@ -142,11 +142,11 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
         raise TaskError(
             f"task.use: {use} is not a task: class {found.__name__} has no method "
             + (missing or "reward, run or environment"),
-            mend=f"give it {missing}, as it has {next(iter(methods))}" if missing else ANY_KIND,
+            hint=f"give it {missing}, as it has {next(iter(methods))}" if missing else ANY_KIND,
         )
     if "run" in methods and not inspect.iscoroutinefunction(found.run):  # type: ignore[attr-defined]
         raise TaskError(
-            f"task.use: {use} has a method run that is not async", mend="make it async def run(self, prompt, model)"
+            f"task.use: {use} has a method run that is not async", hint="make it async def run(self, prompt, model)"
         )
     signature = inspect.signature(found)
     further: dict[str, Any] = {"prompt": {}} if is_environment and "prompt" in signature.parameters else {}
@@ -159,7 +159,7 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
         hint = "".join(_did_you_mean(option, accepted) for option in unknown)
         raise TaskError(
             f"task.options do not fit {use}: {error}",
-            mend=f"{hint}it is constructed as {found.__name__}{arguments}",
+            hint=f"{hint}it is constructed as {found.__name__}{arguments}",
         ) from None
     if is_environment:
         return EnvironmentClass(found, options, use)
@@ -170,14 +170,14 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise TaskError(
             f"task.options do not fit {use}: {type(error).__name__}: {error}",
-            mend="change the option that it names",
+            hint="change the option that it names",
         ) from error
 
 
 def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask | AgentFunction:
     if options:
         raise TaskError(
-            f"task.options: a function takes none, and {use} is one", mend="remove task.options, or name a class"
+            f"task.options: a function takes none, and {use} is one", hint="remove task.options, or name a class"
         )
     try:
         signature = inspect.signature(function)
@@ -190,7 +190,7 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
     except TypeError as error:
         raise TaskError(
             f"task.use: {use} cannot be called as f(prompt, {'model' if is_agent else 'response'}): {error}",
-            mend="give a reward function two arguments, the prompt's row as a dict and the response's text "
+            hint="give a reward function two arguments, the prompt's row as a dict and the response's text "
             "(and finished, if it likes); give an agent the row and the model",
         ) from None
     if not is_agent:
@@ -198,7 +198,7 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
     if not inspect.iscoroutinefunction(function):
         raise TaskError(
             f"task.use: {use} takes (prompt, model), so it is an agent, and is not async",
-            mend="make it async def, or name its second parameter response",
+            hint="make it async def, or name its second parameter response",
         )
     return AgentFunction(function, use)
 

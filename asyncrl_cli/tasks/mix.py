@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.sections import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, RewardResult, Split, Task, is_episodic
-from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
 from asyncrl_cli.tasks.play import ask
 from asyncrl_cli.tasks.prompts import load_prompts
@@ -126,7 +126,7 @@ class MixTask:
         ]
         if not any(weights):
             raise TaskError(
-                "no task of the mix has demonstrations", place="task.mix", mend="leave out model.warm_start"
+                "no task of the mix has demonstrations", location="task.mix", hint="leave out model.warm_start"
             )
         (task,) = rng.choices(tasks, weights)
         shown: tuple[str, str] | Sequence[Message] = task.demonstration(rng, clean)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.data.prompts import Message
+from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.data.sources import read_source
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import SplitSpec
 from asyncrl_cli.tasks.base import CheckingTask, PromptTask, Split, Task
 
@@ -18,15 +18,15 @@ LOOK_S = 3.0
 
 
 def load_prompts(
-    split_name: Split, split_spec: SplitSpec, task: Task, base: Path = Path(), place: str = ""
+    split_name: Split, split_spec: SplitSpec, task: Task, base: Path = Path(), location: str = ""
 ) -> Sequence[Prompt]:
     """The prompts of one split.
 
-    Relative paths and modules are looked for in ``base``; ``place`` is the key of the spec that errors name,
+    Relative paths and modules are looked for in ``base``; ``location`` is the key of the spec that errors name,
     ``data.<split>`` if not said. Raises ``DataError`` if there is neither file nor task to make the prompts, or the
     task is not told how many.
     """
-    place = place or f"data.{split_name}"
+    location = location or f"data.{split_name}"
     check = task.check_prompt if isinstance(task, CheckingTask) else None
     if split_spec.path is not None:
         prompts = read_source(split_spec, split_name, base, check)
@@ -35,15 +35,15 @@ def load_prompts(
         return prompts
     if not isinstance(task, PromptTask):
         raise DataError(
-            f"{place} has no path, and the task makes no prompts of its own",
-            mend=f"set {place}.path to a file or data set, or give the task a method prompts(split, size)",
+            f"{location} has no path, and the task makes no prompts of its own",
+            hint=f"set {location}.path to a file or data set, or give the task a method prompts(split, size)",
         )
     if split_spec.size is None:
-        raise DataError(f"{place}.size is not given", mend="say how many prompts the task shall make")
+        raise DataError(f"{location}.size is not given", hint="say how many prompts the task shall make")
     prompts = task.prompts(split_name, split_spec.size)
     form = RowForm(check=check)
     for number, prompt in enumerate(_look_at(prompts), start=1):
-        form.checked(prompt, f"{place}:{number}")
+        form.checked(prompt, f"{location}:{number}")
     return prompts
 
 

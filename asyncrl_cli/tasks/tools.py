@@ -8,7 +8,7 @@
             return float(prompt.fields["answer"] in text)
 
 A tool is described by its signature and its docstring. What a call of it returns, or raises, goes back to the policy
-as text: a mistake of the policy's is for the policy to mend. The first reply without a call is the answer, which is
+as text: a mistake of the policy's is for the policy to fix. The first reply without a call is the answer, which is
 judged.
 """
 
@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import RewardResult, Step
 
 Judge = Callable[[Prompt, str], float | RewardResult]

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
-from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train.random_states import restore_random_states, save_random_states
 
@@ -67,8 +67,8 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
         if not fits:
             raise RunError(
                 f"the checkpoint was saved with trainer.{key} {was} and cannot be loaded with {is_now}",
-                place=str(checkpoint.folder),
-                mend=f"Set trainer.{key} to {was}, or start a new run from `asyncrl checkpoint export`",
+                location=str(checkpoint.folder),
+                hint=f"Set trainer.{key} to {was}, or start a new run from `asyncrl checkpoint export`",
             )
 
 
@@ -82,14 +82,14 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
     if part and not root.is_dir():
         raise RunError(
             f"the checkpoint has no {part}: it was saved by an algorithm without one",
-            place=str(checkpoint.folder),
-            mend="Resume with the algorithm it was saved with, or start a new run from `asyncrl checkpoint export`",
+            location=str(checkpoint.folder),
+            hint="Resume with the algorithm it was saved with, or start a new run from `asyncrl checkpoint export`",
         )
     try:
         counters = Counters(**json.loads((root / STATE / COUNTERS_FILE).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise RunError(
-            f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", place=str(root)
+            f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", location=str(root)
         ) from error
     if saved.zero_stage == 0 or (saved.ranks, saved.zero_stage) == (trainer.ranks, trainer.zero_stage):
         return Source(checkpoint, root, counters, root, is_universal=False)
@@ -127,8 +127,8 @@ def to_universal(source: Source) -> None:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunError(
             f"the checkpoint could not be converted for another number of ranks: {reason}",
-            place=str(source.checkpoint.folder),
-            mend=f"Set trainer.ranks to {source.checkpoint.trainer().ranks}, with which it was saved",
+            location=str(source.checkpoint.folder),
+            hint=f"Set trainer.ranks to {source.checkpoint.trainer().ranks}, with which it was saved",
         )
 
 

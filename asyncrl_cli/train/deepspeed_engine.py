@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
-from asyncrl_cli.train.lora import PlainWeight, add_adapters, plain_weights
-from asyncrl_cli.train.policy import Policy, PolicyError, check_policy
+from asyncrl_cli.train.model.lora import PlainWeight, add_adapters, plain_weights
+from asyncrl_cli.train.model.policy import Policy, PolicyError, check_policy
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; whoever started them waits less."""
@@ -233,7 +233,7 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
             raise PolicyError(
                 f"DeepSpeed has rounded the rotary frequencies of this model ({type(part).__name__}), and they cannot "
                 "be computed again",
-                mend="set trainer.dtype to float32, or use another model",
+                hint="set trainer.dtype to float32, or use another model",
             )
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl_cli.rollout.records import Rollout
+from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.advantages import overlong_penalty, uniform_groups
+from asyncrl_cli.train.algorithms.advantages import overlong_penalty, uniform_groups
 from asyncrl_cli.train.packing import TrainingRow
-from asyncrl_cli.train.records import TrainingBatch
 
 
 def shaped_rewards(batch: TrainingBatch, spec: ExperimentSpec) -> Tensor:

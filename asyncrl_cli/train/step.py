@@ -10,17 +10,17 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
-from asyncrl_cli.train.critic import Critic
+from asyncrl_cli.train.algorithms.objective import Objective
+from asyncrl_cli.train.algorithms.reduced_sums import over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
-from asyncrl_cli.train.estimate import Minibatch, estimate
-from asyncrl_cli.train.finite import SkipLimit
-from asyncrl_cli.train.objective import Objective
+from asyncrl_cli.train.model.critic import Critic
+from asyncrl_cli.train.nonfinite_guard import SkipLimit
+from asyncrl_cli.train.old_logprobs import Minibatch, estimate
 from asyncrl_cli.train.packing import TrainingRow, pad_rows, plan_microbatches
-from asyncrl_cli.train.records import StepReport, TrainingBatch
 from asyncrl_cli.train.rows import count_tokens, shaped_rewards, training_rows
-from asyncrl_cli.train.sums import over_ranks
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
 

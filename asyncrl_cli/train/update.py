@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train import finite
-from asyncrl_cli.train.corrections import Correction, CorrectionSums, correct, log_linear_proximal
-from asyncrl_cli.train.critic import Critic
+from asyncrl_cli.train import nonfinite_guard
+from asyncrl_cli.train.algorithms.corrections import Correction, CorrectionSums, correct, log_linear_proximal
+from asyncrl_cli.train.algorithms.loss_aggregation import LossSums, policy_loss
+from asyncrl_cli.train.algorithms.objective import Objective
+from asyncrl_cli.train.algorithms.reduced_sums import Sums, over_ranks
+from asyncrl_cli.train.algorithms.value_loss import ValueSums, value_loss
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
-from asyncrl_cli.train.estimate import Minibatch
-from asyncrl_cli.train.losses import LossSums, policy_loss
-from asyncrl_cli.train.objective import Objective
+from asyncrl_cli.train.model.critic import Critic
+from asyncrl_cli.train.old_logprobs import Minibatch
 from asyncrl_cli.train.packing import PaddedRows
 from asyncrl_cli.train.rows import count_tokens
-from asyncrl_cli.train.sums import Sums, over_ranks
-from asyncrl_cli.train.value_loss import ValueSums, value_loss
 
 _MEASURED = Correction()
 ROUNDING_NATS = 1e-3
@@ -51,7 +51,7 @@ class UpdateSums(Sums):
 
 def update_policy(
     engine: Any, objective: Objective, spec: ExperimentSpec, minibatch: Minibatch, at_start: bool
-) -> tuple[finite.UpdateResult, UpdateSums]:
+) -> tuple[nonfinite_guard.UpdateResult, UpdateSums]:
     """Forward, backward and one optimizer step over a minibatch; collective. An update that is not finite is left out.
 
     ``at_start``: whether the weights are still those of the start of the step, so that a micro-batch's own log-probs
@@ -84,11 +84,11 @@ def update_policy(
             entropies=entropies,
             entropy_coef=algorithm.entropy_coef,
         )
-        finite.backward(engine, loss)
+        nonfinite_guard.backward(engine, loss)
         sums = UpdateSums(loss.detach().double(), losses, corrections, engine_gap)
         total = sums if total is None else total + sums
     assert total is not None
-    return finite.step(engine), total
+    return nonfinite_guard.step(engine), total
 
 
 def update_critic(critic: Critic, spec: ExperimentSpec, minibatch: Minibatch, factor: float) -> dict[str, float]:
@@ -107,9 +107,9 @@ def update_critic(critic: Critic, spec: ExperimentSpec, minibatch: Minibatch, fa
             clip=settings.value_clip,
             denominator=count_tokens(minibatch.rows) / spec.trainer.ranks,
         )
-        finite.backward(critic.engine, loss)
+        nonfinite_guard.backward(critic.engine, loss)
         total = sums if total is None else total + sums
-    finite.step(critic.engine)
+    nonfinite_guard.step(critic.engine)
     assert total is not None
     return {f"critic/{name}": value for name, value in over_ranks(total, critic.engine.device).summary().items()}
 

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from asyncrl_cli.data.prompts import Message
-from asyncrl_cli.rollout.chat import normal
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.gateway.chat import normal
+from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.spec.sections import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
-from asyncrl_cli.train.initial_model import without_progress_bars
-from asyncrl_cli.train.tokenizer import end_tokens, load_tokenizer
+from asyncrl_cli.train.model.initial import without_progress_bars
+from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""
@@ -70,7 +70,7 @@ def warm_start(
     if not isinstance(task, DemonstrationTask):
         raise WarmStartError(
             "model.warm_start needs demonstrations, and the task has none",
-            mend="give the task a method demonstration(rng, clean), or remove model.warm_start",
+            hint="give the task a method demonstration(rng, clean), or remove model.warm_start",
         )
     tokenizer = load_tokenizer(model_dir_in, chat_template)
     ends = end_tokens(model_dir_in, tokenizer)
@@ -139,7 +139,7 @@ def _tokenized(
         if len(ids) > max_length:
             raise WarmStartError(
                 f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",
-                mend="raise model.max_length, or make demonstrations shorter by task.options",
+                hint="raise model.max_length, or make demonstrations shorter by task.options",
             )
         examples.append((ids, len(prompt)))
     return examples
@@ -155,7 +155,7 @@ def _texts(demonstration: tuple[str, str] | Sequence[Message], tokenizer: Any) -
     if not whole.startswith(prompt):
         raise WarmStartError(
             "the chat template writes a conversation otherwise once the reply is there",
-            mend="use a template whose beginnings stay as they are, or give demonstrations as text",
+            hint="use a template whose beginnings stay as they are, or give demonstrations as text",
         )
     return prompt, whole[len(prompt) :]
 
@@ -177,7 +177,7 @@ def _train(
         loss = _accumulate_gradients(model, examples, pad_id)
         if not math.isfinite(loss):
             raise WarmStartError(
-                f"the warm start's loss is {loss} at update {update + 1}", mend="lower its learning rates"
+                f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates"
             )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:

@@ -10,10 +10,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
-from asyncrl_cli.runs.logs import redirect_output
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.records import Publication, StepReport, TrainingBatch
+from asyncrl_cli.system.logs import redirect_output
 
 
 class TrainerWorker:
@@ -40,7 +40,7 @@ class TrainerWorker:
     def prepare_model(self, search_path: str) -> str:
         """Make the initial model, if it has to be made; returns its folder. For rank 0."""
         from asyncrl_cli.tasks.load import load_task
-        from asyncrl_cli.train.prepare import prepare_model
+        from asyncrl_cli.train.model.prepare import prepare_model
 
         def note(done: int, total: int, loss: float) -> None:
             self._progress = (done, total, loss)
@@ -61,13 +61,13 @@ class TrainerWorker:
 
         from asyncrl_cli.train import checkpoints
         from asyncrl_cli.train import deepspeed_engine as ds
-        from asyncrl_cli.train.critic import start_critic
-        from asyncrl_cli.train.finite import SkipLimit
-        from asyncrl_cli.train.objective import Objective
+        from asyncrl_cli.train.algorithms.objective import Objective
+        from asyncrl_cli.train.model.critic import start_critic
+        from asyncrl_cli.train.model.reference import Copy, load_reference
+        from asyncrl_cli.train.model.tokenizer import load_tokenizer
+        from asyncrl_cli.train.nonfinite_guard import SkipLimit
         from asyncrl_cli.train.probe import PROBE_TOKENS, probe_ids
-        from asyncrl_cli.train.reference import Copy, load_reference
         from asyncrl_cli.train.step import Learner
-        from asyncrl_cli.train.tokenizer import load_tokenizer
 
         trainer = self._spec.trainer
         if trainer.gpus_per_rank == 0:
@@ -105,7 +105,7 @@ class TrainerWorker:
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
         """All optimizer updates of one step."""
-        from asyncrl_cli.train.reference import Copy
+        from asyncrl_cli.train.model.reference import Copy
         from asyncrl_cli.train.step import train_batch
 
         if isinstance(reference := self._learner.reference, Copy):
@@ -118,7 +118,7 @@ class TrainerWorker:
         import torch
 
         from asyncrl_cli.train import deepspeed_engine as ds
-        from asyncrl_cli.train.lora import plain_weights
+        from asyncrl_cli.train.model.lora import plain_weights
         from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
 
         if self._mapping is None and self._rank == 0:
@@ -140,7 +140,7 @@ class TrainerWorker:
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
         from asyncrl_cli.train import deepspeed_engine as ds
-        from asyncrl_cli.train.tokenizer import load_tokenizer
+        from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
         state = {}
         for weight in ds.whole_weights(self._model, self._spec.trainer.zero_stage):
@@ -153,7 +153,7 @@ class TrainerWorker:
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's shard of weights, optimizer and counters, its random-number states, and the reference."""
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
-        from asyncrl_cli.train.reference import Copy
+        from asyncrl_cli.train.model.reference import Copy
 
         save_state(self._engine, Path(folder), self._rank, self._updates)
         if self._learner.critic is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl_cli.data.prompts import Message
+from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.tasks.base import Step
 
 

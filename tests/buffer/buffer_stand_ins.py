@@ -11,9 +11,9 @@ import numpy as np
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.rollout.records import Rollout, Segment, segments_of, training_rollout_id
-from asyncrl_cli.train.records import TrainingBatch
+from asyncrl_cli.records.generation import Rollout, Segment, segments_of, training_rollout_id
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.training import TrainingBatch
 
 PROMPT_IDS = (7, 2**31 - 1)
 

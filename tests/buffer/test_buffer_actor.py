@@ -31,8 +31,8 @@ from asyncrl_cli.buffer.actor import Buffer
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal_file import Statement
 from asyncrl_cli.buffer.records import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
-from asyncrl_cli.buffer.schema import FILE, JournalError
-from asyncrl_cli.rollout.records import Rollout
+from asyncrl_cli.journal.schema import FILE, JournalError
+from asyncrl_cli.records.generation import Rollout
 
 LIMIT_S = 120.0
 """Seconds after which a test that should have ended counts as hung."""
@@ -232,7 +232,7 @@ def test_a_failed_commit_is_everybodys_error(tmp_path: Path) -> None:
         first = await started(*(buffer.record([rollout(f"{group_id}-0")], [], []) for group_id in running))
         await gate.begun()
         second = await started(*(buffer.record([rollout(f"{group_id}-1")], [], []) for group_id in running))
-        error = JournalError("the journal failed: database or disk is full", place="journal.db", mend="Free space")
+        error = JournalError("the journal failed: database or disk is full", location="journal.db", hint="Free space")
         gate.let_through(error)
         answers = await asyncio.gather(waiting, *first, *second, return_exceptions=True)
         assert all(answer is error for answer in answers)
@@ -373,7 +373,7 @@ def test_what_old_checkpoints_need_no_more_is_pruned(tmp_path: Path) -> None:
 
 @pytest.mark.stack
 def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
-    from asyncrl_cli.pipeline.cluster import ray_cluster
+    from asyncrl_cli.orchestrator.cluster import ray_cluster
     from asyncrl_cli.spec.sections import ExperimentSpec
 
     smallest = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 10}}

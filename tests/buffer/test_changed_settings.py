@@ -11,10 +11,10 @@ from buffer_stand_ins import SETTINGS, candidates, commit, group_outcomes, group
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import OnStale
-from asyncrl_cli.buffer.queries import snapshot
 from asyncrl_cli.buffer.records import BufferSettings
-from asyncrl_cli.buffer.schema import FILE, JournalError, open_for_writing
-from asyncrl_cli.buffer.staleness import Report, staleness_report
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.schema import FILE, JournalError, open_for_writing
+from asyncrl_cli.journal.staleness import Report, staleness_report
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_strict_policy_is_refused_while_groups_are_late(path: Path, policy: On
     behind(path).journal.close()
     with pytest.raises(JournalError, match=f"cannot change from train to {policy} now: [0-9]+ of the groups") as caught:
         DurableLedger(path, by(policy))
-    assert "Resume without this change" in caught.value.mend
+    assert "Resume without this change" in caught.value.hint
     assert DurableLedger(path, by("train")).ledger.on_stale == "train", "as before"
 
 

@@ -31,8 +31,8 @@ from buffer_stand_ins import (
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import LedgerError
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, Opening, Outcome, StepRecord
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.rollout.records import GIVEN, Segment
+from asyncrl_cli.records.generation import GIVEN, Segment
+from asyncrl_cli.records.prompt import Prompt
 
 
 @pytest.fixture

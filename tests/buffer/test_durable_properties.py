@@ -38,8 +38,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import Batch, OnStale
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, Settled
-from asyncrl_cli.rollout.records import GIVEN, Rollout, Segment, branch_id, place_of, sequence_of, training_rollout_id
-from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
+from asyncrl_cli.records.generation import (
+    GIVEN,
+    Rollout,
+    Segment,
+    branch_id,
+    place_of,
+    sequence_of,
+    training_rollout_id,
+)
+from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 
 @dataclass

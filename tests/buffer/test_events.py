@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer import queries, spool
-from asyncrl_cli.buffer.events import KINDS, Event, Reader, events
-from asyncrl_cli.buffer.queries import snapshot
-from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.buffer.spool import spooled
-from asyncrl_cli.rollout.records import Spell
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.journal import queries, spool
+from asyncrl_cli.journal.events import KINDS, Event, Reader, events
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.spool import spooled
+from asyncrl_cli.records.generation import Spell
 from tests.buffer.recorded_run import STARTED, RecordedRun, make_run, settings
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "events.md"

@@ -25,14 +25,15 @@ from buffer_stand_ins import (
     whole,
 )
 
-from asyncrl_cli.buffer import journal_file, schema
+from asyncrl_cli.buffer import journal_file
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import Outcome
-from asyncrl_cli.buffer.rollout_rows import read_batch
-from asyncrl_cli.buffer.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
-from asyncrl_cli.rollout.records import GIVEN
-from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.train.records import TrainingBatch
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.journal import schema
+from asyncrl_cli.journal.rollout_rows import read_batch
+from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
+from asyncrl_cli.records.generation import GIVEN
+from asyncrl_cli.records.training import TrainingBatch
 
 
 @pytest.fixture
@@ -103,8 +104,8 @@ def test_a_full_disk_loses_nothing_acknowledged(path: Path) -> None:
     with pytest.raises(JournalError) as caught:
         commit(book)
     assert "full" in caught.value.message
-    assert caught.value.place == str(path)
-    assert "Free space" in caught.value.mend
+    assert caught.value.location == str(path)
+    assert "Free space" in caught.value.hint
     assert content(batch_in(path, 0)) == batch, "and it can be read while the writer is still there"
     book.journal.close()
     book = DurableLedger(path, SETTINGS)
@@ -124,7 +125,7 @@ def test_somebody_elses_lock_is_named_and_does_no_harm(path: Path, monkeypatch: 
         for act in (lambda: book.journal.commit(noted), lambda: book.journal.prune(1)):
             with pytest.raises(JournalError, match="locked") as caught:
                 act()
-            assert "Another program holds its lock" in caught.value.mend
+            assert "Another program holds its lock" in caught.value.hint
         somebody.execute("COMMIT")
     book.journal.commit(noted)
     book.journal.close()
@@ -298,7 +299,7 @@ def test_a_killed_run_is_never_read_without_its_last_commits(archive: Path, path
         shutil.copyfile(f"{path}{end}", archive / f"{FILE}{end}")
     with not_writable(archive), pytest.raises(JournalError, match=f"{FILE}-wal") as caught:
         open_for_reading(archive / FILE)
-    assert "Copy the folder" in caught.value.mend
+    assert "Copy the folder" in caught.value.hint
     assert content(batch_in(archive / FILE, 1)) == content(book.journal.batch(1))
 
 
@@ -308,7 +309,7 @@ def test_a_killed_run_is_never_read_without_its_last_commits(archive: Path, path
 def test_a_missing_journal_is_named(path: Path) -> None:
     with pytest.raises(JournalError, match="there is no journal") as caught:
         open_for_reading(path)
-    assert caught.value.place == str(path)
+    assert caught.value.location == str(path)
     assert not path.exists()
     with pytest.raises(JournalError, match="unable to open"):
         open_for_writing(path.parent / "missing" / FILE)
@@ -320,7 +321,7 @@ def test_a_newer_schema_is_refused(path: Path, use: Callable[[Path], sqlite3.Con
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     with pytest.raises(JournalError, match=f"schema {len(MIGRATIONS) + 1}, newer than") as caught:
         use(path)
-    assert caught.value.mend == "Use the asyncrl that wrote it"
+    assert caught.value.hint == "Use the asyncrl that wrote it"
 
 
 def test_an_older_schema_is_read_as_the_newest_and_changed_by_the_writer_alone(
@@ -421,8 +422,8 @@ def test_a_damaged_journal_says_so_and_what_to_do(path: Path, damage: Callable[[
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(JournalError) as caught:
         read_all(path)
-    assert caught.value.place == str(path)
-    assert caught.value.mend == DAMAGED
+    assert caught.value.location == str(path)
+    assert caught.value.hint == DAMAGED
     assert isinstance(caught.value, UserError)
 
 
@@ -435,7 +436,7 @@ def test_damage_to_unfinished_tokens_is_found_when_they_are_wanted(path: Path) -
     path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
     with pytest.raises(JournalError, match=f"the tokens of rollout {name} have another checksum") as caught:
         DurableLedger(path, SETTINGS).opening()
-    assert caught.value.mend == DAMAGED
+    assert caught.value.hint == DAMAGED
 
 
 @pytest.mark.parametrize(
@@ -454,7 +455,7 @@ def test_values_that_cannot_be_are_damage(path: Path, sql: str) -> None:
     book.journal.close()
     with pytest.raises(JournalError, match=r"the journal (says what cannot be|failed: malformed)") as caught:
         DurableLedger(path, SETTINGS).opening()
-    assert caught.value.mend == DAMAGED
+    assert caught.value.hint == DAMAGED
 
 
 def test_bits_of_any_kind_come_back(path: Path) -> None:

@@ -15,15 +15,15 @@ from buffer_stand_ins import SETTINGS, candidates, commit, content, finish, publ
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer import queries, schema
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.history import history
 from asyncrl_cli.buffer.journal import Journal
 from asyncrl_cli.buffer.journal_file import JournalFile
 from asyncrl_cli.buffer.records import Candidate, Outcome
-from asyncrl_cli.buffer.rollout_rows import read_group, read_rollouts
-from asyncrl_cli.buffer.schema import DAMAGED, FILE, JournalError, check, open_for_writing
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.journal import queries, schema
+from asyncrl_cli.journal.history import history
+from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
+from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check, open_for_writing
+from asyncrl_cli.records.prompt import Prompt
 
 HALF_A_PAIR = "caf\ud83d"
 
@@ -61,7 +61,7 @@ def test_a_buffer_that_was_replaced_writes_no_more(path: Path) -> None:
     for act in (lambda: commit(old), lambda: old.journal.prune(1)):
         with pytest.raises(JournalError, match="another process has begun to write this journal") as caught:
             act()
-        assert "asyncrl inspect run" in caught.value.mend
+        assert "asyncrl inspect run" in caught.value.hint
     one_step(new)
     new.journal.close()
     assert DurableLedger(path, SETTINGS).ledger.snapshot() == new.ledger.snapshot()
@@ -212,7 +212,7 @@ def test_values_that_changed_are_damage_and_never_believed(path: Path, sql: str,
     book.journal._connection.execute(sql)
     with pytest.raises(JournalError, match=fault) as caught:
         book.journal.batch(0)
-    assert caught.value.mend == DAMAGED
+    assert caught.value.hint == DAMAGED
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_damage_to_what_is_running_is_found_when_the_run_goes_on(path: Path, sql
     book.journal._connection.execute(sql)
     with pytest.raises(JournalError, match=fault) as caught:
         DurableLedger(path, SETTINGS).opening()
-    assert caught.value.mend == DAMAGED
+    assert caught.value.hint == DAMAGED
 
 
 def test_a_prompt_that_runs_again_has_a_checksum_of_its_own(path: Path) -> None:
@@ -258,7 +258,7 @@ def test_an_index_that_disagrees_with_its_table_is_found_before_a_run_goes_on(pa
         connection.commit()
     with pytest.raises(JournalError) as caught:
         check(path)
-    assert caught.value.mend == DAMAGED
+    assert caught.value.hint == DAMAGED
 
 
 def test_dropped_tokens_and_lost_ones_are_told_apart(path: Path) -> None:

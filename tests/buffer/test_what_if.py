@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer import queries
-from asyncrl_cli.buffer.history import recording
-from asyncrl_cli.buffer.what_if import (
+from asyncrl_cli.journal import queries
+from asyncrl_cli.journal.history import recording
+from asyncrl_cli.journal.what_if import (
     ENGINES,
     Attempt,
     BatchTimes,

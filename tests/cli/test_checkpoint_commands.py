@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.buffer.schema import FILE, open_for_reading, open_for_writing
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.observe.checkpoint_pages import size_text
+from asyncrl_cli.inspect.checkpoint_pages import size_text
+from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
 from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_checkpoints, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
@@ -195,7 +195,7 @@ def test_export_writes_what_transformers_loads(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from asyncrl_cli.train.initial_model import build_initial_model
+    from asyncrl_cli.train.model.initial import build_initial_model
 
     init = load_spec(run.path / "spec.yaml").spec.model.init
     assert init is not None

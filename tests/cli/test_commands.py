@@ -18,9 +18,9 @@ import pytest
 import asyncrl_cli.cli
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
-from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.rollout.records import Rollout, training_rollout_id
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.records.generation import Rollout, training_rollout_id
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, seal
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
@@ -232,7 +232,7 @@ def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Pa
     assert found["tokenizer"]["found"] == "not checked: it needs model files"
     failures = {name for name, finding in found.items() if finding["status"] == "failure"}
     assert failures == {"devices", "task and data", "model files"}
-    assert all(found[name]["mend"] for name in failures)
+    assert all(found[name]["hint"] for name in failures)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["leaves.py", "spec.yaml"]
 
 
@@ -357,8 +357,8 @@ def test_a_journal_that_is_older_than_the_checkpoint_is_refused(tmp_path: Path) 
 RESUMED = """
 import sys
 from asyncrl_cli.cli import app, running
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.pipeline.launch import Experiment
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.orchestrator.launch import Experiment
 def drive(experiment, run, start, quiet):
     spec = experiment.spec
     print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))

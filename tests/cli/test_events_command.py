@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.schema import FILE
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.observe import event_lines
+from asyncrl_cli.inspect import event_lines
+from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
 from tests.buffer.recorded_run import RecordedRun, make_run, settings

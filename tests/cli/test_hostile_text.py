@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.runs.terminal import printable
+from asyncrl_cli.core.terminal import printable
 from tests.buffer.recorded_run import RecordedRun, make_run, settings
 
 HOSTILE = "\x1b]0;title\x07\x9b2J\x1b[1A\r\x00"

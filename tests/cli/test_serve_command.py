@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from asyncrl_cli.cli.app import app
 from asyncrl_cli.cli.serve import _shown
-from asyncrl_cli.pipeline.interrupts import Interrupted
-from asyncrl_cli.pipeline.serving import Address, Served, served_run
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.interrupts import Interrupted
+from asyncrl_cli.orchestrator.serving import Address, Served, served_run
 from asyncrl_cli.runs.checkpoints import Checkpoint
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import LoraSpec
 
@@ -47,7 +48,7 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
 
     run.update(phase="interrupted", step=12)  # the final model is of step 10
     checkpoint = Checkpoint.at(tmp_path / "step-000012")
-    with patch("asyncrl_cli.pipeline.serving.newest_sound", return_value=checkpoint) as newest:
+    with patch("asyncrl_cli.orchestrator.serving.newest_sound", return_value=checkpoint) as newest:
         assert (served(run).what, served(run).version) == (f"step 12 of {run.run_id}", 6)
         run.update(phase="finished")
         assert served(run, 12).what.startswith("step 12"), "a step that is asked for goes before the final model"
@@ -58,8 +59,8 @@ def test_a_checkpoint_of_adapters_is_served_merged(run: RunDirectory, tmp_path: 
     run.write_text("spec.yaml", SPEC.replace("{path: org/model}", "{path: org/model, lora: {rank: 4, alpha: 8.0}}"))
     checkpoint = Checkpoint.at(tmp_path / "step-000012")
     with (
-        patch("asyncrl_cli.pipeline.serving.newest_sound", return_value=checkpoint),
-        patch("asyncrl_cli.train.export.export_model") as export,
+        patch("asyncrl_cli.orchestrator.serving.newest_sound", return_value=checkpoint),
+        patch("asyncrl_cli.train.model.export.export_model") as export,
     ):
         assert served(run, 12).model(tmp_path / "model") == tmp_path / "model"
     export.assert_called_once_with(checkpoint, "org/model", tmp_path / "model", LoraSpec(rank=4, alpha=8.0))
@@ -75,7 +76,7 @@ def test_it_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: pytes
         ready(address)
         raise Interrupted
 
-    with patch("asyncrl_cli.pipeline.serving.serve", serve):
+    with patch("asyncrl_cli.orchestrator.serving.serve", serve):
         arguments = ["serve", "mine", "--runs-dir", str(run.path.parent), "--host", "::1", "--port", "8000"]
         ended = CliRunner().invoke(app, [*arguments, "--json"])
         assert ended.exit_code == 130

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.running import drive
-from asyncrl_cli.observe.dashboard import Shown, panel
-from asyncrl_cli.observe.view import QuietView
-from asyncrl_cli.pipeline import launch
-from asyncrl_cli.pipeline.interrupts import INTERRUPTED, Interrupted
-from asyncrl_cli.pipeline.launch import Outcome, Start
+from asyncrl_cli.inspect.dashboard import Shown, panel
+from asyncrl_cli.monitors.console import QuietView
+from asyncrl_cli.orchestrator import launch
+from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
+from asyncrl_cli.orchestrator.launch import Outcome, Start
 from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from tests.buffer.recorded_run import RecordedRun, settings

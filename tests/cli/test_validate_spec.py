@@ -16,7 +16,7 @@ from asyncrl_cli.spec.load import load_spec
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "specs/quickstart.yaml")
-BROKEN = str(ROOT / "tests/data/broken.yaml")
+BROKEN = str(ROOT / "tests/fixtures/broken.yaml")
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "rich")
 
 
@@ -65,7 +65,7 @@ def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert document["problems"][0] == {
         "path": "seeds",
         "message": "there is no such key",
-        "mend": "Did you mean `seed`?",
+        "hint": "Did you mean `seed`?",
         "severity": "error",
         "file": BROKEN,
         "line": 3,

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.pipeline import preflight, start_checks
-from asyncrl_cli.pipeline.start_checks import StartChecks
-from asyncrl_cli.pipeline.trials import trial_spec
+from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.doctor.deep_checks import trial_spec
+from asyncrl_cli.orchestrator.checks import machine, start
+from asyncrl_cli.orchestrator.checks.start import StartChecks
 from asyncrl_cli.rollout.engine_start import engine_config
-from asyncrl_cli.runs.errors import ConfigError, UserError
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
-from asyncrl_cli.train.initial_model import write_skeleton
+from asyncrl_cli.train.model.initial import write_skeleton
 
 SPEC = """
 model:
@@ -135,7 +135,7 @@ USELESS = [
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Make the checks of a start, with one thing set."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "installed_gpus", lambda: ())  # whatever machine the tests run on
+    monkeypatch.setattr(machine, "installed_gpus", lambda: ())  # whatever machine the tests run on
     for name, text in FILES.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
@@ -182,18 +182,18 @@ def test_what_cannot_work_is_refused_with_place_and_hint(
         found = [problem for problem in error.problems if problem.severity == "error"]
         assert any(f"{problem.file}: {problem.path}".find(place) >= 0 for problem in found), error
         assert all(
-            problem.mend or "must be" in problem.message or "must not be" in problem.message for problem in found
+            problem.hint or "must be" in problem.message or "must not be" in problem.message for problem in found
         )
     else:
-        assert place in f"{error.place}: {error.message}"
-        assert error.mend
-        assert hint in error.mend, error
+        assert place in f"{error.location}: {error.message}"
+        assert error.hint
+        assert hint in error.hint, error
 
 
 @pytest.mark.parametrize(("override", "key"), USELESS)
 def test_what_has_no_effect_is_warned_of(check: Callable[[str], None], override: str, key: str) -> None:
     warnings = load_spec("spec.yaml", [override]).warnings
-    assert key in [problem.path for problem in warnings if problem.mend]
+    assert key in [problem.path for problem in warnings if problem.hint]
     check(override)
 
 
@@ -211,7 +211,7 @@ def test_an_exception_that_no_check_expects_is_the_error_of_that_check(
     def fails(_: object) -> str:
         raise ZeroDivisionError("nobody thought of this")
 
-    monkeypatch.setattr(preflight, "check_notify", fails)
+    monkeypatch.setattr(machine, "check_notify", fails)
     with pytest.raises(ConfigError, match="notify: the check failed: ZeroDivisionError: nobody thought of this"):
         check("")
     with StartChecks(load_spec("spec.yaml").spec, Path(), print) as checks:
@@ -229,7 +229,7 @@ def test_the_file_for_the_engines_check_holds_references_and_no_secrets(
         written.append(Path(command[3]).read_text())
         return subprocess.CompletedProcess(command, 0, "ANSWER fine", "")
 
-    monkeypatch.setattr(start_checks.subprocess, "run", run)
+    monkeypatch.setattr(start.subprocess, "run", run)
     monkeypatch.setenv("HOOK_OF_A_TEST", "https://example.com/sesame")
     loaded = load_spec("spec.yaml", ["notify.webhook=${env:HOOK_OF_A_TEST}"])
     with StartChecks(loaded.spec, Path(), print, thorough=True, references=loaded.references) as checks:
@@ -255,7 +255,7 @@ def test_a_signal_during_the_checks_leaves_no_temporary_folder(tmp_path: Path, n
 
 
 def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", start_checks.engine_start.__name__, "spec.yaml", str(tmp_path), "1"]
+    command = [sys.executable, "-m", start.engine_start.__name__, "spec.yaml", str(tmp_path), "1"]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is another process
 
 
@@ -269,5 +269,5 @@ def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
     wrong = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": argument})})
     with pytest.raises(ConfigError, match="vLLM refuses the engine's settings: ") as refused:
         engine_config(wrong, str(tmp_path), "dummy")
-    assert refused.value.place == "rollout.engine_args"
-    assert next(iter(argument)) in refused.value.mend
+    assert refused.value.location == "rollout.engine_args"
+    assert next(iter(argument)) in refused.value.hint

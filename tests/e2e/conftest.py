@@ -129,7 +129,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = LIMIT_S) -> 
 
 def processes_of(run_mark: str) -> list[int]:
     """Living processes that carry a run's mark in their environment."""
-    from asyncrl_cli.runs.guardian import marked_processes
+    from asyncrl_cli.system.reaper import marked_processes
 
     return list(marked_processes(run_mark))
 
@@ -138,7 +138,7 @@ def mark_of(pid: int) -> str:
     """The mark of the run whose driver has this pid, read off one of its descendants."""
     import psutil
 
-    from asyncrl_cli.runs.guardian import MARK
+    from asyncrl_cli.system.reaper import MARK
 
     for child in psutil.Process(pid).children(recursive=True):
         try:

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.buffer.schema import FILE, open_for_reading
+from asyncrl_cli.journal.schema import FILE, open_for_reading
 
 
 @dataclass(frozen=True)

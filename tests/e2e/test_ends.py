@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.schema import FILE
+from asyncrl_cli.journal.schema import FILE
 
 from .conftest import Runs, mark_of, processes_of, rows, until
 from .journal import steps_of

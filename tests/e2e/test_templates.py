@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.buffer.queries import group_record, snapshot
-from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.rollout.records import GIVEN
+from asyncrl_cli.journal.queries import group_record, snapshot
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.records.generation import GIVEN
 
 from .conftest import Runs, rows
 

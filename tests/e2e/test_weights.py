@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling
+from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
 
@@ -32,7 +32,7 @@ class Bench:
         from transformers import AutoModelForCausalLM
 
         from asyncrl_cli.rollout.engine import Engine
-        from asyncrl_cli.train.initial_model import build_initial_model
+        from asyncrl_cli.train.model.initial import build_initial_model
 
         build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
         self._load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.observe.outbox import FILE
-from asyncrl_cli.observe.sender import Target
+from asyncrl_cli.monitors.mlflow.outbox import FILE
+from asyncrl_cli.monitors.mlflow.sender import Target
 from asyncrl_cli.runs.directory import RunDirectory
 
 

@@ -6,7 +6,7 @@ import csv
 import json
 from pathlib import Path
 
-from asyncrl_cli.buffer.schema import FILE, open_for_writing
+from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import STARTED, make_run, settings
 

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.buffer.ledger import Batch, Ledger
-from asyncrl_cli.buffer.queries import snapshot
-from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.buffer.spans import step_spans
-from asyncrl_cli.observe.report.bottleneck import (
+from asyncrl_cli.inspect.report.bottleneck import (
     FOR_BATCHES,
     OTHER_WAITS,
     PARTS,
@@ -26,9 +23,12 @@ from asyncrl_cli.observe.report.bottleneck import (
     helpful,
     split_wait,
 )
-from asyncrl_cli.observe.report.circumstances import circumstances
-from asyncrl_cli.observe.report.summary import summarize
-from asyncrl_cli.observe.report.trainer_time import activity, enough_finished, trainer_time
+from asyncrl_cli.inspect.report.circumstances import circumstances
+from asyncrl_cli.inspect.report.summary import summarize
+from asyncrl_cli.inspect.report.trainer_time import activity, enough_finished, trainer_time
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.step_timeline import step_spans
 from tests.buffer.recorded_run import STARTED, RecordedRun, settings
 from tests.observe.made_runs import SITUATIONS, made_run
 from tests.observe.quickstart_run import quickstart_run

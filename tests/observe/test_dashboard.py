@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asyncrl_cli.buffer.ledger import Counts
-from asyncrl_cli.buffer.queries import Due
-from asyncrl_cli.observe.dashboard import (
+from asyncrl_cli.inspect.dashboard import (
     BARS,
     DUE_ROWS,
     FAULTS,
@@ -26,6 +25,7 @@ from asyncrl_cli.observe.dashboard import (
     picture,
     sparkline,
 )
+from asyncrl_cli.journal.queries import Due
 
 METRICS = {
     "reward/mean": 0.5,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer.history import Evaluation
-from asyncrl_cli.observe.report.learning import change, leading_series, learned, trend, wilson
+from asyncrl_cli.inspect.report.learning import change, leading_series, learned, trend, wilson
+from asyncrl_cli.journal.history import Evaluation
 
 RISING = [at / 100 for at in range(100)]
 

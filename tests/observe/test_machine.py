@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.observe.machine import MachineSampler
-from asyncrl_cli.observe.outbox import FILE, SAMPLES, Outbox
-from asyncrl_cli.observe.sender import Sender
+from asyncrl_cli.monitors.mlflow.outbox import FILE, SAMPLES, Outbox
+from asyncrl_cli.monitors.mlflow.sender import Sender
+from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
 from asyncrl_cli.runs.directory import RunDirectory
 
 from .mlflow_runs import Logged, do_steps, local, started_run

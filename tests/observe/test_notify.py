@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from asyncrl_cli.observe import notify
-from asyncrl_cli.observe.notify import LOG, Notifier
-from asyncrl_cli.observe.reporter import Reporter
-from asyncrl_cli.observe.view import PlainView
+from asyncrl_cli.monitors import notify
+from asyncrl_cli.monitors.console import PlainView
+from asyncrl_cli.monitors.notify import LOG, Notifier
+from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.guardian import MARK
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import NotifySpec
+from asyncrl_cli.system.reaper import MARK
 
 
 class Hook:

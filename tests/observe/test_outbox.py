@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.observe import outbox as module
-from asyncrl_cli.observe.outbox import EVALUATIONS, FILE, Outbox
+from asyncrl_cli.monitors.mlflow import outbox as module
+from asyncrl_cli.monitors.mlflow.outbox import EVALUATIONS, FILE, Outbox
 from asyncrl_cli.runs.directory import RunDirectory
 
 

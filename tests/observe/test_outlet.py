@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.observe.outlet import LINES, Outlet
-from asyncrl_cli.observe.reporter import Reporter
-from asyncrl_cli.observe.view import PlainView
-from asyncrl_cli.runs.background import Background
+from asyncrl_cli.core.background import Background
+from asyncrl_cli.monitors.console import PlainView
+from asyncrl_cli.monitors.outlet import LINES, Outlet
+from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.observe.test_reporter import METRICS
@@ -189,7 +189,7 @@ def test_files_that_cannot_be_written_are_warned_of_once_and_named_at_the_end(tm
 
 WAITING = """
 import asyncio, sys, time
-from asyncrl_cli.pipeline.interrupts import Interrupted, stop_on_signals, until_stopped
+from asyncrl_cli.orchestrator.interrupts import Interrupted, stop_on_signals, until_stopped
 
 async def work(stop):
     stop.attach()
@@ -245,7 +245,7 @@ def test_what_nohup_ignores_stays_ignored(start: Start) -> None:
 
 def test_before_there_is_a_loop_a_signal_is_ctrl_c(start: Start) -> None:
     process = start(
-        "import signal\nfrom asyncrl_cli.pipeline.interrupts import stop_on_signals\n"
+        "import signal\nfrom asyncrl_cli.orchestrator.interrupts import stop_on_signals\n"
         "try:\n    with stop_on_signals():\n        print('up', flush=True)\n        signal.pause()\n"
         "except KeyboardInterrupt:\n    print('interrupted', flush=True)"
     )

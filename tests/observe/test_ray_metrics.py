@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.buffer.ledger import Counts
-from asyncrl_cli.observe import ray_metrics
-from asyncrl_cli.observe.ray_metrics import RayMetrics, ray_name
-from asyncrl_cli.observe.records import EvaluationResult
-from asyncrl_cli.observe.reporter import Reporter
-from asyncrl_cli.observe.view import QuietView
+from asyncrl_cli.monitors import ray_metrics
+from asyncrl_cli.monitors.console import QuietView
+from asyncrl_cli.monitors.ray_metrics import RayMetrics, ray_name
+from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.buffer.recorded_run import make_run
@@ -217,10 +217,10 @@ import json, os, stat, subprocess, sys, time, urllib.request
 from pathlib import Path
 import ray  # before the settings of the cluster are made
 from ray._raylet import AuthenticationMode, get_authentication_mode
-from asyncrl_cli.observe.ray_metrics import RayMetrics
-from asyncrl_cli.pipeline.cluster import ray_cluster
+from asyncrl_cli.monitors.ray_metrics import RayMetrics
+from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.guardian import MARK, marked_processes
+from asyncrl_cli.system.reaper import MARK, marked_processes
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 def listening():

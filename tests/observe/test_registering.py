@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.observe.outbox import FILE
-from asyncrl_cli.observe.sender import Sender
+from asyncrl_cli.monitors.mlflow.outbox import FILE
+from asyncrl_cli.monitors.mlflow.sender import Sender
 from asyncrl_cli.runs.directory import RunDirectory
 
 from .mlflow_runs import Logged, do_steps, local, sent, started_run, tracking_at
@@ -141,7 +141,7 @@ def test_transformers_and_pyfunc_load_the_version_as_it_was_saved(run: RunDirect
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from asyncrl_cli.train.tokenizer import character_tokenizer
+    from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
     torch.manual_seed(0)
     tokenizer = character_tokenizer(64)

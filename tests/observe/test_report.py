@@ -15,26 +15,26 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer.queries import snapshot
-from asyncrl_cli.buffer.schema import FILE, open_for_writing
-from asyncrl_cli.buffer.spans import step_spans
-from asyncrl_cli.observe.report import samples as samples_module
-from asyncrl_cli.observe.report.charts import SERIES, STALENESS, curve_charts
-from asyncrl_cli.observe.report.curves import Axis, Curves, Points, curves, smoothed
-from asyncrl_cli.observe.report.distributions import (
+from asyncrl_cli.inspect.report import samples as samples_module
+from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, curve_charts
+from asyncrl_cli.inspect.report.curves import Axis, Curves, Points, curves, smoothed
+from asyncrl_cli.inspect.report.distributions import (
     distinct_rewards,
     group_shares,
     histogram,
     length_and_reward,
     reward_shares,
 )
-from asyncrl_cli.observe.report.facts import clock
-from asyncrl_cli.observe.report.page import embedded, render, short_labels, write
-from asyncrl_cli.observe.report.recorded_files import GPU, PROCESSOR, evaluation_files, machine_samples, newest
-from asyncrl_cli.observe.report.run_charts import scatter_chart
-from asyncrl_cli.observe.report.samples import held_out_samples, samples
-from asyncrl_cli.observe.report.story import failed
-from asyncrl_cli.observe.report.summary import summarize
+from asyncrl_cli.inspect.report.facts import clock
+from asyncrl_cli.inspect.report.findings import failed
+from asyncrl_cli.inspect.report.page import embedded, render, short_labels, write
+from asyncrl_cli.inspect.report.recorded_files import GPU, PROCESSOR, evaluation_files, machine_samples, newest
+from asyncrl_cli.inspect.report.run_charts import scatter_chart
+from asyncrl_cli.inspect.report.samples import held_out_samples, samples
+from asyncrl_cli.inspect.report.summary import summarize
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.schema import FILE, open_for_writing
+from asyncrl_cli.journal.step_timeline import step_spans
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 from tests.observe.made_runs import SITUATIONS, made_run, vary_metrics

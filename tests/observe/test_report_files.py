@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.observe.outbox import FILE
-from asyncrl_cli.observe.report.charts import SERIES, Chart
-from asyncrl_cli.observe.report.files import write_report
-from asyncrl_cli.observe.report.pictures import draw
-from asyncrl_cli.observe.report.summary import summarize
-from asyncrl_cli.observe.sender import Sender
+from asyncrl_cli.inspect.report.charts import SERIES, Chart
+from asyncrl_cli.inspect.report.files import write_report
+from asyncrl_cli.inspect.report.pictures import draw
+from asyncrl_cli.inspect.report.summary import summarize
+from asyncrl_cli.monitors.mlflow.outbox import FILE
+from asyncrl_cli.monitors.mlflow.sender import Sender
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import settings
 from tests.observe.made_runs import Situation, made_run, vary_metrics

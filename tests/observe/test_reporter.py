@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from asyncrl_cli.observe.records import EvaluationResult
-from asyncrl_cli.observe.reporter import Reporter
-from asyncrl_cli.observe.tracker import TrackerClient
-from asyncrl_cli.observe.view import PlainView
+from asyncrl_cli.monitors.console import PlainView
+from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
+from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.queries import snapshot
-from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.buffer.spans import first_publish, step_spans
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.step_timeline import first_publish, step_spans
 from tests.buffer.recorded_run import PUBLISH_S, STARTED, TRAIN_S, RecordedRun, settings
 
 

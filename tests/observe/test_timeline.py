@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer.queries import snapshot
-from asyncrl_cli.buffer.schema import FILE, open_for_writing
-from asyncrl_cli.observe.timeline import ENGINES, LOADS, ROLLOUTS, RUN, TRAINER, Lanes, write_timeline
-from asyncrl_cli.rollout.records import Spell
+from asyncrl_cli.inspect.timeline import ENGINES, LOADS, ROLLOUTS, RUN, TRAINER, Lanes, write_timeline
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.schema import FILE, open_for_writing
+from asyncrl_cli.records.generation import Spell
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import STARTED, TRAIN_S, RecordedRun, make_run, settings
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.observe import tracker as tracker_module
-from asyncrl_cli.observe.entries import PARAMETER_LENGTH
-from asyncrl_cli.observe.machine import MachineSampler
-from asyncrl_cli.observe.outbox import FILE, SAMPLES
-from asyncrl_cli.observe.sender import Sender, Target
-from asyncrl_cli.observe.tracker import Tracker, TrackerClient
+from asyncrl_cli.monitors.mlflow import tracker as tracker_module
+from asyncrl_cli.monitors.mlflow.outbox import FILE, SAMPLES
+from asyncrl_cli.monitors.mlflow.rows import PARAMETER_LENGTH
+from asyncrl_cli.monitors.mlflow.sender import Sender, Target
+from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
+from asyncrl_cli.monitors.mlflow.tracker import Tracker, TrackerClient
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.observe.made_runs import SITUATIONS, made_run
 

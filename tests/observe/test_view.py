@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.live import Live
 
 from asyncrl_cli.buffer.ledger import Counts
-from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.observe.dashboard import BARS, LABEL_WIDTH, TREND_STEPS, Shown, panel
-from asyncrl_cli.observe.outlet import Outlet, Terminal, run_terminal
-from asyncrl_cli.observe.records import EvaluationKind, EvaluationResult
-from asyncrl_cli.observe.view import LiveView, PlainView, looking, open_view, step_line
-from asyncrl_cli.observe.watching import look
+from asyncrl_cli.inspect.dashboard import BARS, LABEL_WIDTH, TREND_STEPS, Shown, panel
+from asyncrl_cli.inspect.watching import look
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.monitors.console import LiveView, PlainView, looking, open_view, step_line
+from asyncrl_cli.monitors.outlet import Outlet, Terminal, run_terminal
+from asyncrl_cli.monitors.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
 from tests.buffer.recorded_run import RecordedRun, make_run, settings
@@ -166,7 +166,7 @@ def test_nothing_that_a_look_meets_ends_the_run(
     def broken(_: RunDirectory) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("asyncrl_cli.observe.view.look", broken)
+    monkeypatch.setattr("asyncrl_cli.monitors.console.look", broken)
     view.look()
     assert lines() == before
 
@@ -181,9 +181,9 @@ def test_it_looks_again_and_again_and_once_at_the_end(run: RunDirectory, monkeyp
             third.set()
         return Shown("")
 
-    monkeypatch.setattr("asyncrl_cli.observe.view.look", counting)
-    monkeypatch.setattr("asyncrl_cli.observe.view.LOOK_S", 0.01)
-    monkeypatch.setattr("asyncrl_cli.observe.view.LOOK_SHARE", 1.0)
+    monkeypatch.setattr("asyncrl_cli.monitors.console.look", counting)
+    monkeypatch.setattr("asyncrl_cli.monitors.console.LOOK_S", 0.01)
+    monkeypatch.setattr("asyncrl_cli.monitors.console.LOOK_SHARE", 1.0)
     view, _ = live_view(run, 80)
     with looking(view):
         assert third.wait(20)

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from asyncrl_cli.buffer.queries import group_record, overview, snapshot
-from asyncrl_cli.buffer.schema import FILE, open_for_writing
 from asyncrl_cli.cli.watch import split_keys
-from asyncrl_cli.observe.dashboard import TREND_STEPS
-from asyncrl_cli.observe.tokens import TokenShown
-from asyncrl_cli.observe.watching import Pager, _style, look, neighbour, of_step, rollout_text
+from asyncrl_cli.inspect.dashboard import TREND_STEPS
+from asyncrl_cli.inspect.tokens import TokenShown
+from asyncrl_cli.inspect.watching import Pager, _style, look, neighbour, of_step, rollout_text
+from asyncrl_cli.journal.queries import group_record, overview, snapshot
+from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
 from tests.buffer.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
@@ -107,7 +107,7 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
             opened.set_progress_handler(tick, 10)
             return opened
 
-        from asyncrl_cli.buffer import queries
+        from asyncrl_cli.journal import queries
 
         real = queries.open_for_reading
         with monkeypatch.context() as patched:

@@ -24,11 +24,11 @@ from conftest import Same
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
-from asyncrl_cli.train.advantages import ADVANTAGES, DEVIATION_FLOOR
-from asyncrl_cli.train.corrections import Correction, correct
-from asyncrl_cli.train.kl import KL
-from asyncrl_cli.train.losses import Aggregation, policy_loss
-from asyncrl_cli.train.surrogates import LOSSES, LossSettings
+from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, DEVIATION_FLOOR
+from asyncrl_cli.train.algorithms.corrections import Correction, correct
+from asyncrl_cli.train.algorithms.kl import KL
+from asyncrl_cli.train.algorithms.loss_aggregation import Aggregation, policy_loss
+from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings
 from tests.train.matrices import matrices, tensors
 
 ROWS, TOKENS, GROUP = 12, 16, 4

@@ -22,13 +22,13 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils.torch_functional import masked_whiten
 from verl.workers.config import ActorConfig
 
-from asyncrl_cli.train.advantages import ADVANTAGES
-from asyncrl_cli.train.corrections import Correction, correct
-from asyncrl_cli.train.kl import KL
-from asyncrl_cli.train.losses import Aggregation, policy_loss
-from asyncrl_cli.train.surrogates import LOSSES, LossSettings
-from asyncrl_cli.train.token_advantages import Moments, gae, last_token_rewards, rewards_to_go, whiten
-from asyncrl_cli.train.value_loss import value_loss
+from asyncrl_cli.train.algorithms.advantages import ADVANTAGES
+from asyncrl_cli.train.algorithms.corrections import Correction, correct
+from asyncrl_cli.train.algorithms.kl import KL
+from asyncrl_cli.train.algorithms.loss_aggregation import Aggregation, policy_loss
+from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings
+from asyncrl_cli.train.algorithms.returns import Moments, gae, last_token_rewards, rewards_to_go, whiten
+from asyncrl_cli.train.algorithms.value_loss import value_loss
 from tests.train.matrices import matrices, tensors
 
 ROWS, TOKENS, GROUP = 12, 16, 4

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.transcript import OnSegments
+from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutRequest, Segment
 from asyncrl_cli.rollout.continuation import cut, join
-from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Segment
-from asyncrl_cli.rollout.transcript import OnSegments
-from asyncrl_cli.train.tokenizer import character_tokenizer
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 CALC: dict[str, Any] = {
     "type": "function",

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.chat import ChatError, ChatFormat, before_stop, key, normal
-from asyncrl_cli.rollout.text_stream import BROKEN, TextStream
-from asyncrl_cli.rollout.tool_calls import ToolParserError, hermes, tool_parser
-from asyncrl_cli.train.tokenizer import CHARACTERS, character_tokenizer
+from asyncrl_cli.gateway.chat import ChatError, ChatFormat, before_stop, key, normal
+from asyncrl_cli.gateway.text_stream import BROKEN, TextStream
+from asyncrl_cli.gateway.tool_calls import ToolParserError, hermes, tool_parser
+from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
 from tests.rollout.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
 
 Messages = list[dict[str, Any]]
@@ -195,7 +195,7 @@ def test_hermes_reads_what_vllm_reads(text: str) -> None:
 
 
 def tool_parser_of_vllm() -> Any:
-    from asyncrl_cli.rollout import tool_calls
+    from asyncrl_cli.gateway import tool_calls
 
     return tool_calls._of_vllm("hermes", character_tokenizer(64))
 

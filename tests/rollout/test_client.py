@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.client import EngineLost, GenerationClient, GenerationFailed
-from asyncrl_cli.rollout.continuation import finished
-from asyncrl_cli.rollout.records import (
+from asyncrl_cli.records.generation import (
     EVALUATION,
     FinishReason,
     Rollout,
@@ -23,7 +21,9 @@ from asyncrl_cli.rollout.records import (
     Sampling,
     Segment,
 )
-from tests.pipeline.stand_ins import (
+from asyncrl_cli.rollout.client import EngineLost, GenerationClient, GenerationFailed
+from asyncrl_cli.rollout.continuation import finished
+from tests.orchestrator.stand_ins import (
     StandInEngine,
     actors,
     client_over,

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.records.generation import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment, Spell
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
-from asyncrl_cli.rollout.records import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment, Spell
-from asyncrl_cli.runs.directory import RunError
-from tests.pipeline.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
+from tests.orchestrator.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 

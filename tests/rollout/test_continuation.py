@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment, segments_of
 from asyncrl_cli.rollout.continuation import Tokens, cut, join, rest_of, stopped_at
-from asyncrl_cli.rollout.records import GIVEN, Rollout, Sampling, Segment, segments_of
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 

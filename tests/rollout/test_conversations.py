@@ -12,9 +12,9 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
+from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment
 from asyncrl_cli.rollout.continuation import join
-from asyncrl_cli.rollout.records import GIVEN, Rollout, Sampling, Segment
-from asyncrl_cli.rollout.session import CallOptions, Limits, Reply, Session
 from tests.rollout.conversation_stand_ins import (
     CALC,
     HashModel,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from asyncrl_cli.rollout.continuation import join
-from asyncrl_cli.rollout.running import request_id, running_segments, running_tokens
+from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens
 
 
 def state(name: str, tokens: int, versions: list[tuple[str, int]], logprobs: bool = True) -> Any:

@@ -15,16 +15,16 @@ import numpy as np
 import psutil
 import pytest
 
+from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.continuation import join
-from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.slots import Slots
+from asyncrl_cli.rollout.priority_semaphore import Slots
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
-from tests.pipeline.stand_ins import Actor, RemoteMethod, StandInProcess
+from tests.orchestrator.stand_ins import Actor, RemoteMethod, StandInProcess
 
 pytestmark = pytest.mark.stack
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError, _Conversation
+from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.transcript import OnSegments, Turn
+from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import cut
-from asyncrl_cli.rollout.gateway.sessions import Sessions
-from asyncrl_cli.rollout.records import GIVEN, Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.session import CallOptions, Limits, Session, SessionError, _Conversation
-from asyncrl_cli.rollout.transcript import OnSegments, Turn
-from asyncrl_cli.train.tokenizer import character_tokenizer
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of
 
 CHAT = character_chat()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.slots import Aborted, Slots
+from asyncrl_cli.rollout.priority_semaphore import Aborted, Slots
 
 
 @given(

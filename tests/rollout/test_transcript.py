@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.gateway.transcript import Transcript, Turn
+from asyncrl_cli.records.generation import Segment
 from asyncrl_cli.rollout.continuation import Tokens
-from asyncrl_cli.rollout.records import Segment
-from asyncrl_cli.rollout.transcript import Transcript, Turn
 
 IDS = st.lists(st.integers(1, 3), min_size=1, max_size=6)
 

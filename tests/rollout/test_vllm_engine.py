@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import join
 from asyncrl_cli.rollout.engine import BLOCK_SIZE, _segments, cache_bytes_per_token, engine_environment, kv_cache_bytes
-from asyncrl_cli.rollout.records import RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 

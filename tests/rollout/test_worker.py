@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl_cli.rollout.records import (
+from asyncrl_cli.records.generation import (
     Attestation,
     Delivery,
     Rollout,
@@ -21,7 +21,7 @@ from asyncrl_cli.rollout.records import (
     Sampling,
     Segment,
 )
-from asyncrl_cli.rollout.slots import Aborted
+from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
 

@@ -157,7 +157,7 @@ def test_a_refusal_says_why(path: str, value: Any, why: str) -> None:
     for problem in error.value.problems:
         assert problem.path.startswith(path)
         assert problem.message == f"cannot change for a recorded run: {why}"
-        assert problem.mend
+        assert problem.hint
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     Damage,
@@ -26,7 +27,7 @@ from asyncrl_cli.runs.checkpoints import (
     sweep,
     verify,
 )
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import RunDirectory
 
 SHARD = "state/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -127,7 +128,7 @@ def test_a_damaged_one_is_never_passed_over(run: RunDirectory) -> None:
     for step in (None, 40, 20):
         with pytest.raises(RunError, match=problem) as error:
             newest_sound(run, step)
-        assert error.value.place == str(made[1 if step == 20 else 2].folder)
+        assert error.value.location == str(made[1 if step == 20 else 2].folder)
     (made[0].folder / "run.json").unlink()
     with pytest.raises(RunError, match="No older checkpoint is sound"):
         newest_sound(run)

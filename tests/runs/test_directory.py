@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.runs.directory import SUBFOLDERS, Phase, RunDirectory, RunError, RunState
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.runs.directory import SUBFOLDERS, Phase, RunDirectory, RunState
 
 DRIVER = """
 import signal, sys

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.observe.report.page import write
-from asyncrl_cli.runs.files import is_replaceable, written
+from asyncrl_cli.core.files import is_replaceable, written
+from asyncrl_cli.inspect.report.page import write
 
 
 def test_a_regular_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:

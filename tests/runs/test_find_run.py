@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.catalogue import all_runs, find_run
-from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory, RunError
+from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory
 
 
 def make(runs_dir: Path, run_id: str, started: str) -> RunDirectory:
@@ -79,7 +80,7 @@ def test_an_ambiguous_start_lists_what_it_could_mean(runs_dir: Path) -> None:
 def test_an_unknown_name_says_where_it_was_looked_for(runs_dir: Path) -> None:
     with pytest.raises(RunError, match=r"no run is called 'c'\. List the runs: asyncrl runs --runs-dir") as error:
         find_run(runs_dir, "c")
-    assert error.value.place == str(runs_dir)
+    assert error.value.location == str(runs_dir)
 
 
 def test_a_path_needs_no_runs_folder(

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl_cli.runs.guardian import MARK, marked_processes, watched_guardian
+from asyncrl_cli.system.reaper import MARK, marked_processes, watched_guardian
 
 STUBBORN = """
 import os, signal, subprocess, sys
@@ -29,7 +29,7 @@ signal.pause()
 DRIVER = """
 import os, signal, subprocess, sys
 mark, folder, stubborn = sys.argv[1:]
-guardian = subprocess.Popen([sys.executable, "-m", "asyncrl_cli.runs.guardian", mark, folder],
+guardian = subprocess.Popen([sys.executable, "-m", "asyncrl_cli.system.reaper", mark, folder],
                             stdin=subprocess.PIPE, start_new_session=True)
 child = subprocess.Popen([sys.executable, "-c", stubborn], env=os.environ | {"ASYNCRL_RUN": mark},
                          stdout=subprocess.PIPE, text=True)
@@ -108,7 +108,7 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
     marked = pids(start("-c", STUBBORN, mark=mark))
     others = [*pids(start("-c", STUBBORN, mark=f"{mark}0")), *pids(start("-c", STUBBORN))]
     try:
-        guardian = start("-m", "asyncrl_cli.runs.guardian", mark, str(folder))
+        guardian = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
         assert guardian.stdin is not None
         guardian.stdin.close()
         assert guardian.wait(PATIENCE_S) == 0
@@ -124,7 +124,7 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
 
 def test_it_waits_for_the_pipe(start: Start, mark: str, folder: Path) -> None:
     marked = pids(start("-c", STUBBORN, mark=mark))
-    guardian = start("-m", "asyncrl_cli.runs.guardian", mark, str(folder))
+    guardian = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
     assert guardian.stdin is not None
     guardian.stdin.write("not the end\n")
     guardian.stdin.flush()
@@ -150,13 +150,13 @@ def test_a_killed_driver_takes_everything_with_it(start: Start, mark: str, folde
 
 
 def test_with_nothing_left_it_just_ends(start: Start, mark: str, tmp_path: Path) -> None:
-    guardian = start("-m", "asyncrl_cli.runs.guardian", mark, str(tmp_path / "missing"))
+    guardian = start("-m", "asyncrl_cli.system.reaper", mark, str(tmp_path / "missing"))
     guardian.communicate()
     assert guardian.returncode == 0
 
 
 def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
-    script = f"import os; from asyncrl_cli.runs.guardian import marked_processes as m; print(*m({mark!r}))"
+    script = f"import os; from asyncrl_cli.system.reaper import marked_processes as m; print(*m({mark!r}))"
     out, _ = start("-c", script, mark=mark).communicate()
     assert out.split() == []
     marked, _ = pids(start("-c", STUBBORN, mark=mark))
@@ -165,7 +165,7 @@ def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
 
 def is_guardian(process: psutil.Process) -> bool:
     try:
-        return "asyncrl_cli.runs.guardian" in process.cmdline()
+        return "asyncrl_cli.system.reaper" in process.cmdline()
     except psutil.Error:  # it has ended
         return False
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.runs.keeper import with_keeper
+from asyncrl_cli.system.keeper import with_keeper
 from tests.runs.test_guardian import is_alive
 
 LEAVES = """

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli import __version__
-from asyncrl_cli.runs.directory import RunDirectory, RunError
-from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.runs.logs import last_lines
+from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
+from asyncrl_cli.system.logs import last_lines
 
 REDIRECTED = """
 import os, subprocess, sys
-from asyncrl_cli.runs.logs import redirect_output
+from asyncrl_cli.system.logs import redirect_output
 print("before")
 redirect_output(sys.argv[1], "worker")
 print("printed", flush=True)
@@ -80,8 +80,8 @@ def test_the_manifest_knows_the_code(tmp_path: Path) -> None:
 
 
 def test_an_error_is_one_paragraph_and_travels_between_processes() -> None:
-    error = RunError("it broke", place="engine-0", mend="Mend it.")
-    assert str(error) == "engine-0: it broke. Mend it."
+    error = RunError("it broke", location="engine-0", hint="Fix it.")
+    assert str(error) == "engine-0: it broke. Fix it."
     assert str(UserError("it broke.")) == "it broke."
     twin = pickle.loads(pickle.dumps(error))
     assert (type(twin), str(twin), twin.exit_code) == (RunError, str(error), 1)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.runs.errors import ConfigError
-from asyncrl_cli.runs.own_code import own_code
-from asyncrl_cli.runs.own_modules import import_beside
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.user_code import own_code
+from asyncrl_cli.core.user_imports import import_beside
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ def test_an_import_that_hangs_is_ended_and_named(tmp_path: Path, hang: str) -> N
     with pytest.raises(ConfigError, match="importing the task took more than 0 s") as error:  # noqa: SIM117
         with own_code("importing the task", notices.append, limit_s=0.2):
             import_beside("hanging", tmp_path)
-    assert error.value.place.startswith(f"{tmp_path}/hanging.py:")
+    assert error.value.location.startswith(f"{tmp_path}/hanging.py:")
     assert error.value.exit_code == 2
     assert signal.getsignal(signal.SIGALRM) == handler
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (timer[0] > 0), "another one's timer goes on"
 
 
 def test_what_takes_long_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.runs.own_code.FIRST_NOTICE_S", 0.05)
+    monkeypatch.setattr("asyncrl_cli.core.user_code.FIRST_NOTICE_S", 0.05)
     (tmp_path / "waiting.py").write_text("def wait(told):\n    while not told:\n        pass\n")
     notices: list[str] = []
     with own_code("opening the data", notices.append):
@@ -50,7 +50,10 @@ def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, said: str)
     (tmp_path / "leaving.py").write_text(f"import sys\n\n{call}\n")
     with pytest.raises(ConfigError) as error, own_code("importing the task", print):
         import_beside("leaving", tmp_path)
-    assert (error.value.place, error.value.message) == (f"{tmp_path}/leaving.py:3", f"importing the task called {said}")
+    assert (error.value.location, error.value.message) == (
+        f"{tmp_path}/leaving.py:3",
+        f"importing the task called {said}",
+    )
 
 
 def test_other_errors_pass_and_other_threads_have_no_limit() -> None:

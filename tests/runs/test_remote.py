@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
-from asyncrl_cli.runs.directory import RunError
-from asyncrl_cli.runs.errors import UserError
-from asyncrl_cli.runs.remote import ActorDied, NoAnswer, wait_for
+from asyncrl_cli.core.errors import RunError, TaskError, UserError
 from asyncrl_cli.spec.problems import Problem, SpecError
-from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.system.remote import ActorDied, NoAnswer, wait_for
 
 
 async def raising(error: BaseException) -> Any:
@@ -42,12 +40,12 @@ def test_an_answer_is_passed_on() -> None:
 @pytest.mark.parametrize(
     "cause",
     [
-        TaskError("the reward is no number", place="task.use", mend="Return one"),
-        RunError("no room", place="trainer-0"),
+        TaskError("the reward is no number", location="task.use", hint="Return one"),
+        RunError("no room", location="trainer-0"),
         SpecError([Problem("seed", "is negative")]),
     ],
 )
-def test_what_the_user_can_mend_comes_out_unchanged(cause: Exception) -> None:
+def test_what_the_user_can_hint_comes_out_unchanged(cause: Exception) -> None:
     error = failure(raised_in_an_actor(cause))
     assert type(error) is type(cause)
     assert str(error) == str(cause)

@@ -24,7 +24,7 @@ from jsonschema import Draft202012Validator
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.spec.load import dump_spec, load_spec
-from asyncrl_cli.spec.problems import Place, Problem, SpecError
+from asyncrl_cli.spec.problems import Location, Problem, SpecError
 from asyncrl_cli.spec.schema import json_schema
 from asyncrl_cli.spec.source import read_yaml
 from tests.spec.mutations import Case, Mutator
@@ -116,7 +116,7 @@ def try_case(case: Case, report: Report, schema: Draft202012Validator, by_comman
 def check_schema(case: Case, report: Report, schema: Draft202012Validator) -> None:
     """What is valid satisfies the JSON schema, as an editor sees the file: variables are not yet replaced."""
     problems: list[Problem] = []
-    node = read_yaml(case.path.read_text(encoding="utf-8-sig"), Place("x", 1, 1), problems)
+    node = read_yaml(case.path.read_text(encoding="utf-8-sig"), Location("x", 1, 1), problems)
     assert node is not None
     error = next(schema.iter_errors(node.plain()), None)
     if error is not None:

@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import yaml
 
-from asyncrl_cli.spec.catalogue import keys
-from asyncrl_cli.spec.elsewhere import NAMES
+from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.spec.other_trainers import NAMES
 
 ROOT = Path(__file__).parents[2]
 LEAVES = [path for path, key in keys().items() if not key.opens]
@@ -198,8 +198,8 @@ class Mutator:
         """Nodes are removed, doubled, renamed, moved, wrapped or replaced."""
         tree = self.tree()
         for _ in range(self.random.choice([1, 1, 1, 2, 4, 12])):
-            places = [*nodes(tree)]
-            parent, name = self.random.choice(places)
+            locations = [*nodes(tree)]
+            parent, name = self.random.choice(locations)
             match self.random.randrange(7):
                 case 0:
                     del parent[name]
@@ -212,7 +212,7 @@ class Mutator:
                 case 4:
                     parent[name] = {self.key(): parent[name]}
                 case 5:
-                    other, beside = self.random.choice(places)
+                    other, beside = self.random.choice(locations)
                     if beside in (other if isinstance(other, dict) else range(len(other))):
                         parent[name] = copy.deepcopy(other[beside])
                 case _ if isinstance(parent, dict):

@@ -65,7 +65,7 @@ def test_one_mistake(write: Write, lines: str, path: str, words: str) -> None:
         load_spec(spec)
     (problem,) = error.value.problems
     assert problem.path.startswith(path)
-    assert words in f"{problem.message} {problem.mend}"
+    assert words in f"{problem.message} {problem.hint}"
 
 
 def test_only_files_are_sought_beside_the_spec(write: Write) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.spec.layers import Layers, merge, override
-from asyncrl_cli.spec.problems import Place, Problem
+from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.source import Node
 
-HERE = Place("here", 1, 1)
+HERE = Location("here", 1, 1)
 
 
 def tree(value: Any) -> Node:
@@ -36,8 +36,8 @@ def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
     root, problems = layers(tmp_path / "top.yaml")
     assert root is not None and not problems
     assert root.plain() == {"a": {"x": 1, "y": [3]}, "b": 2, "c": None}
-    assert root.place_of("a.x") == Place(str(tmp_path / "base.yaml"), 1, 8)
-    assert root.place_of("a.y") == Place(str(tmp_path / "sub/middle.yaml"), 2, 8)
+    assert root.location_of("a.x") == Location(str(tmp_path / "base.yaml"), 1, 8)
+    assert root.location_of("a.y") == Location(str(tmp_path / "sub/middle.yaml"), 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_overrides() -> None:
         "m": {"path": None, "init": {"config": {"w": 3}}},
         "new": {"key": "a=b"},
     }
-    assert str(root.place_of("a.b")) == "--set a.b"
-    assert str(root.place_of("m.init.config.w")) == "--set m.init.config"
+    assert str(root.location_of("a.b")) == "--set a.b"
+    assert str(root.location_of("m.init.config.w")) == "--set m.init.config"
 
 
 @pytest.mark.parametrize("assignment", ["a.b", "=3", "a..b=3", "a." * 70 + "b=3", "a.list.2=3", "a.list.x=3", "a.b={"])

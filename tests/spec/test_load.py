@@ -1,4 +1,4 @@
-"""A spec file becomes a checked spec, or all of its mistakes with their places."""
+"""A spec file becomes a checked spec, or all of its mistakes with their locations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.spec.catalogue import keys
-from asyncrl_cli.spec.elsewhere import NAMES
+from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import dump_spec, load_spec
+from asyncrl_cli.spec.other_trainers import NAMES
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.suggest import suggest
@@ -112,7 +112,7 @@ def test_suggestions(parent: str, key: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "mend"),
+    ("key", "hint"),
     [
         ("trainer.n_gpus_per_node", "trainer.ranks with gpus_per_rank"),
         ("trainer.nnodes", "cluster.address"),
@@ -126,9 +126,9 @@ def test_suggestions(parent: str, key: str, meant: str) -> None:
         ("rollout.gpu_memory_utilization", "rollout.engine_args"),
     ],
 )
-def test_keys_of_other_trainers_that_no_one_key_replaces(write: Write, key: str, mend: str) -> None:
+def test_keys_of_other_trainers_that_no_one_key_replaces(write: Write, key: str, hint: str) -> None:
     (problem,) = mistakes(write(), f"{key}=1")
-    assert mend in problem.mend
+    assert hint in problem.hint
 
 
 def test_what_other_trainers_keys_stand_for_is_there() -> None:
@@ -142,16 +142,16 @@ def test_sections_of_other_trainers_are_answered_key_by_key(write: Write) -> Non
         f"{write().read_text()}actor_rollout_ref:\n  rollout:\n    n: 8\n    junk: 1\n"
         "  actor: {optim: {lr: 1e-6}}\nforeign: {junk: {trash: 1}}\n"
     )
-    assert [(p.path, p.line, p.mend) for p in mistakes(path)[:2]] == [
+    assert [(p.path, p.line, p.hint) for p in mistakes(path)[:2]] == [
         ("actor_rollout_ref.rollout.n", 6, "Did you mean `rollout.group_size`?"),
         ("actor_rollout_ref.actor.optim.lr", 8, "Did you mean `trainer.optimizer.learning_rate`?"),
     ]
     assert [p.path for p in mistakes(path)[2:]] == ["foreign"]
 
 
-def test_a_dotted_key_in_a_file_has_its_own_place(write: Write) -> None:
+def test_a_dotted_key_in_a_file_has_its_own_location(write: Write) -> None:
     (problem,) = mistakes(write(f"{write().read_text()}trainer: {{}}\ntrainer.ranks: 2\n"))
-    assert (problem.line, problem.mend) == (5, "Did you mean `trainer.ranks`?")
+    assert (problem.line, problem.hint) == (5, "Did you mean `trainer.ranks`?")
 
 
 def test_a_broken_extends_does_not_make_keys_missing(write: Write) -> None:
@@ -173,13 +173,13 @@ def test_keys_are_printed_without_control_characters(write: Write) -> None:
 
 def test_unknown_keys_without_a_likeness_show_what_there_is(write: Write) -> None:
     (problem,) = mistakes(write(), "stop.zzz=1")
-    assert problem.mend == "Keys here: steps." and str(problem).startswith("--set stop.zzz: stop.zzz: ")
+    assert problem.hint == "Keys here: steps." and str(problem).startswith("--set stop.zzz: stop.zzz: ")
 
 
 def test_missing_keys_point_at_their_parent(write: Write) -> None:
     problems = mistakes(write("model: {path: org/model}\ntask:\n  mix:\n  - {name: a}\n"))
     assert [(p.path, p.line, p.column) for p in problems] == [("stop", 1, 1), ("task.mix.0.use", 4, 5)]
-    assert [p.mend for p in problems] == ["Add it, such as `stop: {steps: 100}`.", "Add `use`. As `task.use`."]
+    assert [p.hint for p in problems] == ["Add it, such as `stop: {steps: 100}`.", "Add `use`. As `task.use`."]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
 )
 def test_values_of_the_wrong_kind(write: Write, override: str, words: str) -> None:
     (problem,) = mistakes(write(), override)
-    assert words in f"{problem.message}\n    {problem.mend}"
+    assert words in f"{problem.message}\n    {problem.hint}"
     assert problem.path.startswith(override.partition("=")[0]) and "[" not in problem.path
     assert problem.file == f"--set {override.partition('=')[0]}" and problem.line is None
 
@@ -327,7 +327,7 @@ relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[Healt
 
 
 def shape(section: str = "") -> st.SearchStrategy[dict[str, Any]]:
-    """Mappings with real keys in their right places, and any values."""
+    """Mappings with real keys in their right locations, and any values."""
     prefix = f"{section}." if section else ""
     here = {path: key for path, key in keys().items() if path.startswith(prefix) and "." not in path[len(prefix) :]}
     fields = {path[len(prefix) :]: (shape(path) | scalars if key.opens else documents) for path, key in here.items()}

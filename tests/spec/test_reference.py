@@ -8,7 +8,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from asyncrl_cli.spec.catalogue import keys
+from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.reference import reference
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.schema import FILE, json_schema, schema_text

@@ -13,14 +13,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.observe.entries import parameters
-from asyncrl_cli.observe.outbox import Outbox
-from asyncrl_cli.observe.resolved import resolved_spec, spec_text
-from asyncrl_cli.rollout.gateway.actor import GatewaySetup
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.secrets import hide, is_secret, remember
+from asyncrl_cli.gateway.actor import GatewaySetup
+from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
+from asyncrl_cli.monitors.mlflow.outbox import Outbox
+from asyncrl_cli.monitors.mlflow.rows import parameters
 from asyncrl_cli.runs.changes import check_changes
-from asyncrl_cli.runs.directory import RunDirectory, RunError
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
-from asyncrl_cli.runs.secrets import hide, is_secret, remember
 from asyncrl_cli.spec.load import LoadedSpec, dump_spec, load_spec, resolved
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -111,7 +112,7 @@ def test_no_error_quotes_a_secret(spec_file: Path, assignment: str, monkeypatch:
         load_spec(spec_file, [assignment])
     assert SECRET not in str(error.value), long
     assert SECRET not in repr(error.value.problems)
-    assert SECRET not in str(RunError(f"the judge answered 401 to {long}", place=long, mend=long))
+    assert SECRET not in str(RunError(f"the judge answered 401 to {long}", location=long, hint=long))
 
 
 def test_what_is_shown_of_a_run_has_no_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

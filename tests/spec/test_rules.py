@@ -29,7 +29,7 @@ def test_harmless_engine_arguments_are_accepted() -> None:
 
 
 def test_broken_rules_yaml_breaks_most_of_them() -> None:
-    problems = findings(ROOT / "tests/data/broken_rules.yaml")
+    problems = findings(ROOT / "tests/fixtures/broken_rules.yaml")
     assert [(p.line, p.path) for p in problems if p.severity == "error"] == [
         (4, "model.path"),
         (4, "model.path"),
@@ -62,7 +62,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         "evaluation.every",
         "checkpoints.every",
     ]
-    assert all(problem.mend for problem in problems)
+    assert all(problem.hint for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
 def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: str) -> None:
     (problem,) = findings(write(), *overrides)
     assert problem.path == path
-    assert words in f"{problem.message} {problem.mend}"
+    assert words in f"{problem.message} {problem.hint}"
 
 
 def test_the_same_file_cannot_hold_out_prompts(write: Write) -> None:
@@ -158,14 +158,14 @@ def test_the_same_file_cannot_hold_out_prompts(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "mend"),
+    ("architecture", "hint"),
     [("qwen33", "Did you mean `qwen3`?"), ("Llama", "`llama`?"), ("zzz", "`qwen3` or `llama`")],
 )
-def test_architectures_that_transformers_has_not(write: Write, architecture: str, mend: str) -> None:
+def test_architectures_that_transformers_has_not(write: Write, architecture: str, hint: str) -> None:
     path = write("model: {init: {architecture: qwen3_moe}}\ntask: {use: math}\nstop: {steps: 10}\n")
     assert findings(path) == []
     (problem,) = findings(path, f"model.init.architecture={architecture}")
-    assert problem.path == "model.init.architecture" and mend in problem.mend
+    assert problem.path == "model.init.architecture" and hint in problem.hint
 
 
 @pytest.mark.parametrize("size", ["0", "-96", "big", "[64]", "true", ".nan", "1.5", "2147483648"])
@@ -184,7 +184,7 @@ def test_the_cache_holds_a_longest_rollout(write: Write) -> None:
         "task: {use: math}\nstop: {steps: 10}\n"
     )
     (problem,) = findings(path, "rollout.kv_cache_mb=7")
-    assert problem.path == "rollout.kv_cache_mb" and "Raise it to 8 or more" in problem.mend
+    assert problem.path == "rollout.kv_cache_mb" and "Raise it to 8 or more" in problem.hint
     assert findings(path, "rollout.kv_cache_mb=8") == findings(path) == []
     assert findings(path, "rollout.kv_cache_mb=4", "rollout.dtype=bfloat16", "trainer.dtype=bfloat16") == []
 
@@ -204,7 +204,7 @@ def test_addresses_of_clusters(write: Write, address: str) -> None:
 @pytest.mark.parametrize(
     "uri", ["mlruns", "/srv/mlruns", "file:///srv", "sqlite:///a.db", "http://host:5000", "mysql+pymysql://u@h/d"]
 )
-def test_places_that_mlflow_can_log_to(write: Write, uri: str) -> None:
+def test_locations_that_mlflow_can_log_to(write: Write, uri: str) -> None:
     assert findings(write(), f"tracking.uri={uri}") == []
 
 
@@ -219,7 +219,7 @@ def test_concurrency_that_staleness_can_never_use(write: Write, running: int, wa
     assert bool(problems) is warned
     if problems:
         assert "staleness admits 1280" in problems[0].message
-        assert problems[0].mend == "Lower it to 1280, or raise pipeline.max_staleness to 5."
+        assert problems[0].hint == "Lower it to 1280, or raise pipeline.max_staleness to 5."
         assert findings(write(), f"rollout.max_running_rollouts={running}", "pipeline.max_staleness=5") == []
 
 

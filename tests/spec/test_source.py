@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from asyncrl_cli.spec.problems import Place, Problem
+from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.source import Node, read_yaml
 
 
 def read(text: str) -> tuple[Node | None, list[Problem]]:
     problems: list[Problem] = []
-    return read_yaml(text, Place("s.yaml", 1, 1), problems), problems
+    return read_yaml(text, Location("s.yaml", 1, 1), problems), problems
 
 
 def plain(text: str) -> object:
@@ -54,13 +54,13 @@ def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
     assert isinstance(found, dict) and type(found["x"]) is type(value)
 
 
-def test_places_of_keys_and_values() -> None:
+def test_locations_of_keys_and_values() -> None:
     node, _ = read("a:\n  bc: 1\n  d: [7, 8]\n")
     assert node is not None
-    assert node.place_of("a.bc") == Place("s.yaml", 2, 7)
-    assert node.place_of("a.bc", key=True) == Place("s.yaml", 2, 3)
-    assert node.place_of("a.d.1") == Place("s.yaml", 3, 10)
-    assert node.place_of("a.nowhere.deeper") == Place("s.yaml", 1, 1)
+    assert node.location_of("a.bc") == Location("s.yaml", 2, 7)
+    assert node.location_of("a.bc", key=True) == Location("s.yaml", 2, 3)
+    assert node.location_of("a.d.1") == Location("s.yaml", 3, 10)
+    assert node.location_of("a.nowhere.deeper") == Location("s.yaml", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_places_of_keys_and_values() -> None:
         ("a: ${env:}\n", "a", 1, 4, "not finished"),
     ],
 )
-def test_mistakes_have_a_place(text: str, path: str, line: int, column: int, words: str) -> None:
+def test_mistakes_have_a_location(text: str, path: str, line: int, column: int, words: str) -> None:
     _, problems = read(text)
     assert [(p.path, p.line, p.column) for p in problems] == [(path, line, column)]
     assert words in problems[0].message
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "mend"),
+    ("text", "line", "column", "hint"),
     [
         ('name: "x\nseed: 1\nmodel:\n  a: 2\n', 1, 7, "Add the closing quote."),
         ('name: "x\nseed: 1\nother: "y"\n', 1, 7, "Add the closing quote in its own line."),
@@ -132,11 +132,11 @@ def test_mistakes_have_a_place(text: str, path: str, line: int, column: int, wor
         (": 1\n", 1, 1, "Write the key before it."),
     ],
 )
-def test_yaml_mistakes_are_explained(text: str, line: int, column: int, mend: str) -> None:
+def test_yaml_mistakes_are_explained(text: str, line: int, column: int, hint: str) -> None:
     _, problems = read(text)
     assert [(p.path, p.line, p.column) for p in problems] == [("", line, column)]
     assert problems[0].message.startswith("not valid YAML: ") and "while " not in problems[0].message
-    assert mend in problems[0].mend
+    assert hint in problems[0].hint
 
 
 def test_aliases_are_not_written_out_without_limit() -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import DemonstrationTask, PromptTask, Task
-from asyncrl_cli.tasks.chain_sum import ChainSum
+from asyncrl_cli.tasks.ready.chain_sum import ChainSum
 
 TASK = ChainSum()
 

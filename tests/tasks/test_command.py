@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.runs.offspring import adopt_orphans
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.system.process_tree import adopt_orphans
 from asyncrl_cli.tasks.base import AgentTask, ModelAccess, RewardResult
-from asyncrl_cli.tasks.command import Command, CommandFailed
-from asyncrl_cli.tasks.errors import TaskError
+from asyncrl_cli.tasks.ready.command import Command, CommandFailed
 
 PROMPT = Prompt("row/1", "What is it?", {"answer": 42})
 ACCESS = ModelAccess("http://127.0.0.1:9/sessions/3-1/v1", "key", "policy", "3-1")

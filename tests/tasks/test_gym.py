@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import PromptTask
-from asyncrl_cli.tasks.errors import TaskError
-from asyncrl_cli.tasks.gym import Gym
 from asyncrl_cli.tasks.load import load_one
+from asyncrl_cli.tasks.ready.gym import Gym
 
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

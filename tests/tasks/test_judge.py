@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.tasks.errors import TaskError
-from asyncrl_cli.tasks.judge import Judge
-from asyncrl_cli.tasks.matching import MissingField
-from asyncrl_cli.tasks.scoring import RewardFailure, Scored, score_async
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.ready.judge import Judge
+from asyncrl_cli.tasks.ready.matching import MissingField
+from asyncrl_cli.workers.scoring import RewardFailure, Scored, score_async
 
 PROMPT = Prompt("row/1", "What is 2+2?", {"answer": "4"})
 

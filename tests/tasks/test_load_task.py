@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.rules.task import READY_TASKS
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, is_episodic
-from asyncrl_cli.tasks.chain_sum import ChainSum
-from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.load import GYM_TASK, READY, load_task
+from asyncrl_cli.tasks.ready.chain_sum import ChainSum
 
 names = (f"user_task_{number}" for number in itertools.count())
 
@@ -120,14 +120,14 @@ def test_an_unknown_name(use: str, said: str) -> None:
     with pytest.raises(TaskError, match=said) as caught:
         load_task(TaskSpec(use=use), Path())
     assert "task.use" in caught.value.message
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as caught:
         load_task(TaskSpec(use="no_such_module_here:f"), tmp_path)
     assert str(tmp_path) in caught.value.message
-    assert "no_such_module_here.py" in caught.value.mend
+    assert "no_such_module_here.py" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_what_is_wrong_with_a_users_task(load: Any, source: str, name: str, opti
     with pytest.raises(TaskError, match=said) as caught:
         load(source, name, **options)
     assert caught.value.message.startswith(("task.use", "task.options"))
-    assert caught.value.mend
+    assert caught.value.hint

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import CheckingTask
-from asyncrl_cli.tasks.matching import ExactMatch, MissingField, RegexMatch
-from asyncrl_cli.tasks.math_answers import MathAnswers
-from asyncrl_cli.tasks.unit_tests import UnitTests
+from asyncrl_cli.tasks.ready.matching import ExactMatch, MissingField, RegexMatch
+from asyncrl_cli.tasks.ready.math_answers import MathAnswers
+from asyncrl_cli.tasks.ready.unit_tests import UnitTests
 
 
 def row(**fields: Any) -> Prompt:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.tasks.math_answers import Extract, MathAnswers
-from asyncrl_cli.tasks.math_forms import Unreadable, read, same
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.ready.math_answers import Extract, MathAnswers
+from asyncrl_cli.tasks.ready.math_forms import Unreadable, read, same
 
 FORMS = [
     ("1,2,3", ["1, 2, 3", "3,2,1", r"1,2,\text{ and }3", "1, 2 and 3"], ["123", "1,2", "1,2,3,4", "1,2,4"]),

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Step
 from asyncrl_cli.tasks.play import LIMITS, play
 from asyncrl_cli.tasks.tools import ToolTask
@@ -113,7 +113,7 @@ def test_at_a_limit_the_reward_so_far_counts(code: str) -> None:
 def test_the_limits_are_those_of_sessions() -> None:
     import inspect
 
-    from asyncrl_cli.rollout import session
+    from asyncrl_cli.gateway import session
 
     refusals = re.findall(r'self\._refused\(\s*"(\w+)"', inspect.getsource(session.Session))
     assert sorted(refusals) == sorted(LIMITS)

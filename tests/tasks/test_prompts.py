@@ -8,16 +8,16 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from asyncrl_cli.data.errors import DataError
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.function_task import FunctionTask
 from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
 from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.matching import ExactMatch
-from asyncrl_cli.tasks.math_answers import MathAnswers
 from asyncrl_cli.tasks.prompts import load_prompts
-from asyncrl_cli.tasks.spell_backward import SpellBackward
+from asyncrl_cli.tasks.ready.matching import ExactMatch
+from asyncrl_cli.tasks.ready.math_answers import MathAnswers
+from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
 
 REWARD_ONLY = FunctionTask(lambda prompt, response: 1.0, "rewards:f")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import TaskMember, TaskSpec
-from asyncrl_cli.tasks.scorer import Scorer
-from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scorer import Scorer
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
 REWARDS = """
     import asyncio, os, time
@@ -50,7 +50,7 @@ REWARDS = """
 def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Scored | RewardFailure]]:
     """Has responses scored by a new scorer, all at once."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
-    monkeypatch.setattr("asyncrl_cli.tasks.scorer.redirect_output", lambda *_: None)
+    monkeypatch.setattr("asyncrl_cli.workers.scorer.redirect_output", lambda *_: None)
 
     def score_all(texts: list[str], **task: Any) -> list[Scored | RewardFailure]:
         def response(place: int, text: str) -> Response:

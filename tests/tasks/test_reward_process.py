@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import TaskSpec
-from asyncrl_cli.tasks.errors import TaskError
-from asyncrl_cli.tasks.reward_process import ProcessEnded, RewardProcess
-from asyncrl_cli.tasks.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.reward_process import ProcessEnded, RewardProcess
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
 REWARDS = """
     import ctypes, os, re, signal, subprocess, sys, time
@@ -197,9 +197,9 @@ def test_it_dies_with_its_owner(tmp_path: Path) -> None:
     """Also when the owner is killed while the reward spins in C."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     code = f"""if True:
-        import asyncio; from pathlib import Path; from asyncrl_cli.data.prompts import Prompt
+        import asyncio; from pathlib import Path; from asyncrl_cli.records.prompt import Prompt
         from asyncrl_cli.spec.sections import TaskSpec
-        from asyncrl_cli.tasks.reward_process import RewardProcess
+        from asyncrl_cli.workers.reward_process import RewardProcess
         async def main():
             process = await RewardProcess.start(TaskSpec(use='user_rewards:reward'), Path({str(tmp_path)!r}))
             print((await process.score((Prompt('a', ''), 'pid', True), 60)).reward, flush=True)

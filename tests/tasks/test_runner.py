@@ -13,13 +13,13 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.tasks.episode_owner import Played
-from asyncrl_cli.tasks.errors import TaskError
-from asyncrl_cli.tasks.runner import Runner
-from asyncrl_cli.tasks.scoring import RewardFailure, Scored
+from asyncrl_cli.workers.episode_owner import Played
+from asyncrl_cli.workers.runner import Runner
+from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
 AGENTS = """
     import asyncio, ctypes, os, subprocess, sys, time
@@ -78,7 +78,7 @@ async def runner(
     folder: Path, use: str = "agents:agent", blocked_s: float = 30.0, **limits: Any
 ) -> AsyncIterator[Scene]:
     (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
-    with patch("asyncrl_cli.tasks.runner.redirect_output"):
+    with patch("asyncrl_cli.workers.runner.redirect_output"):
         one = Runner("runner-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
     try:
         yield Scene(one)
@@ -135,7 +135,7 @@ def test_an_episode_that_does_not_end_has_failed_and_others_go_on(tmp_path: Path
         assert renewed == ("to_thread" in hangs), "a process with a thread that hangs is given up"
         assert psutil.pid_exists(pid) != renewed
 
-    with patch("asyncrl_cli.tasks.episode_process.GRACE_S", 0.5):
+    with patch("asyncrl_cli.workers.episode_process.GRACE_S", 0.5):
         scene(test, tmp_path, timeout_s=2.0)
 
 
@@ -181,7 +181,7 @@ def test_a_process_that_is_lost_makes_all_suspects_who_show_apart(tmp_path: Path
         assert how in reason(guilty)
         await scene.pid()
 
-    with patch("asyncrl_cli.tasks.episode_owner.SILENT_S", 1.0):
+    with patch("asyncrl_cli.workers.episode_owner.SILENT_S", 1.0):
         scene(test, tmp_path, blocked_s=2.0)
 
 
@@ -200,7 +200,7 @@ def test_what_is_printed_is_logged_up_to_a_limit(tmp_path: Path, capfd: pytest.C
         assert played.score == Scored(1.0)
         await scene.play("print('x' * 30_000_000); os._exit(1)")
 
-    with patch("asyncrl_cli.tasks.episode_owner.LOG_BYTES", 100_000):
+    with patch("asyncrl_cli.workers.episode_owner.LOG_BYTES", 100_000):
         scene(test, tmp_path)
     printed = capfd.readouterr().out
     assert 100_000 < len(printed) < 101_000

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from asyncrl_cli.data.prompts import Prompt
-from asyncrl_cli.tasks.spell_backward import SpellBackward
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
 
 TASK = SpellBackward()
 SUN = Prompt("row", "sun>", {"answer": "nus", "metadata": {"word": "sun"}})

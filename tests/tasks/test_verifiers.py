@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.tasks.base import AgentTask, ModelAccess, PromptTask
-from asyncrl_cli.tasks.errors import TaskError
 from asyncrl_cli.tasks.load import load_one
-from asyncrl_cli.tasks.verifiers_adapter import key_variable
+from asyncrl_cli.tasks.ready.verifiers_adapter import key_variable
 
 INSTALLED = importlib.util.find_spec("verifiers") is not None
 TASKSET = """

@@ -17,8 +17,8 @@ from train_one import SPEC
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
-from asyncrl_cli.train import head
-from asyncrl_cli.train.finite import backward, step
+from asyncrl_cli.train.model import chunked_logprobs
+from asyncrl_cli.train.nonfinite_guard import backward, step
 
 SETTINGS = [
     *({"zero_stage": stage, "dtype": dtype} for dtype in ("float32", "bfloat16") for stage in range(4)),
@@ -34,10 +34,10 @@ def main() -> None:
     os.environ.update(ds.trainer_environment(spec))
     import torch
 
-    from asyncrl_cli.train.initial_model import build_initial_model
+    from asyncrl_cli.train.model.initial import build_initial_model
 
     torch.set_num_threads(1)
-    head.HEAD_NUMBERS = 500  # several chunks in every pass
+    chunked_logprobs.HEAD_NUMBERS = 500  # several chunks in every pass
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
@@ -143,7 +143,7 @@ def norm_by_hand(spec: ExperimentSpec, folder: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl_cli.train.policy import Policy
+    from asyncrl_cli.train.model.policy import Policy
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy = Policy(model, spec.rollout.sampling.temperature)

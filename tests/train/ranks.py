@@ -28,7 +28,7 @@ LIMIT_S = 240
 IMPORTED = (
     "deepspeed",
     "transformers.models.qwen3.modeling_qwen3",
-    "asyncrl_cli.train.initial_model",
+    "asyncrl_cli.train.model.initial",
     "asyncrl_cli.train.step",
     "asyncrl_cli.train.worker",
 )

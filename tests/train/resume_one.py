@@ -31,7 +31,7 @@ def main() -> None:
     os.environ.update(ds.trainer_environment(spec))
     import torch
 
-    from asyncrl_cli.train.initial_model import build_initial_model
+    from asyncrl_cli.train.model.initial import build_initial_model
 
     settings = ds.deepspeed_settings
 

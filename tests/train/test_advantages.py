@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
-from asyncrl_cli.train.advantages import (
+from asyncrl_cli.train.algorithms.advantages import (
     ADVANTAGES,
     check_advantages,
     overlong_penalty,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.prepare import model_key, prepare_model, skeleton
-from asyncrl_cli.train.tokenizer import ChatTemplateError, load_tokenizer
+from asyncrl_cli.train.model.prepare import model_key, prepare_model, skeleton
+from asyncrl_cli.train.model.tokenizer import ChatTemplateError, load_tokenizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 INIT = {"architecture": "qwen3", "config": {**SIZES, "num_key_value_heads": 1, "head_dim": 8}}

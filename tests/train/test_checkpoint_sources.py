@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import Checkpoint
-from asyncrl_cli.runs.directory import RunError
 from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train.checkpoints import find_source, to_universal
-from asyncrl_cli.train.export import export_model
+from asyncrl_cli.train.model.export import export_model
 
 
 def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:

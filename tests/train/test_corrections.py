@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors, with_garbage
 
 from asyncrl_cli.spec.algorithm import CORRECTION_PRESETS
-from asyncrl_cli.train.corrections import (
+from asyncrl_cli.train.algorithms.corrections import (
     Correction,
     CorrectionSums,
     Level,

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncrl_cli.train import head
+from asyncrl_cli.train.model import chunked_logprobs
 
 
 def score(*arguments: Any, numbers: int) -> tuple[Tensor, Tensor]:
     """``score_tokens`` with chunks of so many numbers."""
-    before, head.HEAD_NUMBERS = head.HEAD_NUMBERS, numbers
+    before, chunked_logprobs.HEAD_NUMBERS = chunked_logprobs.HEAD_NUMBERS, numbers
     try:
-        return head.score_tokens(*arguments)
+        return chunked_logprobs.score_tokens(*arguments)
     finally:
-        head.HEAD_NUMBERS = before
+        chunked_logprobs.HEAD_NUMBERS = before
 
 
 @settings(deadline=None)
@@ -55,8 +55,10 @@ def test_matches_the_formulas(
 
 @pytest.mark.parametrize("entropy", ["none", "measure", "train"])
 @pytest.mark.parametrize("blocks", [10, 10**6])
-def test_the_gradient_is_the_formulas(entropy: head.Entropy, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "BLOCK_NUMBERS", blocks)
+def test_the_gradient_is_the_formulas(
+    entropy: chunked_logprobs.Entropy, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_logprobs, "BLOCK_NUMBERS", blocks)
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
@@ -73,7 +75,7 @@ def test_the_gradient_is_the_formulas(entropy: head.Entropy, blocks: int, monkey
 
 
 @pytest.mark.parametrize("entropy", ["none", "train"])
-def test_chunks_change_nothing(entropy: head.Entropy) -> None:
+def test_chunks_change_nothing(entropy: chunked_logprobs.Entropy) -> None:
     results = []
     for numbers in (1, 40, 10**6):
         torch.manual_seed(0)
@@ -113,7 +115,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("entropy", ["none", "measure", "train"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_is_larger_than_the_bound(entropy: head.Entropy, dtype: torch.dtype) -> None:
+def test_no_tensor_is_larger_than_the_bound(entropy: chunked_logprobs.Entropy, dtype: torch.dtype) -> None:
     positions, vocabulary, bound = 300, 1000, 50_000
     layer = nn.Linear(8, vocabulary, bias=False, dtype=dtype)
     hidden = torch.randn(positions, 8, dtype=dtype, requires_grad=True)

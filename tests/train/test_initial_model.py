@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from asyncrl_cli.spec.sections import ModelInit
-from asyncrl_cli.train.initial_model import ModelInitError, build_initial_model, write_skeleton, write_weights
-from asyncrl_cli.train.tokenizer import character_tokenizer
+from asyncrl_cli.train.model.initial import ModelInitError, build_initial_model, write_skeleton, write_weights
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICKSTART = Path(__file__).parents[2] / "specs" / "quickstart.yaml"
@@ -105,7 +105,7 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, init: ModelInit, said: str) -> None:
     with pytest.raises(ModelInitError, match=said) as caught:
         write_skeleton(init, 64, tmp_path / "model")
-    assert caught.value.mend
+    assert caught.value.hint
     assert not (tmp_path / "model").exists()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from matrices import SIZES, exact, matrices, tensors
 from torch import Tensor
 
-from asyncrl_cli.train.kl import KL, k1, k2, k3
+from asyncrl_cli.train.algorithms.kl import KL, k1, k2, k3
 
 FORMULAS = {"k1": lambda d: -d, "k2": lambda d: d**2 / 2, "k3": lambda d: np.expm1(d) - d}
 POLICY = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)

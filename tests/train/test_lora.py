@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from asyncrl_cli.spec.sections import LoraSpec
-from asyncrl_cli.train.lora import LoraError, add_adapters, merge, plain_weights, without_adapters
-from asyncrl_cli.train.policy import Policy
+from asyncrl_cli.train.model.lora import LoraError, add_adapters, merge, plain_weights, without_adapters
+from asyncrl_cli.train.model.policy import Policy
 
 SIZES = {
     "vocab_size": 40,

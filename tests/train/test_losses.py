@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, with_garbage
 
-from asyncrl_cli.train.kl import KL
-from asyncrl_cli.train.losses import Aggregation, LossSums, aggregate, policy_loss
-from asyncrl_cli.train.surrogates import LOSSES, LossSettings, TokenLosses
+from asyncrl_cli.train.algorithms.kl import KL
+from asyncrl_cli.train.algorithms.loss_aggregation import Aggregation, LossSums, aggregate, policy_loss
+from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings, TokenLosses
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 NUMBERS = LossSettings(clip_low=0.2, clip_high=0.28)

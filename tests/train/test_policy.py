@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl_cli.train.deepspeed_engine import _restore_rotary_frequencies, recompute_activations
-from asyncrl_cli.train.policy import Policy, PolicyError, check_policy
+from asyncrl_cli.train.model.policy import Policy, PolicyError, check_policy
 
 SIZES = {
     "vocab_size": 50,
@@ -101,16 +101,16 @@ def test_models_that_can_be_trained_pass_the_check(architecture: str, packing: b
 
 
 @pytest.mark.parametrize(
-    ("architecture", "packing", "mend"),
+    ("architecture", "packing", "hint"),
     [
         ("gemma2", False, "neither capped nor scaled"),
         ("granite", False, "neither capped nor scaled"),
         ("opt", True, "Set trainer.packing to false"),
     ],
 )
-def test_models_that_would_be_trained_wrongly_are_refused(architecture: str, packing: bool, mend: str) -> None:
+def test_models_that_would_be_trained_wrongly_are_refused(architecture: str, packing: bool, hint: str) -> None:
     policy = make(architecture, packing=packing)
-    with pytest.raises(PolicyError, match=mend):
+    with pytest.raises(PolicyError, match=hint):
         check_policy(policy, policy)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_lora import IDS, LORA, MASK, logprobs, make, trained
 
-from asyncrl_cli.train.policy import Policy
-from asyncrl_cli.train.reference import Copy, Unadapted
+from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.model.reference import Copy, Unadapted
 
 
 def answers(reference: Any) -> torch.Tensor:

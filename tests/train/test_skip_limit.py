@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.runs.directory import RunError
-from asyncrl_cli.train.finite import SkipLimit, UpdateResult
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.train.nonfinite_guard import SkipLimit, UpdateResult
 
 
 @given(skipped=st.lists(st.booleans(), max_size=30), most=st.integers(1, 4))

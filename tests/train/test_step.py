@@ -13,16 +13,16 @@ import pytest
 import torch
 from test_train_episodes import BATCH, CONFIG, OneRank, experiment, sequence
 
-from asyncrl_cli.rollout.records import Rollout
-from asyncrl_cli.runs.errors import UserError
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.algorithm import CORRECTION_PRESETS, PRESETS
 from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
-from asyncrl_cli.train.critic import Critic, ValueModel
-from asyncrl_cli.train.finite import SkipLimit
-from asyncrl_cli.train.initial_model import build_initial_model
-from asyncrl_cli.train.objective import Objective
-from asyncrl_cli.train.policy import Policy
-from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
+from asyncrl_cli.train.algorithms.objective import Objective
+from asyncrl_cli.train.model.critic import Critic, ValueModel
+from asyncrl_cli.train.model.initial import build_initial_model
+from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.rows import longest_response, shaped_rewards, training_rows
 from asyncrl_cli.train.step import Learner, train_batch
 
@@ -124,7 +124,7 @@ def squares(rewards: torch.Tensor) -> torch.Tensor:
 
 def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: Any) -> Any:
     """A loss of a user's own."""
-    from asyncrl_cli.train.surrogates import TokenLosses
+    from asyncrl_cli.train.algorithms.policy_losses import TokenLosses
 
     nothing = torch.zeros_like(mask)
     return TokenLosses(-advantages * logprobs, nothing, nothing)

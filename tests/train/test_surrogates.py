@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors
 
-from asyncrl_cli.train.surrogates import LOSSES, LossSettings, TokenLosses
+from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings, TokenLosses
 
 SETTINGS = {
     "plain": LossSettings(clip_low=0.2, clip_high=0.28),

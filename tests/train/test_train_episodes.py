@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.records import GIVEN, Rollout, branch_id
+from asyncrl_cli.records.generation import GIVEN, Rollout, branch_id
+from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
-from asyncrl_cli.train.finite import SkipLimit
-from asyncrl_cli.train.initial_model import build_initial_model
-from asyncrl_cli.train.objective import Objective
+from asyncrl_cli.train.algorithms.objective import Objective
+from asyncrl_cli.train.model.initial import build_initial_model
+from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.packing import TrainingRow
-from asyncrl_cli.train.policy import Policy
-from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
 from asyncrl_cli.train.rows import shaped_rewards, training_rows
 from asyncrl_cli.train.step import Learner, train_batch
 

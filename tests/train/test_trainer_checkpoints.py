@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 
 from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, seal, verify
-from asyncrl_cli.train.export import consolidate, export_model
+from asyncrl_cli.train.model.export import consolidate, export_model
 
 pytestmark = pytest.mark.stack
 
@@ -130,7 +130,7 @@ def test_the_weights_can_be_had_without_a_trainer(two_ranks: Any) -> None:
 def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from asyncrl_cli.train.policy import Policy
+    from asyncrl_cli.train.model.policy import Policy
 
     folder, trainer, reference, checkpoint = two_ranks
     skeleton = folder / "first/rank-0.pt.model"

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors, with_garbage
 
-from asyncrl_cli.train.value_loss import ValueSums, value_loss
+from asyncrl_cli.train.algorithms.value_loss import ValueSums, value_loss
 
 CASES = {**SIZES, "clip": st.sampled_from([None, 0.2, 1.0])}
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.spec.sections import ModelInit, WarmStart
-from asyncrl_cli.tasks.calculator import TOOL, Calculator
 from asyncrl_cli.tasks.function_task import FunctionTask
-from asyncrl_cli.tasks.spell_backward import SpellBackward
-from asyncrl_cli.train.initial_model import build_initial_model
-from asyncrl_cli.train.tokenizer import CHAT_TEMPLATE, character_tokenizer
+from asyncrl_cli.tasks.ready.calculator import TOOL, Calculator
+from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
+from asyncrl_cli.train.model.initial import build_initial_model
+from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.train.warm_start import (
     IGNORED,
     WarmStartError,

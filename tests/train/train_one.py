@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl_cli.rollout.records import GIVEN, Rollout
+from asyncrl_cli.records.generation import GIVEN, Rollout
+from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import gathered, join_process_group, start_engine, trainer_environment
-from asyncrl_cli.train.records import TrainingBatch, TrainingGroup
 
 SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
 
@@ -64,11 +64,11 @@ def main() -> None:
     import torch
     from deepspeed.utils import numa
 
-    from asyncrl_cli.train.critic import start_critic
-    from asyncrl_cli.train.finite import SkipLimit
-    from asyncrl_cli.train.initial_model import build_initial_model
-    from asyncrl_cli.train.objective import Objective
-    from asyncrl_cli.train.reference import load_reference
+    from asyncrl_cli.train.algorithms.objective import Objective
+    from asyncrl_cli.train.model.critic import start_critic
+    from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.train.model.reference import load_reference
+    from asyncrl_cli.train.nonfinite_guard import SkipLimit
     from asyncrl_cli.train.step import Learner, train_batch
 
     torch.set_num_threads(1)

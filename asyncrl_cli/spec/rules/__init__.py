@@ -1,6 +1,6 @@
 """What must agree between fields: a small function each, yielding problems with the field to blame.
 
-A rule sees a spec whose fields are each right by themselves. A mend names the numbers that would work. The docstrings
+A rule sees a spec whose fields are each right by themselves. A hint names the numbers that would work. The docstrings
 are the sentences that docs/spec.md shows, in the order of these imports.
 """
 

@@ -17,9 +17,9 @@ def rule(check: Rule) -> Rule:
     return check
 
 
-def warning(path: str, message: str, mend: str = "") -> Problem:
+def warning(path: str, message: str, hint: str = "") -> Problem:
     """A problem that refuses nothing."""
-    return Problem(path, message, mend, "warning")
+    return Problem(path, message, hint, "warning")
 
 
 def longest_rollout(spec: ExperimentSpec) -> int:

@@ -53,8 +53,8 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
             try:
                 template_columns(split.template)
             except ValueError as error:
-                mend = 'Write columns in braces, as in "Q: {question}"; `{{` is a brace.'
-                yield Problem(f"{key}.template", f"is no template: {error}", mend)
+                hint = 'Write columns in braces, as in "Q: {question}"; `{{` is a brace.'
+                yield Problem(f"{key}.template", f"is no template: {error}", hint)
         if kind == "hub" and not re.fullmatch(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?", split.path or ""):
             yield Problem(f"{key}.path", f"`{split.path}` names no data set of the hub", "Write it as hf:owner/name.")
         if kind == "hub" and split.split is None:
@@ -77,11 +77,11 @@ def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
         key = f"data.curriculum.stages.{index}"
         if stage.until_prompt is None:
             if index < len(stages) - 1:
-                mend = "Only the last stage may leave it out."
-                yield Problem(f"{key}.until_prompt", "is missing, so the later stages never come", mend)
+                hint = "Only the last stage may leave it out."
+                yield Problem(f"{key}.until_prompt", "is missing, so the later stages never come", hint)
         elif stage.until_prompt <= before:
-            mend = f"It counts from the run's first prompt: use more than {before}."
-            yield Problem(f"{key}.until_prompt", f"the stage before ends at {before} already", mend)
+            hint = f"It counts from the run's first prompt: use more than {before}."
+            yield Problem(f"{key}.until_prompt", f"the stage before ends at {before} already", hint)
         else:
             before = stage.until_prompt
         if stage.min is not None and stage.max is not None and stage.min > stage.max:
@@ -93,8 +93,8 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
     """Several `samples` of an evaluation set mean `greedy: false`: greedy responses are all the same."""
     for name, chosen in spec.evaluation.sets.items():
         if chosen.greedy and chosen.samples > 1:
-            mend = "Set greedy to false, or leave samples out."
-            yield Problem(f"evaluation.sets.{name}.samples", "greedy responses are all the same", mend)
+            hint = "Set greedy to false, or leave samples out."
+            yield Problem(f"evaluation.sets.{name}.samples", "greedy responses are all the same", hint)
 
 
 def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:

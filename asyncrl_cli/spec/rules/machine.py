@@ -72,8 +72,8 @@ def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
 def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
     """`rollout.kv_cache_mb` is for CPU engines."""
     if spec.rollout.kv_cache_mb is not None and spec.rollout.gpus_per_engine:
-        mend = "Use rollout.engine_args.gpu_memory_utilization."
-        yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", mend)
+        hint = "Use rollout.engine_args.gpu_memory_utilization."
+        yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", hint)
 
 
 @rule
@@ -98,9 +98,9 @@ def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
         path = f"rollout.engine_args.{argument}"
         if name in OWN_ENGINE_ARGS or name.startswith("schedul"):
             key = OWN_ENGINE_ARGS.get(name)
-            mend = f"Use {key} instead." if key else "Remove it; the pipeline depends on its own value."
-            yield Problem(path, "asyncrl sets this itself", mend)
+            hint = f"Use {key} instead." if key else "Remove it; the pipeline depends on its own value."
+            yield Problem(path, "asyncrl sets this itself", hint)
         elif name in IMPOSSIBLE_ENGINE_ARGS:
-            harmless, reason, mend = IMPOSSIBLE_ENGINE_ARGS[name]
+            harmless, reason, hint = IMPOSSIBLE_ENGINE_ARGS[name]
             if value is not None and value not in harmless:
-                yield Problem(path, f"{value!r} cannot work: {reason}", mend)
+                yield Problem(path, f"{value!r} cannot work: {reason}", hint)

@@ -10,9 +10,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from asyncrl_cli.spec.base import LARGEST
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule
-from asyncrl_cli.spec.section import LARGEST
 from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec
 
 SIZES = (
@@ -43,23 +43,23 @@ def one_model(spec: ExperimentSpec) -> Iterator[Problem]:
 def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.path` or `model.init.tokenizer` that is a path exists and is a folder."""
     path = spec.model.path
-    mend = "Name a saved model's folder, or a hub id such as `Qwen/Qwen3-0.6B`."
+    hint = "Name a saved model's folder, or a hub id such as `Qwen/Qwen3-0.6B`."
     if path is not None and os.path.isabs(path) and not os.path.isdir(path):
-        yield Problem("model.path", f"there is no folder {path}", mend)
+        yield Problem("model.path", f"there is no folder {path}", hint)
     elif path is not None and not os.path.isabs(path) and not re.fullmatch(HUB_ID, path):
-        yield Problem("model.path", f"`{path}` is neither a folder nor a hub id", mend)
+        yield Problem("model.path", f"`{path}` is neither a folder nor a hub id", hint)
     tokenizer = spec.model.init.tokenizer if spec.model.init else CHARACTERS
     if tokenizer != CHARACTERS and not os.path.isdir(tokenizer):
-        mend = f"Name a saved tokenizer's folder, or `{CHARACTERS}`."
-        yield Problem("model.init.tokenizer", f"there is no folder {tokenizer}", mend)
+        hint = f"Name a saved tokenizer's folder, or `{CHARACTERS}`."
+        yield Problem("model.init.tokenizer", f"there is no folder {tokenizer}", hint)
 
 
 @rule
 def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.chat_template` is a file."""
     if spec.model.chat_template is not None and not os.path.isfile(spec.model.chat_template):
-        mend = "Name a Jinja file, or leave it out to use the tokenizer's own template."
-        yield Problem("model.chat_template", f"there is no file {spec.model.chat_template}", mend)
+        hint = "Name a Jinja file, or leave it out to use the tokenizer's own template."
+        yield Problem("model.chat_template", f"there is no file {spec.model.chat_template}", hint)
 
 
 @rule
@@ -68,9 +68,9 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
     if spec.model.init and known and name not in known:
         close = get_close_matches(name.lower(), known, n=1)
-        mend = f"Did you mean `{close[0]}`?" if close else "Small models are well served by `qwen3` or `llama`."
+        hint = f"Did you mean `{close[0]}`?" if close else "Small models are well served by `qwen3` or `llama`."
         message = f"transformers has no causal language model of type `{name}`"
-        yield Problem("model.init.architecture", message, mend)
+        yield Problem("model.init.architecture", message, hint)
 
 
 @cache
@@ -105,8 +105,8 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
     number = _sizes(spec)
     size, heads, kv_heads = map(number.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if size and heads and size % heads and not number.get("head_dim"):
-        mend = f"Use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim."
-        yield Problem("model.init.config.hidden_size", f"{size} cannot be split over {heads} heads", mend)
+        hint = f"Use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim."
+        yield Problem("model.init.config.hidden_size", f"{size} cannot be split over {heads} heads", hint)
     if heads and kv_heads and heads % kv_heads:
         message = f"{kv_heads} key-value heads cannot share {heads} heads"
         yield Problem("model.init.config.num_key_value_heads", message, f"Use one of {divisors(heads)}.")
@@ -132,6 +132,6 @@ def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
     item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
     needed = 2 * layers * size.get("num_key_value_heads", heads) * head_dim * item * spec.model.max_length
     if cache * 2**20 < needed:
-        mend = f"Raise it to {-(-needed // 2**20)} or more, or leave it out."
+        hint = f"Raise it to {-(-needed // 2**20)} or more, or leave it out."
         message = f"{cache} MiB hold no sequence of model.max_length {spec.model.max_length}"
-        yield Problem("rollout.kv_cache_mb", message, mend)
+        yield Problem("rollout.kv_cache_mb", message, hint)

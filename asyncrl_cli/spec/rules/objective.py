@@ -69,8 +69,8 @@ def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
     """An advantage relative to a group takes groups of two rollouts or more."""
     if spec.algorithm.advantage in GROUP_BASELINES and spec.rollout.group_size < 2:
         message = f"one rollout has nothing to be compared with, as advantage {spec.algorithm.advantage} does"
-        mend = "Raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae."
-        yield Problem("rollout.group_size", message, mend)
+        hint = "Raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae."
+        yield Problem("rollout.group_size", message, hint)
 
 
 @rule

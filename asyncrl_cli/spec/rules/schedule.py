@@ -52,8 +52,8 @@ def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
     common = math.lcm(checkpoints.every, evaluated)
     if common >= spec.stop.steps:
         message = f"no checkpoint before the last is evaluated: every {checkpoints.every} and {evaluated} steps meet "
-        mend = "Make checkpoints.every a multiple of evaluation.every."
-        yield warning("checkpoints.keep_best", f"{message}at step {common}", mend)
+        hint = "Make checkpoints.every a multiple of evaluation.every."
+        yield warning("checkpoints.keep_best", f"{message}at step {common}", hint)
 
 
 @rule
@@ -70,5 +70,5 @@ def evaluation_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
     """`evaluation.prompts` are there in `data.eval`."""
     wanted, there = spec.evaluation.prompts, spec.data.eval.size
     if wanted is not None and there is not None and wanted > there:
-        mend = f"Raise data.eval.size to {wanted}, or lower this."
-        yield warning("evaluation.prompts", f"there are only {there} held-out prompts, not {wanted}", mend)
+        hint = f"Raise data.eval.size to {wanted}, or lower this."
+        yield warning("evaluation.prompts", f"there are only {there} held-out prompts, not {wanted}", hint)

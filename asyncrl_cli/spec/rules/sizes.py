@@ -15,10 +15,10 @@ def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
     rollout, limit, total = spec.rollout, spec.model.max_length, longest_rollout(spec)
     if total > limit:
         sum_ = f"{rollout.max_prompt_tokens} prompt + {rollout.max_response_tokens} response tokens"
-        mend = f"Raise model.max_length to {total}"
+        hint = f"Raise model.max_length to {total}"
         if limit > rollout.max_prompt_tokens:
-            mend += f", or lower rollout.max_response_tokens to {limit - rollout.max_prompt_tokens}"
-        yield Problem("model.max_length", f"{sum_} are {total}, more than {limit}", f"{mend}.")
+            hint += f", or lower rollout.max_response_tokens to {limit - rollout.max_prompt_tokens}"
+        yield Problem("model.max_length", f"{sum_} are {total}, more than {limit}", f"{hint}.")
 
 
 @rule
@@ -100,8 +100,8 @@ def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     if pipeline.max_staleness != preset and not pipeline.partial_rollouts:
         message = f"mode {pipeline.mode} means {preset}, not {pipeline.max_staleness}"
-        mend = f"Set it to {preset} or leave it out, or use mode: async."
-        yield Problem("pipeline.max_staleness", message, mend)
+        hint = f"Set it to {preset} or leave it out, or use mode: async."
+        yield Problem("pipeline.max_staleness", message, hint)
     if pipeline.weight_update != "drain":
         message = f"mode {pipeline.mode} means drain, not {pipeline.weight_update}"
         yield Problem("pipeline.weight_update", message, "Set it to drain or leave it out, or use mode: async.")
@@ -129,6 +129,6 @@ def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"the engines could run {capacity} rollouts, but staleness admits {admitted} at most"
         share = -(-admitted // rollout.engines)
         staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
-        mend = f"Lower it to {max(share, rollout.group_size)}"
-        mend += f", or raise pipeline.max_staleness to {staleness}." if pipeline.mode == "async" else "."
-        yield warning("rollout.max_running_rollouts", message, mend)
+        hint = f"Lower it to {max(share, rollout.group_size)}"
+        hint += f", or raise pipeline.max_staleness to {staleness}." if pipeline.mode == "async" else "."
+        yield warning("rollout.max_running_rollouts", message, hint)

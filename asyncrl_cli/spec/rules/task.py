@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from asyncrl_cli.spec.base import MODULE_NAME
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule
-from asyncrl_cli.spec.section import MODULE_NAME
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 READY_TASKS = (
@@ -42,8 +42,8 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
             yield Problem(f"task.mix.{index}.name", message, "Use another name.")
     for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
         if task.mix and split.path is not None:
-            mend = f"Give the file to a member, as task.mix.0.{split_name}.path; here only `size` counts."
-            yield Problem(f"data.{split_name}.path", "is given, and the prompts of a mix come from its members", mend)
+            hint = f"Give the file to a member, as task.mix.0.{split_name}.path; here only `size` counts."
+            yield Problem(f"data.{split_name}.path", "is given, and the prompts of a mix come from its members", hint)
 
 
 @rule

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.schema import FILE, JournalError, open_for_reading
-from asyncrl_cli.runs.guardian import marked_processes
+from asyncrl_cli.journal.schema import FILE, JournalError, open_for_reading
+from asyncrl_cli.system.reaper import marked_processes
 from tests.e2e.conftest import Runs, mark_of
 from tests.e2e.faults.evidence import Evidence
 from tests.e2e.faults.moments import MOMENTS

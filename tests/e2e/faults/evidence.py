@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.schema import JournalError, open_for_reading
+from asyncrl_cli.journal.schema import JournalError, open_for_reading
 
 Place = tuple[int, int]
 """A rollout: its group, and its place in it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from asyncrl_cli.runs.guardian import marked_processes
+from asyncrl_cli.system.reaper import marked_processes
 
 Part = Literal["driver", "buffer", "scorer", "trainer", "engine", "core"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.rollout_rows import read_batch
-from asyncrl_cli.buffer.schema import open_for_reading
-from asyncrl_cli.pipeline.metrics import batch_digest
+from asyncrl_cli.journal.rollout_rows import read_batch
+from asyncrl_cli.journal.schema import open_for_reading
+from asyncrl_cli.orchestrator.metrics import batch_digest
 from tests.buffer.recorded_run import RecordedRun, settings
 from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.evidence import Evidence, read_look

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.schema import FILE, open_for_reading
+from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.e2e.conftest import Runs
 from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.disturbed import Ended

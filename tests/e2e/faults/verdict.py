@@ -9,8 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.buffer.schema import FILE, open_for_reading
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.spec.load import load_spec
 from tests.e2e.conftest import Runs, rows
 from tests.e2e.faults.audit import Audit, audit

@@ -21,9 +21,9 @@ from typing import Any
 
 import httpx
 
-from asyncrl_cli.data.prompts import Message, Prompt
+from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
-from asyncrl_cli.tasks.calculator import Calculator
+from asyncrl_cli.tasks.ready.calculator import Calculator
 
 RETURN_IDS = {"return_token_ids": True}
 """The one thing asked for beside what a library asks: the ids, for the log."""

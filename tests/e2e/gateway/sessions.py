@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from asyncrl_cli.buffer.queries import group_record, snapshot
-from asyncrl_cli.buffer.schema import FILE
-from asyncrl_cli.rollout.records import GIVEN
+from asyncrl_cli.journal.queries import group_record, snapshot
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.records.generation import GIVEN
 from tests.e2e.conftest import ROOT, Runs, rows
 
 GROUPS_A_STEP, GROUP_SIZE = 5, 4

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl_cli.buffer.schema import FILE, open_for_reading
-from asyncrl_cli.rollout.records import GIVEN
+from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.records.generation import GIVEN
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
 

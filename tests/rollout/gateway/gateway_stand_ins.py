@@ -16,15 +16,15 @@ import httpx
 import numpy as np
 import openai
 
-from asyncrl_cli.rollout.chat import ChatFormat
-from asyncrl_cli.rollout.gateway.connections import ConnectionLimits
-from asyncrl_cli.rollout.gateway.keys import session_key, session_url
-from asyncrl_cli.rollout.gateway.server import Gateway, start_gateway
-from asyncrl_cli.rollout.gateway.sessions import Sessions
-from asyncrl_cli.rollout.records import Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.session import Limits, Session
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.connections import ConnectionLimits
+from asyncrl_cli.gateway.keys import session_key, session_url
+from asyncrl_cli.gateway.server import Gateway, start_gateway
+from asyncrl_cli.gateway.session import Limits, Session
+from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import GatewaySpec
-from asyncrl_cli.train.tokenizer import character_tokenizer
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.rollout.conversation_stand_ins import end_of
 
 MODEL = "tiny"

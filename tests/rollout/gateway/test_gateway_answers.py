@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gateway_stand_ins import MODEL, Engine, chat_format, in_time, served
 
-from asyncrl_cli.rollout.records import RolloutRequest
+from asyncrl_cli.records.generation import RolloutRequest
 from tests.rollout.conversation_stand_ins import end_of
 
 HELLO: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.rollout.gateway import bodies
-from asyncrl_cli.rollout.gateway.bodies import LARGE, Bodies
-from asyncrl_cli.rollout.gateway.errors import ApiError
+from asyncrl_cli.gateway import bodies
+from asyncrl_cli.gateway.bodies import LARGE, Bodies
+from asyncrl_cli.gateway.errors import ApiError
 
 LIMIT_S = 0.05
 """Seconds that a body may take to arrive here."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from gateway_stand_ins import KEY, Engine, Served, in_time, key_of, served, until
 
-from asyncrl_cli.rollout.gateway.actor import _FullOnce
-from asyncrl_cli.rollout.gateway.connections import MOST_CONNECTIONS, ConnectionLimits
+from asyncrl_cli.gateway.actor import _FullOnce
+from asyncrl_cli.gateway.connections import MOST_CONNECTIONS, ConnectionLimits
 
 PATIENT = ConnectionLimits(head_s=60, body_s=60, idle_s=60, unread_s=60)
 """Deadlines that no test waits for; each sets the one that it is about."""
@@ -132,7 +132,7 @@ def test_who_does_not_read_is_closed() -> None:
 
 def test_the_cap_follows_from_the_limit_of_descriptors() -> None:
     command = (
-        "import resource; from asyncrl_cli.rollout.gateway.connections import raise_descriptor_limit as up;"
+        "import resource; from asyncrl_cli.gateway.connections import raise_descriptor_limit as up;"
         "print(up(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
 

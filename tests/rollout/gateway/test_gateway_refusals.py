@@ -12,9 +12,9 @@ import openai
 import pytest
 from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, in_time, key_of, served
 
-from asyncrl_cli.rollout.chat import ChatFormat
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.server import GatewayError, listen
 from asyncrl_cli.rollout.client import GenerationFailed
-from asyncrl_cli.rollout.gateway.server import GatewayError, listen
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -1,0 +1,98 @@
+"""Running code of the user's in this process: a hang or a ``sys.exit`` in it becomes an error that names the line."""
+
+from __future__ import annotations
+
+import signal
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+from asyncrl_cli.core.errors import ConfigError
+
+FIRST_NOTICE_S = 5.0
+"""Seconds of silence before it is said what is waited for; the pause doubles each time."""
+
+CODE_S = 120.0
+"""Seconds that importing and constructing what a spec names may take."""
+
+
+class _TooLong(BaseException):
+    """Not an ``Exception``, so that user code that catches those cannot swallow it."""
+
+
+@contextmanager
+def own_code(what: str, notice: Callable[[str], None], limit_s: float | None = None) -> Iterator[None]:
+    """Run a block that executes user code. ``what`` describes it, such as "importing the task".
+
+    While it runs, ``notice`` is told what is waited for and at which line it is. Raises ``ConfigError`` when the block
+    runs for more than ``limit_s`` seconds or calls ``sys.exit``. Outside the main thread there are no notices and
+    there is no limit, because Python delivers signals to the main thread only.
+    """
+    started = time.monotonic()
+    next_notice_s = min(FIRST_NOTICE_S, limit_s or FIRST_NOTICE_S)
+    interval_s = next_notice_s
+
+    def look(_: int, frame: FrameType | None) -> None:
+        nonlocal next_notice_s
+        waited_s = time.monotonic() - started
+        if limit_s is not None and waited_s >= limit_s:
+            raise _TooLong(_line(_frames(frame)))
+        if waited_s >= next_notice_s:
+            next_notice_s *= 2
+            limit = f" of at most {limit_s:.0f} s" if limit_s is not None else ""
+            notice(f"{what} takes long: {waited_s:.0f} s{limit}, now at {_line(_frames(frame))}")
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:
+        before = signal.signal(signal.SIGALRM, look)
+        outer_s, outer_interval_s = signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
+    try:
+        yield
+    except SystemExit as error:
+        raise ConfigError(
+            f"{what} called sys.exit({'' if error.code is None else repr(error.code)})",
+            location=_line(_raised_in(error.__traceback__)),
+            hint='Remove the call, or put it below `if __name__ == "__main__":`',
+        ) from None
+    except _TooLong as error:
+        raise ConfigError(
+            f"{what} took more than {limit_s:.0f} s",
+            location=str(error),
+            hint="Move slow work out of the module's top level and out of the constructor",
+        ) from None
+    finally:
+        if in_main_thread:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            if outer_s:  # somebody else's timer goes on
+                left_s = outer_s - (time.monotonic() - started)
+                signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001), outer_interval_s)
+
+
+def _frames(frame: FrameType | None) -> list[tuple[str, int]]:
+    """File and line of a frame and of its callers, innermost first."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _raised_in(traceback: TracebackType | None) -> list[tuple[str, int]]:
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found[::-1]
+
+
+def _line(places: list[tuple[str, int]]) -> str:
+    """The innermost place that is the user's own, else the innermost of all."""
+    paths = sysconfig.get_paths()
+    others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], __file__.rpartition("/core/")[0])
+    own = [place for place in places if not place[0].startswith(others)]
+    file, line = (own or places or [("unknown", 0)])[0]
+    return f"{file}:{line}"

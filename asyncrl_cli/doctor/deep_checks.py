@@ -1,0 +1,114 @@
+"""One engine and one trainer, really started on a model that is made for it: the programs of `asyncrl doctor --deep`.
+
+    python -m asyncrl_cli.doctor.deep_checks engine|trainer FOLDER [--gpu]
+
+Each goes the way of a run, alone in its process, and writes its model to FOLDER: vLLM generates from the model's
+weights; DeepSpeed makes a step of ZeRO-3, after which the loss is lower. The line with ANSWER says what came out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+TOKENS = 16
+"""Tokens that the engine generates."""
+MODEL = {
+    "architecture": "qwen3",
+    "config": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
+    "tokenizer": "characters",
+}
+"""Some 100,000 weights; the heads' size is one that kernels for GPUs have."""
+
+
+def trial_spec(gpu: bool) -> ExperimentSpec:
+    """One engine and one ZeRO-3 rank, each on a GPU or on two threads."""
+    return ExperimentSpec.model_validate(
+        {
+            "name": "doctor",
+            "model": {"init": MODEL, "max_length": 64},
+            "task": {"use": "spell_backward"},
+            "rollout": {"max_running_rollouts": 4, "gpus_per_engine": int(gpu), "threads_per_engine": 2},
+            "trainer": {"zero_stage": 3, "gpus_per_rank": int(gpu), "threads_per_rank": 2},
+            "stop": {"steps": 1},
+        }
+    )
+
+
+def try_engine(spec: ExperimentSpec, folder: Path) -> str:
+    """Start vLLM on a model, and generate. Raises whatever goes wrong."""
+    from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
+    from asyncrl_cli.rollout.engine import Engine, engine_environment
+
+    os.environ |= engine_environment(spec)
+    _make_model(spec, folder)
+
+    async def generated() -> Rollout:
+        engine = Engine(spec, str(folder), own_weights=True)
+        try:
+            await engine.serve_own(0)
+            return await engine.generate(RolloutRequest("doctor", (3, 4, 5), Sampling(1.0, TOKENS)))
+        finally:
+            engine.shutdown()
+
+    return f"an engine generated {len(asyncio.run(generated()).response_ids)} tokens"
+
+
+def try_trainer(spec: ExperimentSpec, folder: Path) -> str:
+    """Start DeepSpeed on a model, and make a step of ZeRO-3. Raises whatever goes wrong."""
+    from asyncrl_cli.train import deepspeed_engine as ds
+
+    os.environ |= ds.trainer_environment(spec)
+    import torch
+
+    from asyncrl_cli.train.nonfinite_guard import backward, step
+
+    _make_model(spec, folder)
+    server = socket.create_server(("127.0.0.1", 0))
+    ds.join_process_group(0, 1, "127.0.0.1", server.getsockname()[1], spec.trainer.gpus_per_rank > 0, server)
+    engine = ds.start_engine(spec, str(folder))
+    ids = torch.arange(3, 35, device=engine.device).reshape(2, 16)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False  # nothing predicts a first token
+    losses = []
+    for _ in range(2):
+        loss = -engine(ids, mask).mean()
+        losses.append(loss.item())
+        backward(engine, loss)
+        step(engine)
+    if not losses[1] < losses[0]:
+        raise RuntimeError(f"a step of the optimizer did not lower the loss: {losses[0]} before, {losses[1]} after")
+    return f"a ZeRO-3 step lowered a loss from {losses[0]:.4f} to {losses[1]:.4f}"
+
+
+TRIALS: dict[str, Callable[[ExperimentSpec, Path], str]] = {"engine": try_engine, "trainer": try_trainer}
+
+
+def _make_model(spec: ExperimentSpec, folder: Path) -> None:
+    from asyncrl_cli.train.model.initial import build_initial_model
+
+    assert spec.model.init is not None
+    build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+
+
+def main() -> None:
+    """Try one of them."""
+    what, folder, *options = sys.argv[1:]
+    print("ANSWER", TRIALS[what](trial_spec("--gpu" in options), Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

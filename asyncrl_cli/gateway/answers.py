@@ -1,0 +1,387 @@
+"""Replies as OpenAI's API says them: whole answers, and the chunks of a stream.
+
+The answers are typed dictionaries, so that what is sent is what the OpenAPI document says, and nothing is validated a
+second time on its way out.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from asyncrl_cli.gateway.session import Reply
+
+LEAST_LOGPROB = -9999.0
+"""What JSON gets for minus infinity, which it cannot say."""
+
+
+class Usage(TypedDict):
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class FunctionCall(TypedDict):
+    """A function with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Call(TypedDict):
+    """One call of a tool; ``index`` in streams only."""
+
+    index: NotRequired[int]
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantMessage(TypedDict):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[Call]]
+
+
+class TopLogprob(TypedDict):
+    """A token's log-probability in nats; ``bytes`` are its UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The sampled token's."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry per token."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """One reply. The ids are there when ``return_token_ids`` asked for them."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Delta(TypedDict, total=False):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[Call]
+
+
+class ChatChunkChoice(TypedDict):
+    """A piece of one reply; the last one has the reason, and what was asked for of log-probabilities and ids."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(TypedDict):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextLogprobs(TypedDict):
+    """One entry per token; ``text_offset`` counts characters from the text's beginning."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    """One completion, or a piece of one in a stream. The ids are there when ``return_token_ids`` asked for them."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(TypedDict):
+    """The answer of `/v1/completions`, and one event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: NotRequired[Usage]
+
+
+class Model(TypedDict):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(TypedDict):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+def encoded(body: Any) -> bytes:
+    """JSON bytes."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(body: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encoded(body) + b"\n\n"
+
+
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+def usage(prompts: Sequence[Sequence[Reply]]) -> Usage:
+    """Tokens of all replies, and of each prompt once."""
+    prompt = sum(len(replies[0].prompt_ids) for replies in prompts)
+    completion = sum(len(reply.token_ids) for replies in prompts for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants to be told beside the text. The request itself need not be kept for it."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    top_logprobs: bool = False
+
+
+class TokenTexts:
+    """The text of single tokens."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._text = lru_cache(maxsize=2**16)(lambda token: decode([token]))
+
+    def __call__(self, token: int) -> str:
+        return self._text(token)
+
+
+class ChatAnswer:
+    """Answers one chat request."""
+
+    def __init__(self, wanted: Wanted, model: str, texts: TokenTexts) -> None:
+        self._wanted, self._model, self._texts = wanted, model, texts
+        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def whole(self, prompts: Sequence[Sequence[Reply]]) -> ChatCompletion:
+        """The answer to a request that is not streamed."""
+        (replies,) = prompts
+        choices: list[ChatChoice] = []
+        for index, reply in enumerate(replies):
+            calls = _calls(reply)
+            message: AssistantMessage = {
+                "role": "assistant",
+                "content": reply.message.get("content") or (None if calls else ""),
+                "refusal": None,
+            }
+            if calls:
+                message["tool_calls"] = calls
+            choice: ChatChoice = {
+                "index": index,
+                "message": message,
+                "logprobs": self._logprobs(reply),
+                "finish_reason": reply.finish_reason,
+            }
+            if self._wanted.token_ids:
+                choice["token_ids"] = list(reply.token_ids)
+            choices.append(choice)
+        answer: ChatCompletion = {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": usage(prompts),
+        }
+        if self._wanted.token_ids:
+            answer["prompt_token_ids"] = list(replies[0].prompt_ids)
+        return answer
+
+    def opening(self, choice: int) -> bytes:
+        """The first event of a choice."""
+        return event(self._chunk(choice, {"role": "assistant", "content": ""}))
+
+    def piece(self, choice: int, text: str) -> bytes:
+        """More of a choice's text."""
+        return event(self._chunk(choice, {"content": text}))
+
+    def closing(self, choice: int, reply: Reply, sent: str) -> Iterator[bytes]:
+        """The last events of a choice of which the text ``sent`` has been sent."""
+        rest = (reply.message.get("content") or "")[len(sent) :]
+        if rest:
+            yield self.piece(choice, rest)
+        if calls := _calls(reply):
+            yield event(self._chunk(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}))
+        last = self._chunk(choice, {})
+        last["choices"][0]["finish_reason"] = reply.finish_reason
+        last["choices"][0]["logprobs"] = self._logprobs(reply)
+        if self._wanted.token_ids:
+            last["choices"][0]["token_ids"] = list(reply.token_ids)
+            last["prompt_token_ids"] = list(reply.prompt_ids)
+        yield event(last)
+
+    def used(self, prompts: Sequence[Sequence[Reply]]) -> bytes:
+        """The event that counts the tokens."""
+        chunk = self._chunk(0, {})
+        chunk["choices"] = []
+        chunk["usage"] = usage(prompts)
+        return event(chunk)
+
+    def _chunk(self, choice: int, delta: Delta) -> ChatChunk:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "choices": [{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}],
+        }
+
+    def _logprobs(self, reply: Reply) -> ChatLogprobs | None:
+        if not self._wanted.logprobs:
+            return None
+        content: list[TokenLogprob] = []
+        for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+            text = self._texts(token)
+            own: TopLogprob = {
+                "token": text,
+                "logprob": max(float(logprob), LEAST_LOGPROB),
+                "bytes": list(text.encode()),
+            }
+            content.append({**own, "top_logprobs": [own] if self._wanted.top_logprobs else []})
+        return {"content": content, "refusal": None}
+
+
+class TextAnswer:
+    """Answers one request of `/v1/completions`; choices count over all prompts."""
+
+    def __init__(self, wanted: Wanted, model: str, texts: TokenTexts) -> None:
+        self._wanted, self._model, self._texts = wanted, model, texts
+        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def whole(self, prompts: Sequence[Sequence[Reply]]) -> Completion:
+        """The answer to a request that is not streamed."""
+        replies = [reply for of_prompt in prompts for reply in of_prompt]
+        answer = self._body([self._last(index, reply, reply.text) for index, reply in enumerate(replies)])
+        answer["usage"] = usage(prompts)
+        return answer
+
+    def opening(self, choice: int) -> bytes:
+        """Nothing: a completion begins with its text."""
+        return b""
+
+    def piece(self, choice: int, text: str) -> bytes:
+        """More of a choice's text."""
+        return event(self._body([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}]))
+
+    def closing(self, choice: int, reply: Reply, sent: str) -> Iterator[bytes]:
+        """The last event of a choice of which the text ``sent`` has been sent."""
+        yield event(self._body([self._last(choice, reply, reply.text[len(sent) :])]))
+
+    def used(self, prompts: Sequence[Sequence[Reply]]) -> bytes:
+        """The event that counts the tokens."""
+        body = self._body([])
+        body["usage"] = usage(prompts)
+        return event(body)
+
+    def _body(self, choices: list[TextChoice]) -> Completion:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _last(self, index: int, reply: Reply, text: str) -> TextChoice:
+        finish: Literal["stop", "length"] = "length" if reply.finish_reason == "length" else "stop"
+        choice: TextChoice = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(reply),
+            "finish_reason": finish,
+        }
+        if self._wanted.token_ids:
+            choice["token_ids"] = list(reply.token_ids)
+            choice["prompt_token_ids"] = list(reply.prompt_ids)
+        return choice
+
+    def _logprobs(self, reply: Reply) -> TextLogprobs | None:
+        if not self._wanted.logprobs:
+            return None
+        tokens = [self._texts(token) for token in reply.token_ids]
+        values = [max(float(logprob), LEAST_LOGPROB) for logprob in reply.logprobs]
+        offsets, at = [], 0
+        for text in tokens:
+            offsets.append(at)
+            at += len(text)
+        top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self._wanted.top_logprobs else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+def _calls(reply: Reply) -> list[Call]:
+    return [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
+        }
+        for call in reply.message.get("tool_calls") or ()
+    ]

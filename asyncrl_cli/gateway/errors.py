@@ -1,0 +1,118 @@
+"""Every refusal has OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` under the right status code."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+CLIENT_GONE = 499
+"""What the metrics count an answer as that nobody waits for any more. Never sent."""
+
+log = logging.getLogger(__name__)
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; ``param`` names the request's key."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """An error, as OpenAI's API has it."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        """``code`` is OpenAI's error code, such as ``model_not_found``."""
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def body(self) -> dict[str, Any]:
+        """The answer's body."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status, headers=dict(headers or {}))
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told about an exception; one that nobody foresaw is logged with its traceback."""
+    from asyncrl_cli.gateway.session import SessionError
+    from asyncrl_cli.rollout.client import GenerationFailed
+
+    if isinstance(error, BaseExceptionGroup):  # several prompts in one request
+        return as_api_error(error.exceptions[0])
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SessionError):
+        return ApiError(error.status, error.message, code=error.code)
+    if isinstance(error, GenerationFailed):
+        return ApiError(503, f"the generation failed: {error}", code="generation_failed")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__} in the gateway; its log says more", code="internal_error")
+
+
+TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")
+"""What pydantic puts into an error's place where a value may be of several types: no key of ours, and no index."""
+
+
+def invalid(error: ValidationError) -> ApiError:
+    """A body that is no request, by the first thing that is wrong with it."""
+    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    param = _place(first["loc"])
+    # Where a value may be of several types, each says why it is none of them.
+    reasons = dict.fromkeys([first["msg"], *(other["msg"] for other in others if _place(other["loc"]) == param)])
+    message = "; or: ".join(list(reasons)[:4])
+    return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
+
+
+def _place(loc: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in takewhile(lambda part: not TYPE_NAME.fullmatch(str(part)), loc))
+
+
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def install(app: FastAPI) -> None:
+    """Have an application answer all errors in this shape that it knows of; ``metrics.Watched`` sees to the others."""
+
+    async def refused(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed here"}
+        answer = ApiError(
+            error.status_code, message.get(error.status_code, str(error.detail)), code=HTTP_CODES.get(error.status_code)
+        )
+        return answer.response(error.headers)
+
+    for kind in _foreseen():
+        app.add_exception_handler(kind, refused)
+    app.add_exception_handler(HTTPException, http_error)
+
+
+def _foreseen() -> tuple[type[Exception], ...]:
+    from asyncrl_cli.gateway.session import SessionError
+    from asyncrl_cli.rollout.client import GenerationFailed
+
+    return ApiError, SessionError, GenerationFailed

@@ -1,0 +1,83 @@
+"""What the gateway counts, for Prometheus."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from asyncrl_cli.gateway.answers import Usage
+from asyncrl_cli.gateway.errors import CLIENT_GONE, as_api_error
+
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Counters in a registry of their own, so that two gateways of a process do not meet."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "asyncrl_gateway_requests", "Requests answered.", ["path", "status"], registry=self.registry
+        )
+        self.errors = Counter(
+            "asyncrl_gateway_errors", "Requests answered with an error.", ["status"], registry=self.registry
+        )
+        self.prompt_tokens = Counter(
+            "asyncrl_gateway_prompt_tokens", "Tokens of the prompts of answered requests.", registry=self.registry
+        )
+        self.generated_tokens = Counter(
+            "asyncrl_gateway_generated_tokens", "Tokens generated for answered requests.", registry=self.registry
+        )
+        self.in_flight = Gauge("asyncrl_gateway_in_flight", "Requests being answered.", registry=self.registry)
+        self.seconds = Histogram(
+            "asyncrl_gateway_request_seconds",
+            "From a request's arrival to the end of its answer.",
+            ["path"],
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def used(self, usage: Usage) -> None:
+        """Count a request's tokens."""
+        self.prompt_tokens.inc(usage["prompt_tokens"])
+        self.generated_tokens.inc(usage["completion_tokens"])
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class Watched:
+    """Counts every request of an application, and answers for it when it raises what nobody foresaw."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, started = CLIENT_GONE, time.perf_counter()
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                await self._app(scope, receive, watched_send)
+            except Exception as error:
+                answer = as_api_error(error).response()
+                if status != CLIENT_GONE:  # an answer has begun
+                    raise
+                await answer(scope, receive, watched_send)
+            finally:
+                path = getattr(scope.get("route"), "path", "other")
+                self._metrics.requests.labels(path, status).inc()
+                if status >= 400:
+                    self._metrics.errors.labels(status).inc()
+                self._metrics.seconds.labels(path).observe(time.perf_counter() - started)

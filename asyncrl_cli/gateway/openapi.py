@@ -1,0 +1,73 @@
+"""The OpenAPI document: FastAPI's, with the request bodies that ``app`` reads itself, and all errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from asyncrl_cli.gateway.answers import ChatChunk, ChatCompletion, Completion
+from asyncrl_cli.gateway.errors import ErrorAnswer
+from asyncrl_cli.gateway.protocol import ChatRequest, CompletionRequest, Wire
+
+REFERENCE = "#/components/schemas/{model}"
+BODIES: tuple[type[Wire], ...] = (ChatRequest, CompletionRequest)
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorAnswer, "description": "The request is wrong, or asks for what cannot be served."},
+    401: {"model": ErrorAnswer, "description": "No API key, or a wrong one."},
+}
+"""What any path that needs the key may answer."""
+METRICS: dict[int | str, dict[str, Any]] = ERRORS | {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format."}
+}
+SESSION_ERRORS: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorAnswer, "description": "No such model, or no such session."},
+    410: {"model": ErrorAnswer, "description": "The session has ended."},
+}
+GENERATION_ERRORS: dict[int | str, dict[str, Any]] = {
+    408: {"model": ErrorAnswer, "description": "The body did not arrive in time."},
+    413: {"model": ErrorAnswer, "description": "The body is too large."},
+    500: {"model": ErrorAnswer, "description": "A fault of the gateway."},
+    503: {"model": ErrorAnswer, "description": "The engines failed at it again and again, or the server stops."},
+}
+
+
+def generation(answer: Any, chunk: Any, body: type[Wire]) -> dict[str, Any]:
+    """The keyword arguments of a route that generates."""
+    said = {"type": "string", "description": f"A {chunk.__name__} as JSON, an error, or at the end `[DONE]`."}
+    one_event = {"type": "object", "properties": {"data": said}, "required": ["data"]}
+    content = {"text/event-stream": {"schema": one_event}}
+    answered = {"model": answer, "description": "What was generated.", "content": content}
+    schema = {"$ref": REFERENCE.format(model=body.__name__)}
+    return {
+        "responses": {200: answered, **ERRORS, **SESSION_ERRORS, **GENERATION_ERRORS},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+    }
+
+
+CHAT = generation(ChatCompletion, ChatChunk, ChatRequest)
+COMPLETION = generation(Completion, Completion, CompletionRequest)
+
+
+def install(app: FastAPI) -> None:
+    """Give an application its document."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            whole = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFERENCE)
+            schemas = whole["components"]["schemas"]
+            schemas |= bodies["$defs"]
+            # What is wrong with a request is said with 400, in another shape than FastAPI's.
+            for path in whole["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for unused in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(unused, None)
+            app.openapi_schema = whole
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

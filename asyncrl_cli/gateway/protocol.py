@@ -1,0 +1,252 @@
+"""What clients may send: the requests of OpenAI's API, as far as a policy can serve them.
+
+Own small models, not vLLM's (docs/decisions/0016-gateway.md). Keys that are not named here are accepted, since clients
+send many that make no difference; those that would make one and cannot be served are refused by
+``refuse_unsupported``, unless they say what happens anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from asyncrl_cli.gateway.errors import ApiError
+
+MAX_CHOICES = 1024
+"""Choices of one request, over all its prompts."""
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+MAX_CALLS = 512
+"""Messages and tools of one request, and calls of tools of one message."""
+
+Stop = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
+
+
+class Wire(BaseModel):
+    """Base of what comes over the wire."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Wire):
+    """How a stream ends."""
+
+    include_usage: Flag | None = Field(None, description="Send a last chunk with the tokens used.")
+
+
+class GenerationRequest(Wire):
+    """What both kinds of generation share."""
+
+    model: Text | None = Field(None, description="The served model, as `/v1/models` names it; may be left out.")
+    n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = Field(None, description="Choices per prompt.")
+    temperature: Temperature | None = Field(
+        None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
+    )
+    seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
+        None, description="Strings that end the text, which does not have them."
+    )
+    max_tokens: Count | None = Field(None, description="Most tokens to generate.")
+    stream: Flag | None = Field(None, description="Answer with server-sent events.")
+    stream_options: StreamOptions | None = None
+    return_token_ids: Flag | None = Field(
+        None, description="Add the token ids: `prompt_token_ids`, and `token_ids` of each choice."
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with a chunk that counts the tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class TextPart(Wire):
+    """A piece of a message's content. There are no pictures or sounds."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Function(Wire):
+    """The function that a tool call names, with its arguments as JSON text."""
+
+    name: Text
+    arguments: Text
+
+
+class ToolCall(Wire):
+    """One call of a tool, in an assistant's message."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatMessage(Wire):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
+        None, description="For role `assistant`."
+    )
+    tool_call_id: Text | None = Field(None, description="For role `tool`: the call that this answers.")
+    name: Text | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as it was sent, as far as chat templates know it."""
+        said = self.model_dump(exclude_none=True, include={"role", "content", "tool_calls", "tool_call_id", "name"})
+        return said | {"role": "system"} if self.role == "developer" else said
+
+
+class FunctionDefinition(Wire):
+    """What a tool does and takes; ``parameters`` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256, strict=True)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Wire):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Wire):
+    """A function by its name."""
+
+    name: Text
+
+
+class NamedTool(Wire):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(GenerationRequest):
+    """A request of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
+    )
+    max_completion_tokens: Count | None = Field(None, description="Goes before `max_tokens`.")
+    logprobs: Flag | None = Field(None, description="Add the log-probability of each token.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
+        None, description="Needs `logprobs`. Only the sampled token's is known: more than 1 gives that one."
+    )
+
+    @model_validator(mode="after")
+    def _tool_choice_fits(self) -> ChatRequest:
+        names = {tool.function.name for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise PydanticCustomError("tool_choice", "tool_choice names a function that is not among the tools")
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        return self
+
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model gets to see, as they were sent."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+
+Prompt = Annotated[str, Field(min_length=1, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+class CompletionRequest(GenerationRequest):
+    """A request of `/v1/completions`."""
+
+    prompt: (
+        Prompt
+        | TokenIds
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
+    ) = Field(description="A text, token ids, or a list of either.")
+    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
+        None, description="Add the log-probability of each token. Only the sampled token's is known."
+    )
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> CompletionRequest:
+        if len(self.prompts()) * (self.n or 1) > MAX_CHOICES:
+            raise PydanticCustomError("n", f"more than {MAX_CHOICES} choices in one request")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "web_search_options": (),
+}
+"""Keys that no session can do as asked, with the values (beside null) that ask for nothing."""
+
+RESHAPING: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "frequency_penalty": (0,),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop_token_ids": ([],),
+    "top_k": (0, -1),
+    "top_p": (1,),
+}
+"""Keys that change the distribution that is sampled from, likewise. A policy is sampled from as it is, so that
+log-probs mean what they say; a session with a sampling of its own overrides them, as it does the temperature."""
+
+
+def refuse_unsupported(request: Wire, fixed_sampling: bool) -> None:
+    """Raise ``ApiError`` for the first key that cannot be served."""
+    for key, value in (request.model_extra or {}).items():
+        neutral = UNSUPPORTED.get(key)
+        if neutral is None and not fixed_sampling:
+            neutral = RESHAPING.get(key)
+        if neutral is not None and value is not None and not any(_same(value, one) for one in neutral):
+            raise ApiError(400, f"{key} is not supported", code="unsupported_parameter", param=key)
+
+
+def _same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -1,0 +1,153 @@
+"""The HTTP server around the application, in the event loop of whoever starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.gateway.app import Service, create_app
+from asyncrl_cli.gateway.bodies import Bodies
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.connections import ConnectionLimits, Connections
+from asyncrl_cli.gateway.session import Session
+from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.spec.sections import GatewaySpec
+
+START_S = 10.0
+STOP_S = 5.0
+"""Seconds that starting and stopping may take."""
+BACKLOG = 128
+"""Connections that may wait to be accepted, and that are accepted at a time."""
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that mean every interface, and how to reach them from this host."""
+
+
+class GatewayError(UserError):
+    """The gateway cannot be started."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process, and says when it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.serving = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.serving.set()
+
+
+class Gateway:
+    """A gateway that serves until ``stop``."""
+
+    def __init__(self, service: Service, listener: socket.socket, limits: ConnectionLimits) -> None:
+        self._service = service
+        self._listener = listener
+        host, port = listener.getsockname()[:2]
+        host = ANYWHERE.get(host, host)
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        connections: Any = Connections(limits)
+        config = uvicorn.Config(
+            create_app(service),
+            http=connections.protocol,
+            log_config=None,
+            log_level="critical",  # what clients do wrong is told to them
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            backlog=BACKLOG,
+            timeout_keep_alive=limits.idle_s,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Serve from now on. Raises ``GatewayError`` when that does not work."""
+        self._task = asyncio.create_task(self._server.serve([self._listener]))
+        ready = asyncio.create_task(self._server.serving.wait())
+        try:
+            await asyncio.wait({self._task, ready}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if not self._server.serving.is_set():
+            await self.stop()
+            raise GatewayError("the gateway's server did not start", location="rollout.gateway")
+
+    async def stop(self) -> None:
+        """End every request and stop to serve, within ``STOP_S``."""
+        assert self._task is not None, "it was started"
+        self._server.should_exit = True
+        self._service.calls.cancel_all()
+        await asyncio.wait({self._task}, timeout=STOP_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._service.bodies.close()
+
+    async def __aenter__(self) -> Gateway:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+
+async def start_gateway(
+    spec: GatewaySpec,
+    chat: ChatFormat,
+    sessions: Sessions,
+    new_session: Callable[[], Session],
+    model: str,
+    *,
+    secret: bytes,
+    api_key: str | None,
+    limits: ConnectionLimits,
+) -> Gateway:
+    """A gateway that serves, in this event loop.
+
+    The arguments are those of ``app.Service``. Raises ``GatewayError`` when the address cannot be had.
+    """
+    service = Service(
+        sessions=sessions,
+        secret=secret,
+        new_session=new_session,
+        api_key=api_key,
+        chat=chat,
+        model=model,
+        bodies=Bodies(spec.max_body_mb * 2**20, limits.body_s),
+    )
+    gateway = Gateway(service, listen(spec.host, spec.port), limits)
+    await gateway.start()
+    return gateway
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections. Raises ``GatewayError`` when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Only sockets that name their protocol get TCP_NODELAY from asyncio; without it answers wait 40 ms for an ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise GatewayError(
+            f"the gateway cannot listen on {host}:{port}: {reason}",
+            location="rollout.gateway.port",
+            hint="Set rollout.gateway.port to 0 for a free one, and rollout.gateway.host to an address of this host",
+        ) from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,496 @@
+"""A session: what one program says to the model and hears from it, as the token sequences of one rollout.
+
+A call whose messages begin with those of an earlier call and the reply to it goes on with that call's tokens, exactly
+as they were; every other call begins a branch (docs/gateway.md, "Conversations and token ids"). transcript.py keeps the
+tokens, chat.py makes them of messages, and here is what happens in a call: it finds its place, is checked against the
+limits, and is generated, or handed out as it was recorded.
+
+A call is rendered first (``place_chat``, ``place_text``, ``place_ids``), which may take a thread of its own, and takes
+its sequence only when it is answered: between two awaits nothing else runs, so calls may well come at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.gateway.chat import ChatError, ChatFormat, before_stop, key, normal
+from asyncrl_cli.gateway.text_stream import TextStream
+from asyncrl_cli.gateway.tool_calls import Tools
+from asyncrl_cli.gateway.transcript import Call, OnSegments, TokenSequence, Transcript, Turn
+from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.rollout.continuation import Tokens, cut, stopped_at
+
+Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
+"""``GenerationClient.generate``."""
+OnText = Callable[[int, str], None]
+"""Gets the choice that a piece of text belongs to, and the piece."""
+
+ALWAYS_RENDERED = 64 * 2**10
+"""Characters that are rendered whatever the model's length: a template may leave most of them out."""
+
+T = TypeVar("T")
+
+
+class Render(Protocol):
+    """Where work is done that takes as long as a text is."""
+
+    async def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+async def at_once(work: Callable[[], T]) -> T:
+    """Renders right here."""
+    return work()
+
+
+class SessionError(Exception):
+    """A call that the program gets an error for.
+
+    ``status`` is the HTTP status, ``code`` the error code as OpenAI's servers have it.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What one call asks for. None leaves it to the session."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens of one sequence, sampled tokens of one call, and over the whole session calls (each choice counts) and
+    sampled tokens.
+
+    Calls that run at the same time may each sample what was left of ``max_sampled_tokens`` when they began.
+    """
+
+    max_length: int
+    max_call_tokens: int
+    max_calls: int | None = None
+    max_sampled_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """One choice of a call. ``logprobs`` (float32) and ``versions`` (int32) have one entry per token of ``token_ids``.
+
+    ``message`` is in OpenAI's shape. ``text`` is all that was said, calls of tools too, up to a stop string.
+    ``stopped_by`` is that stop string, where there is one.
+    """
+
+    message: Message
+    text: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stopped_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call that has been rendered: all its prompt's tokens, the place in a sequence that it goes on from (None: it
+    begins a branch), and how its conversation is found again after the reply."""
+
+    prompt_ids: tuple[int, ...]
+    after: tuple[TokenSequence, Turn] | None = None
+    tools: Tools | None = None
+    messages: tuple[int, str] | None = None
+    text: str | None = None
+
+    @property
+    def sequence(self) -> TokenSequence | None:
+        """The sequence that it can go on with right now; None for a branch."""
+        return self.after[0] if self.after is not None and self.after[0].extends(self.after[1]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """Messages in the form that they are compared in, with a key of the tools and of every beginning."""
+
+    messages: list[Message]
+    keys: tuple[str, ...]
+    characters: int
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: Tools | None) -> _Conversation:
+        """Raises ``ChatError``."""
+        same = [normal(message) for message in messages]
+        if not same:
+            raise ChatError("there are no messages")
+        texts = [key(list(tools or ())), *map(key, same)]
+        return cls(same, tuple(accumulate(texts, _chained, initial=""))[1:], sum(map(len, texts)))
+
+    @property
+    def whole(self) -> tuple[int, str]:
+        """How many keys there are, and the last one."""
+        return len(self.keys), self.keys[-1]
+
+    def covers(self, _: TokenSequence, turn: Turn) -> int | None:
+        """How much of it an earlier turn covers."""
+        count, said = turn.messages or (0, "")
+        return count if 0 < count <= len(self.keys) and self.keys[count - 1] == said else None
+
+
+class Session:
+    """One rollout, while it is being played."""
+
+    def __init__(
+        self,
+        rollout_id: str,
+        chat: ChatFormat,
+        generate: Generate,
+        sampling: Sampling,
+        limits: Limits,
+        *,
+        fixed_sampling: bool,
+        priority: int = 0,
+        recorded: Mapping[int, tuple[Segment, ...]] | None = None,
+        on_segments: OnSegments | None = None,
+    ) -> None:
+        """``fixed_sampling``: temperature and seed are those of ``sampling``, whatever a call says, so that log-probs
+        mean what they say; each call has a seed of its own, which follows from ``sampling.seed`` and the number of
+        calls before. Otherwise a call's own count, and ``sampling`` where it says nothing. Stop strings are those of
+        both.
+
+        ``recorded``: the segments of each sequence (0, 1, ...) that were told before, when the rollout is played
+        again. ``on_segments`` is told the segments of all sequences as they grow, with tokens that were given.
+        """
+        self.rollout_id = rollout_id
+        self.fixed_sampling = fixed_sampling
+        """Whether the session says how tokens are sampled, and not the call."""
+        self.last_text = ""
+        """The text of the last reply."""
+        self.failure = ""
+        """Of the first call that was refused because of a limit, why."""
+        self.calls = 0
+        """Replies that were asked for."""
+        self.sampled_tokens = 0
+        """Tokens of all replies that ended."""
+        self._chat = chat
+        self._generate = generate
+        self._sampling = sampling
+        self._limits = limits
+        self._priority = priority
+        self._transcript = Transcript(rollout_id, recorded or {}, on_segments)
+        self._running: set[asyncio.Task[Rollout]] = set()
+        self._closed = False
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        options: CallOptions,
+        on_text: OnText | None = None,
+    ) -> list[Reply]:
+        """``place_chat`` and ``answer``."""
+        return await self.answer(await self.place_chat(messages, tools), options, on_text)
+
+    async def complete(
+        self, prompt: str | Sequence[int], options: CallOptions, on_text: OnText | None = None
+    ) -> list[Reply]:
+        """``place_text`` or ``place_ids``, and ``answer``."""
+        place = self.place_text(prompt) if isinstance(prompt, str) else self.place_ids(prompt)
+        return await self.answer(await place, options, on_text)
+
+    def close(self) -> None:
+        """The end: calls under way are cancelled, later ones refused. What they refuse with is a ``SessionError``."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+
+    def rollout(self) -> Rollout | None:
+        """All that was sampled and answered, branches and all; None when there is nothing."""
+        return self._transcript.rollout(self._chat.decode)
+
+    # -- a call
+
+    async def answer(self, asked: Asked, options: CallOptions, on_text: OnText | None = None) -> list[Reply]:
+        """The reply to a call, ``options.n`` times.
+
+        Raises ``SessionError`` for a call that cannot be answered, and what ``generate`` raises.
+        """
+        self._refuse_if_ended()
+        if not asked.prompt_ids:
+            raise SessionError(400, "invalid_value", "the prompt is empty")
+        sampling = self._sampling_of(options, len(asked.prompt_ids))
+        first, self.calls = self.calls, self.calls + options.n
+        calls = [
+            self._transcript.begin(None if choice else asked.sequence, asked.prompt_ids) for choice in range(options.n)
+        ]
+        replies = []
+        for choice, call in enumerate(calls):
+            index = first + choice
+            heard = None if on_text is None else partial(on_text, choice)
+            replies.append(self._reply(call, asked, self._seeded(sampling, options, choice, index), index, heard))
+        try:
+            return [await replies[0]] if options.n == 1 else await _all(replies)
+        finally:
+            for call in calls:
+                self._transcript.give_up(call, keep=self.fixed_sampling)  # unless it has ended
+
+    async def _reply(
+        self, call: Call, asked: Asked, sampling: Sampling, index: int, on_text: Callable[[str], None] | None
+    ) -> Reply:
+        stream = None if on_text is None else TextStream(self._chat.decode, sampling.stop, on_text)
+        whole = self._whole(call, sampling)
+        tokens, finish = whole if whole is not None else await self._sample(call, sampling, index, stream)
+        ids = tuple(tokens.response_ids.tolist())
+        message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
+        turn = Turn(
+            call.first + len(ids),
+            ids[-1],
+            None
+            if asked.messages is None
+            else (asked.messages[0] + 1, _chained(asked.messages[1], key(normal(message)))),
+            None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
+        )
+        self._transcript.end(call, tokens, finish, turn)
+        self.sampled_tokens += len(ids)
+        said = self._chat.decode(ids)
+        text = self.last_text = before_stop(said, sampling.stop)
+        if stream is not None:
+            stream.finish(text)
+        return Reply(
+            message=message,
+            text=text,
+            prompt_ids=call.prompt_ids,
+            token_ids=ids,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
+            finish_reason="tool_calls" if message.get("tool_calls") else finish,
+            stopped_by=next((stop for stop in sampling.stop if said.startswith(stop, len(text))), None),
+        )
+
+    async def _sample(
+        self, call: Call, sampling: Sampling, index: int, stream: TextStream | None
+    ) -> tuple[Tokens, FinishReason]:
+        self._refuse_if_ended()  # each of several choices is a task, which may begin late
+        request_id = f"{self.rollout_id}/{index}"
+        replayed = call.replayed
+        if stream is not None:
+            stream.feed(replayed.response_ids.tolist())
+
+        def grown(segments: list[Segment]) -> None:
+            fresh = self._transcript.grow(call, segments)
+            if stream is not None:
+                stream.feed(fresh.response_ids.tolist())
+
+        request = RolloutRequest(
+            rollout_id=request_id,
+            prompt_ids=call.prompt_ids,
+            sampling=sampling,
+            prefix=_segments(request_id, replayed),
+            newest=call.newest,
+            priority=self._priority,
+            affinity=self.rollout_id,
+            streamed=stream is not None,
+            awaited=True,
+        )
+        task = asyncio.ensure_future(self._generate(request, grown))
+        self._running.add(task)
+        try:
+            rollout = await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._closed and not (current and current.cancelling()):
+                raise self._ended() from None
+            raise
+        finally:
+            self._running.discard(task)
+        if not len(rollout.response_ids):
+            raise RuntimeError(f"nothing was generated for {request_id}")
+        return Tokens(rollout.response_ids, rollout.logprobs, rollout.versions), rollout.finish_reason
+
+    def _whole(self, call: Call, sampling: Sampling) -> tuple[Tokens, FinishReason] | None:
+        """A reply that is recorded to its end; None when (more of) it is to be sampled."""
+        tokens, count = call.replayed, len(call.replayed.response_ids)
+        if not count:
+            return None
+        stop_at = stopped_at(self._chat.decode, tokens.response_ids, sampling.stop)
+        if stop_at is not None:
+            return tokens.first(stop_at), "stop"
+        if count >= sampling.max_tokens:
+            tokens = tokens.first(sampling.max_tokens)
+        elif not call.more and tokens.response_ids[-1] not in self._chat.end_tokens:
+            return None
+        return tokens, "stop" if tokens.response_ids[-1] in self._chat.end_tokens else "length"
+
+    # -- where a call belongs
+
+    async def place_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render = at_once) -> Asked:
+        """Find where the next message of a conversation belongs, and render what is new of it.
+
+        Raises ``SessionError`` for what cannot be rendered.
+        """
+        self._refuse_if_ended()
+        tools = tools or None
+        with _chat_errors():
+            said = await render(partial(_Conversation.of, messages, tools))
+            self._refuse_flood(said.characters)
+            if found := self._transcript.longest(said.covers):
+                sequence, turn = found
+                assert turn.messages is not None
+                covered = turn.messages[0] - 1  # the tools are no message
+                new, before = said.messages[covered:], said.messages[covered - 1]
+                try:
+                    rest = await render(partial(self._chat.continue_, new, tools, turn.last_token, before))
+                except ChatError:
+                    pass  # the template cannot go on from here: a conversation of its own
+                else:
+                    return Asked((*_until(sequence, turn), *rest), found, tools, said.whole)
+            ids = await render(partial(self._chat.render, said.messages, tools))
+        return Asked(tuple(ids), None, tools, said.whole)
+
+    async def place_text(self, prompt: str, render: Render = at_once) -> Asked:
+        """As ``place_chat``, for a text that is to go on."""
+        self._refuse_if_ended()
+        self._refuse_flood(len(prompt))
+
+        def covers(_: TokenSequence, turn: Turn) -> int | None:
+            return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
+
+        with _chat_errors():
+            if found := self._transcript.longest(covers):
+                sequence, turn = found
+                rest = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
+                return Asked((*_until(sequence, turn), *rest), found, text=prompt)
+            return Asked(tuple(await render(partial(self._chat.encode_prompt, prompt))), text=prompt)
+
+    async def place_ids(self, prompt: Sequence[int]) -> Asked:
+        """As ``place_text``, for token ids."""
+        self._refuse_if_ended()
+        if len(prompt) > self._limits.max_length:
+            raise self._too_long(f"{len(prompt)} tokens")
+        if any(not 0 <= token < self._chat.vocabulary for token in prompt):
+            raise SessionError(400, "invalid_value", f"token ids must be from 0 to {self._chat.vocabulary - 1}")
+        ids = np.asarray(prompt, np.int32)
+
+        def covers(sequence: TokenSequence, turn: Turn) -> int | None:
+            known = sequence.known.response_ids[: turn.end]
+            return turn.end if np.array_equal(known, ids[: turn.end]) else None
+
+        return Asked(tuple(ids.tolist()), self._transcript.longest(covers))
+
+    # -- limits and sampling
+
+    def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
+        limits = self._limits
+        wanted = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
+        if options.n < 1 or wanted < 1:
+            raise SessionError(400, "invalid_value", "n and max_tokens must be at least 1")
+        if options.max_tokens is not None and wanted > limits.max_length:
+            raise SessionError(
+                400,
+                "invalid_value",
+                f"max_tokens is {wanted}, more than this model's maximum context length of {limits.max_length} tokens",
+            )
+        room = limits.max_length - prompt_tokens
+        if room < 1:
+            raise self._too_long(f"{prompt_tokens} tokens")
+        if limits.max_calls is not None and self.calls + options.n > limits.max_calls:
+            raise self._refused("max_calls_exceeded", f"this session has had its {limits.max_calls} calls")
+        if limits.max_sampled_tokens is not None:
+            left = limits.max_sampled_tokens - self.sampled_tokens
+            if left < 1:
+                raise self._refused(
+                    "max_sampled_tokens_exceeded",
+                    f"this session has had its {limits.max_sampled_tokens} generated tokens",
+                )
+            room = min(room, left)
+        own = self._sampling
+        return Sampling(
+            temperature=own.temperature if self.fixed_sampling or options.temperature is None else options.temperature,
+            max_tokens=min(room, limits.max_call_tokens, wanted),
+            stop=tuple(dict.fromkeys((*own.stop, *(stop for stop in options.stop if stop)))),
+        )
+
+    def _seeded(self, sampling: Sampling, options: CallOptions, choice: int, index: int) -> Sampling:
+        if not self.fixed_sampling and options.seed is not None:
+            return replace(sampling, seed=options.seed + choice)
+        seed = self._sampling.seed
+        if seed is not None:
+            digest = hashlib.blake2b(f"{seed}/call/{index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "big") >> 1
+        return replace(sampling, seed=seed)
+
+    def _refuse_flood(self, characters: int) -> None:
+        """What is too long by its characters alone is not rendered: megabytes would take seconds, and gigabytes."""
+        if characters > max(self._limits.max_length * self._chat.longest_token, ALWAYS_RENDERED):
+            raise self._too_long(f"{characters} characters")
+
+    def _too_long(self, size: str) -> SessionError:
+        longest = self._limits.max_length
+        message = f"This model's maximum context length is {longest} tokens, and the messages have {size}"
+        return self._refused("context_length_exceeded", message)
+
+    def _refused(self, code: str, message: str) -> SessionError:
+        self.failure = self.failure or message
+        return SessionError(400, code, message)
+
+    def _refuse_if_ended(self) -> None:
+        if self._closed:
+            raise self._ended()
+
+    def _ended(self) -> SessionError:
+        return SessionError(410, "session_ended", f"session {self.rollout_id} has ended")
+
+
+@contextmanager
+def _chat_errors() -> Iterator[None]:
+    """What cannot be rendered is the program's error."""
+    try:
+        yield
+    except ChatError as error:
+        raise SessionError(400, "invalid_value", str(error)) from error
+
+
+def _chained(before: str, text: str) -> str:
+    """Stands for texts that are only compared, ``before`` for all but the last: one is kept of every turn, however many
+    messages it has."""
+    return hashlib.blake2b(f"{before}/{text}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _until(sequence: TokenSequence, turn: Turn) -> list[int]:
+    """The tokens of a sequence up to the end of a turn."""
+    before: list[int] = sequence.known.response_ids[: turn.end].tolist()
+    return before
+
+
+async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    """All of them, or the first error; the others are cancelled then."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(reply) for reply in replies]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _segments(request_id: str, tokens: Tokens) -> tuple[Segment, ...]:
+    """Sampled tokens as the prefix of a request."""
+    versions = tokens.versions
+    starts = [(int(versions[at]), int(at)) for at in np.flatnonzero(np.diff(versions, prepend=-1))]
+    return tuple(cut(request_id, 0, tokens.response_ids, tokens.logprobs, starts))

@@ -1,0 +1,112 @@
+"""Tool calls in what a model wrote.
+
+A parser takes a reply's text and the request's tools, and gives the calls in it, or None where it finds none that are
+well formed: a function's name, and a JSON object of arguments that can be sent on as UTF-8. A malformed call is no
+error: the reply is then plain content, and what it is worth is up to the task.
+
+``hermes`` reads exactly what vLLM's parser of that name does (tests/rollout compares the two). It is written out here
+because vLLM takes twelve seconds and 700 MB to import into a process that has no other use for it. Every other format
+is vLLM's own parser.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from asyncrl_cli.core.errors import ConfigError
+
+Tools = Sequence[Mapping[str, Any]]
+
+HERMES = "hermes"
+_HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """What was said before the calls, and the calls: each a function's name and its arguments as JSON."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+
+
+ToolParser = Callable[[str, Tools], ToolCalls | None]
+
+
+class ToolParserError(ConfigError):
+    """``rollout.tool_parser`` names no parser, or one that this model's tokenizer has no tokens for."""
+
+
+def tool_parser(name: str | None, tokenizer: Any) -> ToolParser:
+    """The parser of a name; None means ``hermes``. Raises ``ToolParserError``."""
+    return hermes if name in (None, HERMES) else _of_vllm(name, tokenizer)
+
+
+def hermes(text: str, tools: Tools) -> ToolCalls | None:
+    """Calls as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the last may lack its end."""
+    found = _HERMES_CALL.findall(text)
+    try:
+        calls = [json.loads(closed or opened) for closed, opened in found]
+        named = [(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) for call in calls]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return _well_formed(text[: text.find("<tool_call>")], named)
+
+
+def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its notes would run through the live view
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    known = ToolParserManager.list_registered()
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(known)}"
+        raise ToolParserError(f"vLLM has no tool parser {name!r}", location="rollout.tool_parser", hint=hint)
+    # vLLM logs every malformed call of the model with its traceback.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    parser_class = ToolParserManager.get_tool_parser(name)
+    try:
+        parser_class(tokenizer)
+    except Exception as error:
+        raise ToolParserError(
+            f"the tool parser {name} does not fit this model's tokenizer: {error}",
+            location="rollout.tool_parser",
+            hint="Name the parser of the model's own format",
+        ) from error
+
+    def parse(text: str, tools: Tools) -> ToolCalls | None:
+        try:
+            request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
+            # Parsers keep state from one reply to the next, so each reply has its own.
+            found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+        except Exception:  # a parser may stumble over anything that a model writes
+            return None
+        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return _well_formed(found.content or "", calls)
+
+    return parse
+
+
+def _well_formed(content: str, calls: Sequence[tuple[Any, str]]) -> ToolCalls | None:
+    try:
+        for name, arguments in calls:
+            if not isinstance(name, str) or not name or not isinstance(_strict(arguments), dict):
+                return None
+            f"{name}{arguments}".encode()  # no half of a surrogate pair
+    except (ValueError, RecursionError):
+        return None
+    return ToolCalls(content, tuple(calls)) if calls else None
+
+
+def _strict(arguments: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(arguments, parse_constant=refuse)

@@ -1,0 +1,383 @@
+"""The pages of `asyncrl inspect buffer`: the buffer as a whole, some of its groups, one group, one rollout.
+
+Steps are counted from 1 here, as in metrics.jsonl; the journal counts from 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import chain, groupby
+from typing import Any
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.inspect.decoding import Decoder, open_decoder
+from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, table
+from asyncrl_cli.journal.queries import (
+    RECENT_GROUPS,
+    Distribution,
+    Due,
+    GroupFilter,
+    GroupRecord,
+    GroupRow,
+    Overview,
+    RolloutRecord,
+    StateCount,
+    group_record,
+    groups_called,
+    list_groups,
+    overview,
+)
+from asyncrl_cli.journal.queries import standing as standing_of
+from asyncrl_cli.records.generation import GIVEN, Segment, place_of, sequence_of
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.status import standing
+
+DUE_ROWS = 12
+"""Admission versions shown one by one, the oldest ones."""
+TOKENS_SHOWN = 4000
+"""A group with more sampled tokens shows the log-prob of each only rollout by rollout."""
+UID_WIDTH = 20
+GIVEN_MARGIN = "  > "
+"""What stands before each line of text that the policy was given and did not sample."""
+AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
+REASONS = {"uniform": "all rewards are equal", "failed": "a rollout failed past its retries"}
+"""What the ledger's short categories mean."""
+
+
+# -- the buffer as a whole
+
+
+def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
+    """Counts, ages, deadlines, lengths and rewards."""
+    found = overview(connection)
+    document = asdict(found)
+    document |= {"run": run.run_id, "phase": standing(run), **document.pop("standing")}
+    settings, due = found.standing.settings, found.due
+    lines = [
+        f"run      {run.run_id}, {standing(run)}",
+        f"where    {found.standing.step} of {settings.total_steps} batches taken, "
+        f"weight version {found.standing.version}",
+        f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
+        f"{settings.groups_per_step} groups of {settings.group_size} per step, a version every "
+        f"{settings.publish_every} step(s)",
+        "",
+        *table(
+            ("groups", "count", "ended rollouts", "tokens", "median age", "oldest", ""),
+            [_state_row(count, found) for count in found.states],
+            left=(0, 6),
+        ),
+    ]
+    if due:
+        rows = [_due_row(row) for row in due[:DUE_ROWS]]
+        newer = due[DUE_ROWS:]
+        if newer:
+            rows.append(("newer", "", "", str(sum(d.running for d in newer)), str(sum(d.finished for d in newer))))
+        lines += ["", *table(("admitted at version", "lag if taken now", "deadline", "running", "finished"), rows)]
+    for name, distributions in (("length (tokens)", found.lengths), ("reward", found.rewards)):
+        if distributions:
+            header = (name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max")
+            lines += ["", *table(header, [_distribution_row(row) for row in distributions])]
+    if found.lengths:
+        lines.append(f"(over the {RECENT_GROUPS:,} newest groups of each state; running: tokens so far)")
+    return Page(document, lines)
+
+
+def _state_row(count: StateCount, found: Overview) -> tuple[str, ...]:
+    note = AGES.get(count.state, "") if count.groups else ""
+    if count.state == "rejected":
+        note = ", ".join(f"{reason} {number}" for reason, number in sorted(found.rejected.items()))
+    size = found.standing.settings.group_size
+    ended = "" if count.rollouts is None else f"{count.rollouts:,} of {count.groups * size:,}"
+    return (
+        count.state,
+        f"{count.groups:,}",
+        ended,
+        "" if count.tokens is None else f"{count.tokens:,}",
+        "" if count.age_s is None else duration(count.age_s),
+        "" if count.oldest_s is None else duration(count.oldest_s),
+        note,
+    )
+
+
+def _due_row(due: Due) -> tuple[str, ...]:
+    return str(due.version), str(due.lag), str(due.deadline), str(due.running), str(due.finished)
+
+
+def _distribution_row(row: Distribution) -> tuple[str, ...]:
+    quantiles = (row.minimum, row.p10, row.median, row.p90, row.maximum)
+    return row.state, f"{row.count:,}", number(row.mean), *map(number, quantiles)
+
+
+# -- some groups
+
+
+def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFilter, limit: int) -> Page:
+    """The newest groups that pass a filter."""
+    found = list_groups(connection, wanted, limit + 1)
+    rows, more = found[:limit], len(found) > limit
+    document = {
+        "run": run.run_id,
+        "phase": standing(run),
+        "filter": asdict(wanted),
+        "groups": [_group_document(row) for row in rows],
+        "more": more,
+    }
+    if not rows:
+        return Page(document, [f"no group of {run.run_id} is like that"])
+    size = standing_of(connection).settings.group_size
+    header = ("group", "prompt", "state", "version", "lag", "step", "ended", "tokens", "reward", "age")
+    now = time.time()
+    lines = table(header, [_list_row(row, size, now) for row in rows], left=(1, 2))
+    if more:
+        lines.append(f"(the {limit} newest; --limit shows more)")
+    return Page(document, lines)
+
+
+def _list_row(row: GroupRow, group_size: int, now: float) -> tuple[str, ...]:
+    uid = row.uid if len(row.uid) <= UID_WIDTH else f"…{row.uid[1 - UID_WIDTH :]}"
+    return (
+        str(row.group_id),
+        uid,
+        f"{row.state}: {row.reason}" if row.reason else row.state,
+        str(row.version),
+        "-" if row.lag is None else str(row.lag),
+        "-" if row.step is None else str(row.step + 1),
+        f"{row.rollouts}/{group_size}",
+        f"{row.tokens:,}",
+        "-" if row.reward is None else number(row.reward),
+        duration(now - row.admitted_at),
+    )
+
+
+def _group_document(row: GroupRow) -> dict[str, Any]:
+    return asdict(row) | {"step": None if row.step is None else row.step + 1}
+
+
+# -- one group, one rollout
+
+
+def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> Page:
+    """The group with this id, or the newest of the prompt with this uid. Raises ``RunError`` when there is none."""
+    found = groups_called(connection, name)
+    if not found:
+        raise RunError(
+            f"no group has the id or the prompt uid {name!r}",
+            location=run.run_id,
+            hint="`asyncrl inspect buffer --state running` lists groups; so do --min-reward and --stale-over",
+        )
+    page = _group_page(run, connection, group_record(connection, found[-1]))
+    if len(found) > 1:
+        others = ", ".join(map(str, found[:-1]))
+        page.lines.insert(0, f"(the prompt was admitted {len(found)} times; earlier groups: {others})\n")
+    page.document["groups_of_prompt"] = found
+    return page
+
+
+def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: str) -> Page:
+    """One rollout (``12-3``) with its group. Raises ``RunError`` when nothing is recorded of it."""
+    try:
+        record = group_record(connection, place_of(rollout_id)[0])
+    except LookupError as error:
+        raise RunError(str(error), location=run.run_id, hint="Ids are GROUP-PLACE, places count from 0") from None
+    rollouts = tuple(rollout for rollout in record.rollouts if rollout.rollout_id == rollout_id)
+    if not rollouts:
+        raise RunError(f"nothing is recorded of rollout {rollout_id} yet", location=run.run_id)
+    return _group_page(run, connection, replace(record, rollouts=rollouts))
+
+
+def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord) -> Page:
+    decoder = open_decoder(run)
+    row, settings = record.row, standing_of(connection).settings
+    shown = sum(rollout.tokens for rollout in record.rollouts) <= TOKENS_SHOWN or len(record.rollouts) == 1
+    texts = [_texts(rollout, decoder) for rollout in record.rollouts]
+    lines = [
+        f"group    {row.group_id}, prompt {row.uid}: {row.state}{f' ({row.reason})' if row.reason else ''}",
+        f"when     {_when(row, settings.max_staleness)}",
+        f"rollouts {row.rollouts} of {settings.group_size} ended, {row.tokens:,} tokens"
+        + ("" if row.reward is None else f", mean reward {number(row.reward)}"),
+    ]
+    if row.reason:
+        lines.append(f"why      {REASONS.get(row.reason, row.reason)}")
+    size = (
+        f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see what its rollouts were given"
+    )
+    lines += [f"prompt   {size}", *_prompt_lines(record)]
+    for rollout, text in zip(record.rollouts, texts, strict=True):
+        lines += ["", *_rollout_lines(rollout, text, decoder, shown)]
+    if not shown:
+        lines += ["", f"(`--rollout {record.rollouts[0].rollout_id}` shows the log-prob of every token)"]
+    if decoder is None:
+        lines += ["", "(tokens are shown as ids: there is no tokenizer.json in the run's skeleton/)"]
+    document = {
+        "run": run.run_id,
+        **_group_document(row),
+        "prompt": record.prompt.content,
+        "fields": record.prompt.fields,
+        "prompt_ids": record.prompt_ids,
+        "rollouts": [_rollout_document(rollout, text) for rollout, text in zip(record.rollouts, texts, strict=True)],
+    }
+    return Page(document, lines)
+
+
+def _when(row: GroupRow, bound: int) -> str:
+    text = f"admitted {moment(row.admitted_at)} at version {row.version}"
+    if row.step is not None:
+        return f"{text}; taken in step {row.step + 1}, {row.lag} version(s) later (bound {bound})"
+    if row.lag is not None:
+        return f"{text}, {row.lag} version(s) ago; to be taken by version {row.version + bound}"
+    return text
+
+
+def _prompt_lines(record: GroupRecord) -> Iterator[str]:
+    content = record.prompt.content
+    if isinstance(content, str):
+        yield from paragraph(content, "    ")
+    else:
+        for message in content:
+            yield f"  {message.get('role', '?')}"
+            text = message.get("content")
+            yield from paragraph(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), "    ")
+    if record.prompt.fields:
+        yield "fields"
+        yield from paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")
+
+
+Texts = list[list[str | None]]
+"""The text of each segment, sequence by sequence; None without a tokenizer."""
+
+
+def _texts(rollout: RolloutRecord, decoder: Decoder | None) -> Texts:
+    return [
+        [None] * len(sequence)
+        if decoder is None
+        else list(decoder.parts(_ids(sequence), [segment.end for segment in sequence]))
+        for sequence in _sequences(rollout)
+    ]
+
+
+def _token_names(sequence: Sequence[Segment], decoder: Decoder | None) -> list[str]:
+    """How each token is shown: its text, or its id where it has none."""
+    ids = _ids(sequence)
+    if decoder is None:
+        return [str(token) for token in ids]
+    return [
+        json.dumps(piece, ensure_ascii=False) if piece else f"#{token}"
+        for piece, token in zip(decoder.pieces(ids), ids, strict=True)
+    ]
+
+
+def _sequences(rollout: RolloutRecord) -> list[list[Segment]]:
+    """The segments of each of its sequences."""
+    return [list(segments) for _, segments in groupby(rollout.segments, key=lambda segment: segment.rollout_id)]
+
+
+def _ids(sequence: Sequence[Segment]) -> list[int]:
+    return [token for segment in sequence for token in segment.response_ids.tolist()]
+
+
+def _calls(segments: Sequence[Segment]) -> int:
+    """Runs of sampled tokens."""
+    return sum(1 for given, _ in groupby(segment.version == GIVEN for segment in segments) if not given)
+
+
+def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None, with_tokens: bool) -> Iterator[str]:
+    sequences = _sequences(rollout)
+    yield (
+        f"rollout {rollout.rollout_id}: {_judgement(rollout)}; {rollout.tokens} tokens{_size(sequences)}, "
+        f"{_end(rollout)}"
+    )
+    if rollout.failure:
+        yield from paragraph(rollout.failure, "    ")
+    if rollout.metrics:
+        measured = ", ".join(f"{name} {number(value)}" for name, value in sorted(rollout.metrics.items()))
+        yield from paragraph(f"metrics: {measured}", "  ")
+    if rollout.tokens and not rollout.segments:
+        yield "  (its tokens were dropped: journal.keep)"
+    for sequence, of_sequence in zip(sequences, texts, strict=True):
+        if branch := _branch(sequence):
+            yield f"  branch {branch}: another conversation of the same rollout{_size([sequence])}"
+        names = _token_names(sequence, decoder)
+        for segment, text in zip(sequence, of_sequence, strict=True):
+            yield from _segment_lines(segment, text, names[segment.start : segment.end], with_tokens)
+
+
+def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], with_tokens: bool) -> Iterator[str]:
+    """A segment with its text; what the policy was given has a margin of its own, and no log-probs."""
+    logprobs = segment.logprobs
+    if segment.version == GIVEN:
+        yield f"  given, {len(logprobs)} tokens"
+        yield from paragraph(" ".join(names) if text is None else text, GIVEN_MARGIN)
+        return
+    yield (
+        f"  version {segment.version}, {len(logprobs)} tokens, log-prob mean {logprobs.mean():.3f}, "
+        f"lowest {logprobs.min():.3f}"
+    )
+    if text is not None:
+        yield from paragraph(text, "    ")
+    if with_tokens or text is None:
+        yield from _token_lines(names, logprobs.tolist())
+
+
+def _branch(sequence: Sequence[Segment]) -> int:
+    return sequence_of(sequence[0].rollout_id)[-1]
+
+
+def _size(sequences: Sequence[Sequence[Segment]]) -> str:
+    """What there is beside the number of sampled tokens; nothing for a rollout of one turn."""
+    given = sum(len(segment.response_ids) for sequence in sequences for segment in sequence if segment.version == GIVEN)
+    if not given:
+        return ""
+    calls = f" in {sum(map(_calls, sequences))} call(s), {given} given"
+    return f"{calls}, {len(sequences) - 1} branch(es)" if len(sequences) > 1 else calls
+
+
+def _judgement(rollout: RolloutRecord) -> str:
+    if rollout.failure:
+        return "failed"
+    return "no reward yet" if rollout.reward is None else f"reward {number(rollout.reward)}"
+
+
+def _end(rollout: RolloutRecord) -> str:
+    ends = {None: "no end yet", "stop": "ended by the model", "length": "cut at the longest length"}
+    return ends.get(rollout.finish_reason, str(rollout.finish_reason))
+
+
+def _token_lines(names: Sequence[str], logprobs: Sequence[float]) -> Iterator[str]:
+    """Each token with its log-prob, as many on a line as fit."""
+    line = "    |"
+    for name, logprob in zip(names, logprobs, strict=True):
+        cell = f" {name} {logprob:.2f}"
+        if len(line) + len(cell) > WIDTH:
+            yield line
+            line = "    |"
+        line += cell
+    yield line
+
+
+def _rollout_document(rollout: RolloutRecord, texts: Texts) -> dict[str, Any]:
+    return {
+        "rollout": rollout.rollout_id,
+        "tokens": rollout.tokens,
+        "finish_reason": rollout.finish_reason,
+        "reward": rollout.reward,
+        "failure": rollout.failure,
+        "metrics": rollout.metrics,
+        "recorded_at": rollout.recorded_at,
+        "segments": [
+            {
+                "branch": _branch([segment]),
+                "start": segment.start,
+                "version": None if segment.version == GIVEN else segment.version,
+                "ids": segment.response_ids.tolist(),
+                # JSON has no infinity and no NaN.
+                "logprobs": [value if math.isfinite(value) else None for value in segment.logprobs.tolist()],
+                "text": text,
+            }
+            for segment, text in zip(rollout.segments, chain.from_iterable(texts), strict=True)
+        ],
+    }

@@ -1,0 +1,162 @@
+"""The panel that shows a run on a terminal: the live view of `asyncrl train`, and `asyncrl watch` from outside.
+
+What it shows is plain data (``Shown``), which either fills in from where it stands; a row of which nothing is known is
+left out. Texts of a run are text: neither markup of rich nor control characters of a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.inspect.pages import number
+from asyncrl_cli.journal.queries import Due
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TREND_STEPS = 32
+"""Values that a sparkline shows; so many fit beside the numbers on a terminal of 80 columns."""
+TRENDS = (
+    "reward/mean",
+    "response/tokens_mean",
+    "train/loss",
+    "staleness/groups_mean",
+    "correction/logprob_gap_mean",
+)
+"""Metrics with a sparkline."""
+BARS = "▁▂▃▄▅▆▇█"
+FINISHED, RUNNING = "█", "░"
+"""A group in the picture of the buffer."""
+PICTURE_WIDTH = 32
+DUE_ROWS = 6
+FAULTS = 3
+LABEL_WIDTH = len("held-out, sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A run at one moment.
+
+    Args:
+        now: what it is doing.
+        metrics: of the newest step; empty before the first. ``trends`` has the last values of those in ``TRENDS``.
+        accuracy: held-out accuracies by kind of evaluation, oldest first.
+        remaining_s: seconds to the last step, if that can be told.
+        trainer: what the trainer does, if that is known.
+        due: groups that are not taken, by their deadline; None where nobody asked the buffer.
+        faults: the newest ones, a line each.
+    """
+
+    now: str
+    step: int = 0
+    steps: int = 0
+    version: int = 0
+    max_staleness: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    trends: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    accuracy: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    remaining_s: float | None = None
+    trainer: str = ""
+    counts: Counts | None = None
+    due: Sequence[Due] | None = None
+    faults: Sequence[str] = ()
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A bar per value, from the lowest to the highest of them."""
+    if not values:
+        return ""
+    low, span = min(values), max(values) - min(values)
+    if not 0.0 < span < math.inf:
+        return BARS[0] * len(values)
+    return "".join(BARS[int((value - low) / span * (len(BARS) - 1))] for value in values)
+
+
+def picture(due: Due, groups_per_cell: int) -> str:
+    """The groups of one deadline: finished ones, then running ones; any group at all is seen."""
+    cells = [-(-count // groups_per_cell) for count in (due.finished, due.running)]
+    return FINISHED * cells[0] + RUNNING * cells[1]
+
+
+def panel(shown: Shown) -> RenderableType:
+    """The panel, one line to a row."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    def line(text: str) -> Text:  # not a plain string, in which rich would look for markup
+        return Text(printable(text), no_wrap=True, overflow="ellipsis")
+
+    table = Table.grid(padding=(0, 2))
+    # rich takes room from columns without a fixed width first, so that labels survive a long line.
+    table.add_column(style="dim", width=LABEL_WIDTH)
+    table.add_column()
+    table.add_row("now", line(shown.now))
+    if shown.metrics:
+        left = "" if shown.remaining_s is None else f", {_clock(shown.remaining_s)} left"
+        table.add_row("step", line(f"{shown.step} of {shown.steps}, weight version {shown.version}{left}"))
+        table.add_row("", ProgressBar(total=shown.steps, completed=shown.step, width=40))
+        for name, value in _rows(shown):
+            table.add_row(name, line(value))
+    for name, value in (*_buffer(shown), *_faults(shown)):
+        table.add_row(name, line(value))
+    return table
+
+
+def _rows(shown: Shown) -> Iterator[tuple[str, str]]:
+    m = shown.metrics
+
+    def trend(name: str) -> str:
+        return sparkline(shown.trends.get(name, ())[-TREND_STEPS:])
+
+    yield "reward", f"{m['reward/mean']:.3f}  {trend('reward/mean')}"
+    for kind, values in shown.accuracy.items():
+        label = kind if ":" in kind else f"held-out, {kind}"
+        yield label, f"{values[-1]:.3f}  {sparkline(values[-TREND_STEPS:])}  (first {values[0]:.3f})"
+    yield "response", f"{m['response/tokens_mean']:.1f} tokens  {trend('response/tokens_mean')}"
+    if "train/loss" in m:
+        yield "loss", f"{m['train/loss']:+.3f}  {trend('train/loss')}"
+    mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
+    bound = f"mean {mean:.2f}, max {worst:.0f} of {shown.max_staleness} versions"
+    yield "staleness", f"{bound}  {trend('staleness/groups_mean')}"
+    if "correction/logprob_gap_mean" in m:
+        gap = number(m["correction/logprob_gap_mean"])
+        yield "log-prob gap", f"{gap} nats  {trend('correction/logprob_gap_mean')}"
+    yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
+    does = f", {shown.trainer}" if shown.trainer else ""
+    yield "trainer", f"busy {m['share/trainer_busy']:.0%}{does}"
+    paused = f", paused {m['share/engines_paused']:.0%}" if "share/engines_paused" in m else ""
+    yield "engines", f"busy {m['share/engines_busy']:.0%}{paused}"
+
+
+def _buffer(shown: Shown) -> Iterator[tuple[str, str]]:
+    if shown.counts is not None and (shown.metrics or shown.due):
+        c = shown.counts
+        here = f"{RUNNING} {c.running} running, {FINISHED} {c.finished} finished"
+        yield "groups", f"{here}, {c.taken} trained, {c.rejected} rejected"
+    if not shown.due:
+        return
+    per_cell = max(1, -(-max(due.finished + due.running for due in shown.due) // PICTURE_WIDTH))
+    for at, due in enumerate(shown.due[:DUE_ROWS]):
+        yield (
+            "" if at else "to be trained",
+            f"by version {due.deadline}  {picture(due, per_cell)}  {due.finished} + {due.running}",
+        )
+    if more := shown.due[DUE_ROWS:]:
+        yield "", f"and {sum(due.finished + due.running for due in more)} groups with later deadlines"
+
+
+def _faults(shown: Shown) -> Iterator[tuple[str, str]]:
+    for at, fault in enumerate(shown.faults[-FAULTS:]):
+        yield "" if at else "last faults", " ".join(fault.split())
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

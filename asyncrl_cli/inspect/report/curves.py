@@ -1,0 +1,175 @@
+"""A run's metrics over its steps, thinned to what a screen can show.
+
+Invariant: every series of a run has the same points, and each point stands at a step, at so many trained tokens, and at
+so many hours since the run's first start.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from asyncrl_cli.inspect.report.learning import wilson
+from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, MachineSample
+from asyncrl_cli.journal.step_timeline import StepSpan
+
+POINTS = 500
+"""Points of a curve. With more steps, each stands for the mean of several in a row."""
+SMOOTHED_FROM = 20
+"""Points from which on a running mean is drawn."""
+PASS_AT = 4
+"""Values of k for which pass@k is drawn, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Where points stand: after a step (from 1), in trained tokens, in hours."""
+
+    steps: tuple[float, ...]
+    tokens: tuple[float, ...]
+    hours: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """A series with points of its own; ``spans`` are their 95 % intervals, where these are known."""
+
+    axis: Axis
+    values: tuple[float, ...]
+    spans: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What a run measured over its course.
+
+    Args:
+        axis, series: by the name of the metric, with None where a step has no value.
+        evaluations: accuracies by kind and number of prompts: evaluations on other prompts do not compare.
+        pass_at: by k, as ``pass@4``.
+        machine: by title.
+        max_staleness: the bound.
+    """
+
+    axis: Axis
+    series: Mapping[str, tuple[float | None, ...]]
+    evaluations: Mapping[tuple[str, int], Points]
+    pass_at: Mapping[str, Points] = field(default_factory=dict)
+    machine: Mapping[str, Points] = field(default_factory=dict)
+    max_staleness: int = 0
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The mean of those that are numbers; None without one."""
+    known = [value for value in values if math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else None
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None] | None:
+    """The running mean over the neighbours on both sides, about an eighth of all points and fewer at the ends;
+    None for few points.
+
+    It is as long as ``values``, and None where these are.
+    """
+    if len(values) < SMOOTHED_FROM:
+        return None
+    most = max(2, len(values) // 16)
+    reaches = [min(most, max(2, min(at, len(values) - 1 - at))) for at in range(len(values))]
+    return [
+        None
+        if value is None
+        else mean(near for near in values[max(0, at - reach) : at + reach + 1] if near is not None)
+        for at, (value, reach) in enumerate(zip(values, reaches, strict=True))
+    ]
+
+
+def curves(
+    connection: sqlite3.Connection,
+    spans: Sequence[StepSpan],
+    names: Sequence[str],
+    files: Sequence[EvaluationFile] = (),
+    samples: Sequence[MachineSample] = (),
+    max_staleness: int = 0,
+    points: int = POINTS,
+) -> Curves:
+    """The metrics of these ``names``, the accuracies of all evaluations, and what the machine did."""
+    (begun,) = connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()
+    tokens = list(accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans))
+    size = max(1, -(-len(spans) // points))
+    ranges = [range(start, min(start + size, len(spans))) for start in range(0, len(spans), size)]
+    axis = Axis(
+        steps=tuple(spans[part[-1]].step + 1.0 for part in ranges),
+        tokens=tuple(tokens[part[-1]] for part in ranges),
+        hours=tuple((spans[part[-1]].reported_at - begun) / 3600 for part in ranges),
+    )
+    series = {
+        name: tuple(mean(spans[at].metrics.get(name, math.nan) for at in part) for part in ranges) for name in names
+    }
+    course = _Course([span.step for span in spans], [span.reported_at for span in spans], tokens, begun)
+    return Curves(
+        axis,
+        {name: values for name, values in series.items() if any(value is not None for value in values)},
+        _evaluations(connection, course),
+        _pass_at(connection, files, course),
+        _machine(samples, course, points),
+        max_staleness,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """The trained steps: their numbers (from 0), when they were reported, and the tokens trained by then."""
+
+    steps: Sequence[int]
+    reported: Sequence[float]
+    tokens: Sequence[float]
+    begun: float
+
+    def axis(self, steps: Sequence[float], times: Sequence[float]) -> Axis:
+        """Points at so many done steps, and at these unix times."""
+        trained = []
+        for step in steps:
+            done = bisect_left(self.steps, step)
+            trained.append(self.tokens[done - 1] if done else 0.0)
+        return Axis(tuple(steps), tuple(trained), tuple((at - self.begun) / 3600 for at in times))
+
+
+def _evaluations(connection: sqlite3.Connection, course: _Course) -> dict[tuple[str, int], Points]:
+    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    for kind, prompts, step, at, accuracy in connection.execute(
+        "SELECT kind, prompts, step, at, accuracy FROM evaluations ORDER BY kind, step"
+    ):
+        found.setdefault((kind, prompts), []).append((step, at, accuracy))
+    return {
+        (kind, prompts): Points(course.axis(steps, times), values, tuple(wilson(value, prompts) for value in values))
+        for (kind, prompts), points in found.items()
+        for steps, times, values in (tuple(zip(*points, strict=True)),)
+    }
+
+
+def _pass_at(connection: sqlite3.Connection, files: Sequence[EvaluationFile], course: _Course) -> dict[str, Points]:
+    sampled = [one for one in files if one.kind == "sampled" and len(one.pass_at) > 1]
+    if not sampled:
+        return {}
+    times = dict(connection.execute("SELECT step, at FROM evaluations WHERE kind = 'sampled'"))
+    most = min(len(one.pass_at) for one in sampled)
+    chosen = sorted({1, most, *(2**power for power in range(1, PASS_AT - 1) if 2**power < most)})
+    axis = course.axis([one.step for one in sampled], [times.get(one.step, course.begun) for one in sampled])
+    return {f"pass@{k}": Points(axis, tuple(one.pass_at[k - 1] for one in sampled)) for k in chosen}
+
+
+def _machine(samples: Sequence[MachineSample], course: _Course, points: int) -> dict[str, Points]:
+    size = max(1, -(-len(samples) // points))
+    ranges = [samples[start : start + size] for start in range(0, len(samples), size)]
+    titles = dict.fromkeys(title for sample in samples for title in sample.values)
+    times = [some[-1].at for some in ranges]
+    axis = course.axis([float(bisect_right(course.reported, at)) for at in times], times)
+    found = {}
+    for title in titles:
+        values = [mean(sample.values[title] for sample in some if title in sample.values) for some in ranges]
+        found[title] = Points(axis, tuple(math.nan if value is None else value for value in values))
+    return found

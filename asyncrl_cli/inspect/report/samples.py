@@ -1,0 +1,167 @@
+"""Rollouts to read: some that were trained, from different parts of the run, and held-out ones before and after."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from asyncrl_cli.inspect.decoding import Decoder
+from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, evaluation_samples
+from asyncrl_cli.inspect.tokens import TokenShown, content_text, prompt_text, reference_text, tokens_of
+from asyncrl_cli.journal.queries import group_record
+from asyncrl_cli.tasks.base import CORRECT
+
+EACH = 3
+"""Rollouts of a kind, each from another part of the run."""
+LOOKED_AT = 50
+"""Rows read per sample, to find a rollout of a group that is not shown yet."""
+TOKENS_SHOWN = 600
+HELD_OUT_EACH = 3
+"""Held-out prompts of a kind."""
+RESPONSE_SHOWN = 1500
+"""Characters of a held-out response."""
+
+KINDS = {
+    "best": "r.reward DESC",
+    "worst": "r.reward",
+    "stalest": "b.version - r.oldest DESC",
+    "longest": "r.tokens DESC",
+}
+"""Which they are, by the order in which they come first; among equals the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout of its first sequence. ``left_out`` tokens are not shown; ``lag`` is in versions, ``step`` from 1;
+    ``reference`` is the right answer, as far as the prompt's fields have it."""
+
+    kind: str
+    rollout_id: str
+    uid: str
+    prompt: str
+    reference: str
+    reward: float
+    tokens: int
+    lag: int
+    step: int
+    shown: tuple[TokenShown, ...]
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer to a held-out prompt after so many steps."""
+
+    step: int
+    text: str
+    correct: bool
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutSample:
+    """A held-out prompt, and what was answered before and after."""
+
+    uid: str
+    prompt: str
+    reference: str
+    before: Response
+    after: Response
+
+
+def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sample]:
+    """Up to ``EACH`` of each kind, of different groups and from different parts of the run."""
+    first, last = connection.execute("SELECT min(step), max(step) FROM groups WHERE step IS NOT NULL").fetchone()
+    if first is None:
+        return []
+    parts = min(EACH, last - first + 1)
+    borders = [first + (last - first + 1) * part // parts for part in range(parts + 1)]
+    known: set[int] = set()
+    found = []
+    for kind, order in KINDS.items():
+        for begin, end in reversed(list(pairwise(borders))):
+            if (row := _chosen(connection, order, begin, end, known)) is not None:
+                known.add(row[0])
+                found.append(_sample(connection, decoder, kind, *row))
+    return found
+
+
+def _chosen(
+    connection: sqlite3.Connection, order: str, begin: int, end: int, known: set[int]
+) -> tuple[int, int, float, int, int] | None:
+    rows = connection.execute(
+        "SELECT r.group_id, r.place, r.reward, b.version - r.oldest, g.step + 1 "
+        "FROM rollouts r JOIN groups g ON g.id = r.group_id JOIN batches b ON b.step = g.step "
+        "WHERE r.reward IS NOT NULL AND r.oldest IS NOT NULL AND g.step >= ? AND g.step < ? "
+        f"ORDER BY {order}, r.group_id DESC LIMIT {LOOKED_AT * EACH * len(KINDS)}",
+        (begin, end),
+    )
+    return next((row for row in rows if row[0] not in known), None)
+
+
+def _sample(
+    connection: sqlite3.Connection,
+    decoder: Decoder | None,
+    kind: str,
+    group_id: int,
+    place: int,
+    reward: float,
+    lag: int,
+    step: int,
+) -> Sample:
+    group = group_record(connection, group_id)
+    rollout = next(one for one in group.rollouts if one.rollout_id.endswith(f"-{place}"))
+    shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
+    return Sample(
+        kind=kind,
+        rollout_id=rollout.rollout_id,
+        uid=group.row.uid,
+        prompt=prompt_text(group.prompt),
+        reference=reference_text(group.prompt.fields),
+        reward=reward,
+        tokens=rollout.tokens,
+        lag=lag,
+        step=step,
+        shown=shown,
+        left_out=left_out,
+    )
+
+
+def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[HeldOutSample]:
+    """Prompts of two evaluations: some that are answered wrong after it, and some that were wrong before and are
+    right."""
+    earlier = {str(row.get("uid")): row for row in evaluation_samples(before)}
+    wrong: list[HeldOutSample] = []
+    learned: list[HeldOutSample] = []
+    for one in _pairs(earlier, before.step, evaluation_samples(after), after.step):
+        if not one.after.correct and len(wrong) < HELD_OUT_EACH:
+            wrong.append(one)
+        if one.after.correct and not one.before.correct and len(learned) < HELD_OUT_EACH:
+            learned.append(one)
+        if len(wrong) == len(learned) == HELD_OUT_EACH:
+            break
+    return [*learned, *wrong]
+
+
+def _pairs(
+    earlier: Mapping[str, Mapping[str, Any]], step: int, later: Iterator[Mapping[str, Any]], later_step: int
+) -> Iterator[HeldOutSample]:
+    for row in later:
+        uid = str(row.get("uid"))
+        if uid in earlier:
+            yield HeldOutSample(
+                uid=uid,
+                prompt=content_text(row.get("prompt", "")),
+                reference=str(row.get("answer", ""))[:RESPONSE_SHOWN],
+                before=_response(earlier[uid], step),
+                after=_response(row, later_step),
+            )
+
+
+def _response(row: Mapping[str, Any], step: int) -> Response:
+    reward = row.get("reward")
+    known = float(reward) if isinstance(reward, int | float) else 0.0
+    return Response(step, str(row.get("response", ""))[:RESPONSE_SHOWN], known >= CORRECT, known)

@@ -1,0 +1,155 @@
+"""Everything that a report says about one run, read from its folder at one moment.
+
+Bounded for any length of run: rows of rollouts are counted and chosen in SQL, and only steps are held one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.inspect.decoding import open_decoder
+from asyncrl_cli.inspect.pages import moment
+from asyncrl_cli.inspect.report import distributions
+from asyncrl_cli.inspect.report.bottleneck import Bottleneck, bottleneck
+from asyncrl_cli.inspect.report.charts import SERIES, Chart
+from asyncrl_cli.inspect.report.circumstances import circumstances
+from asyncrl_cli.inspect.report.curves import Curves, curves
+from asyncrl_cli.inspect.report.facts import Facts, Sources, facts
+from asyncrl_cli.inspect.report.findings import Answer, failed, held_back, stale
+from asyncrl_cli.inspect.report.learning import learned
+from asyncrl_cli.inspect.report.recorded_files import evaluation_files, machine_samples, newest
+from asyncrl_cli.inspect.report.run_charts import (
+    histogram_chart,
+    scatter_chart,
+    shares_chart,
+    staleness_chart,
+    time_chart,
+)
+from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, held_out_samples, samples
+from asyncrl_cli.inspect.report.trainer_time import StepTime, activity, trainer_time
+from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
+from asyncrl_cli.journal.history import history
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.staleness import Report, staleness_report
+from asyncrl_cli.journal.step_timeline import StepSpan, step_spans
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.status import standing
+
+if TYPE_CHECKING:
+    import sqlite3
+
+FAULTS_SHOWN = 100
+SHARES = ("share/engines_busy", "share/engines_paused", "share/journal_busy")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A row of the faults' table."""
+
+    at: str
+    kind: str
+    part: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run. ``facts`` have the same names for every run; ``held_out`` are answers before and after training."""
+
+    run_id: str
+    answers: tuple[Answer, ...]
+    bottleneck: Bottleneck | None
+    facts: Facts
+    curves: Curves
+    charts: tuple[Chart, ...]
+    samples: tuple[Sample, ...]
+    held_out: tuple[HeldOutSample, ...]
+    decoded: bool
+    faults: tuple[Fault, ...]
+    faults_in_all: int
+    spec: Mapping[str, Any]
+    spec_text: str
+
+
+def summarize(run: RunDirectory) -> RunSummary:
+    """Read a run. Raises ``JournalError`` when it has no journal, or one that cannot be read."""
+    spec, files, machine = resolved_spec(run), evaluation_files(run), machine_samples(run)
+    with snapshot(run.path / FILE) as connection:
+        past = history(connection)
+        settings = past.standing.settings
+        spans = list(step_spans(connection, settings.publish_every))
+        lags = staleness_report(connection)
+        times = trainer_time(connection, spans, settings.groups_per_step)
+        spent = activity(times, _shares(spans))
+        known = circumstances(connection, spec, spans, settings)
+        found = bottleneck(spent, known) if spent and known else None
+        course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
+        decoder = open_decoder(run)
+        faults = [
+            Fault(moment(at), kind, part, message)
+            for at, kind, part, message in connection.execute(
+                f"SELECT at, kind, part, message FROM failures ORDER BY id LIMIT {FAULTS_SHOWN}"
+            )
+        ]
+        charts = tuple(_charts(connection, times, lags))
+        chosen = samples(connection, decoder)
+    phase = standing(run)
+    rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
+    first = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
+    both = newest(files, "greedy")
+    return RunSummary(
+        run_id=run.run_id,
+        answers=(
+            Answer("Did it learn?", *learned(rewards, past.evaluations, spec)),
+            held_back(found),
+            stale(lags),
+            failed(phase, run.state.reason, past.failures_by_kind, first),
+        ),
+        bottleneck=found,
+        facts=facts(Sources(run, phase, past, spans, spent, spec, files, machine)),
+        curves=course,
+        charts=charts,
+        samples=tuple(chosen),
+        held_out=tuple(held_out_samples(*both)) if both else (),
+        decoded=decoder is not None,
+        faults=tuple(faults),
+        faults_in_all=sum(past.failures_by_kind.values()),
+        spec=spec,
+        spec_text=spec_text(run),
+    )
+
+
+def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], lags: Report) -> Iterator[Chart]:
+    if times:
+        yield time_chart(times)
+    if lags.steps:
+        yield staleness_chart(lags.steps)
+    few = distributions.distinct_rewards(connection)
+    if few and (shares := distributions.reward_shares(connection)) is not None:
+        yield shares_chart("Rollouts by reward", shares)
+    elif few is None and (rewards := distributions.histogram(connection, "reward")) is not None:
+        yield histogram_chart("Rewards", rewards)
+    if (groups := distributions.group_shares(connection)) is not None:
+        yield shares_chart("Groups by their rewards", groups)
+    if (lengths := distributions.histogram(connection, "tokens")) is not None:
+        yield histogram_chart("Length of responses (tokens)", lengths)
+    if points := distributions.length_and_reward(connection):
+        yield scatter_chart(points, few)
+
+
+def _shares(spans: Sequence[StepSpan]) -> dict[str, float]:
+    """Means of the shares that were recorded, weighted by the length of their windows."""
+    found = {}
+    for name in SHARES:
+        known = [
+            (span.metrics[name], span.metrics.get("time/step_s", 1.0))
+            for span in spans
+            if math.isfinite(span.metrics.get(name, math.nan))
+        ]
+        if total := math.fsum(seconds for _, seconds in known):
+            found[name] = math.fsum(share * seconds for share, seconds in known) / total
+    return found

@@ -1,0 +1,105 @@
+"""How the trainer of a run spent its time, step by step, from the journal's times.
+
+A step's window runs from the end of the step before to its own end. Time in which the run was down is in none. A reward
+that comes within 0.2 s is recorded together with its rollout, so that so much of it counts as generation.
+
+Steps are counted from 0 here, as in the journal.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl_cli.inspect.report.bottleneck import PARTS, Activity, Part, split_wait
+from asyncrl_cli.inspect.report.learning import FEW_STEPS
+from asyncrl_cli.journal.step_timeline import StepSpan, first_publish
+
+LAST_GROUPS = """
+    SELECT last.step, last.ended_at, (SELECT max(recorded_at) FROM rollouts r WHERE r.group_id = last.id)
+    FROM (SELECT step, id, max(ended_at) AS ended_at FROM groups WHERE step IS NOT NULL GROUP BY step) last
+"""
+"""Of each batch the group that was scored last, and when it had its last tokens."""
+FINISHED = """
+    SELECT ended_at, step FROM groups WHERE state IN ('finished', 'taken') AND ended_at IS NOT NULL ORDER BY ended_at
+"""
+"""When groups finished, and the batch that took them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The seconds of one step's window by what the trainer did in them."""
+
+    step: int
+    seconds: Mapping[Part, float]
+
+
+def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], groups_per_step: int) -> list[StepTime]:
+    """The windows of trained steps, all of ``PARTS`` in each."""
+    enough = enough_finished(connection.execute(FINISHED), [span.step for span in spans], groups_per_step)
+    last = {step: (ended_at, recorded_at) for step, ended_at, recorded_at in connection.execute(LAST_GROUPS)}
+    saved = dict(connection.execute("SELECT step, seconds FROM checkpoints"))
+    starts = [at for (at,) in connection.execute("SELECT at FROM starts WHERE kind != 'restart'")]
+    first = first_publish(connection)
+    free_at = first.ended_at if first else None
+    found = []
+    for span in spans:
+        asked_at = span.taken_at if free_at is None else free_at
+        if any(asked_at < at < span.ended_at for at in starts):
+            asked_at = span.taken_at  # the run was down, and caught up
+        scored_at, generated_at = last.get(span.step, (None, None))
+        seconds = dict.fromkeys(PARTS, 0.0) | split_wait(
+            asked_at,
+            span.taken_at,
+            enough.get(span.step, asked_at),
+            generated_at if generated_at is not None else asked_at,
+            scored_at if scored_at is not None else asked_at,
+            saved.get(span.step, 0.0),
+        )
+        seconds["training"] = max(0.0, span.trained_until - span.taken_at)
+        if span.publish is not None:
+            seconds["publishing"] = span.publish.ended_at - span.publish.begun_at
+            seconds["between"] += span.publish.begun_at - span.trained_until
+        found.append(StepTime(span.step, seconds))
+        free_at = span.ended_at
+    return found
+
+
+def enough_finished(
+    finished: Iterable[tuple[float, int | None]], steps: Sequence[int], groups_per_step: int
+) -> dict[int, float]:
+    """When as many groups had finished as a batch has, without those of earlier batches: by step.
+
+    ``finished`` are times and batches of groups, by time; ``steps`` ascend. From that time to the batch's own, the
+    ledger waited for groups that were due.
+    """
+    found: dict[int, float] = {}
+    upcoming = iter(finished)
+    waiting: list[tuple[float, int | None]] = []
+    for step in steps:
+        waiting = [group for group in waiting if group[1] is None or group[1] >= step]
+        while len(waiting) < groups_per_step and (group := next(upcoming, None)) is not None:
+            if group[1] is None or group[1] >= step:
+                waiting.append(group)
+        if len(waiting) >= groups_per_step:
+            found[step] = waiting[groups_per_step - 1][0]
+    return found
+
+
+def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity | None:
+    """The shares of the whole; ``shares`` are the means of the metrics of these names. None before a trained step.
+
+    The first step waits for the first rollouts of all, whatever bounds the run, and is left out of all but short runs.
+    """
+    times = times[1:] if len(times) >= FEW_STEPS else times
+    spent = {part: sum(time.seconds[part] for time in times) for part in PARTS}
+    total = sum(spent.values())
+    if not total:
+        return None
+    return Activity(
+        trainer={part: seconds / total for part, seconds in spent.items()},
+        engines_busy=shares.get("share/engines_busy"),
+        engines_paused=shares.get("share/engines_paused"),
+        journal_busy=shares.get("share/journal_busy"),
+    )

@@ -1,0 +1,52 @@
+"""The resolved spec that a run was started from, as plain values: also of a run of another release, whose spec this
+one would refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from asyncrl_cli.core.secrets import hide_settings
+from asyncrl_cli.runs.directory import RunDirectory
+
+
+def resolved_spec(run: RunDirectory) -> dict[str, Any]:
+    """The spec's sections, without secrets; empty when the file is missing or damaged."""
+    import yaml
+
+    try:
+        value = hide_settings(yaml.safe_load((run.path / "spec.yaml").read_text()))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def spec_text(run: RunDirectory) -> str:
+    """``resolved_spec`` as YAML; empty when there is none."""
+    import yaml
+
+    spec = resolved_spec(run)
+    return yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=110) if spec else ""
+
+
+def value_at(spec: Mapping[str, Any], path: str) -> Any:
+    """The value under a dotted key; None where there is none."""
+    value: Any = spec
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def setting(spec: Mapping[str, Any], path: str, default: int) -> int:
+    """The whole number under a dotted key, or ``default`` where there is none."""
+    value = value_at(spec, path)
+    return value if isinstance(value, int) else default
+
+
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values; a list is a value."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from flattened(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

@@ -1,0 +1,199 @@
+"""The page of `asyncrl staleness`: lags by groups and by tokens, the proof of the bound, and the what-if estimate.
+
+Steps are counted from 1 here, as in metrics.jsonl; the journal counts from 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl_cli.inspect.pages import Page, table
+from asyncrl_cli.journal.staleness import BREACHES_TOLD, Report, StepLags, in_ranges, together
+from asyncrl_cli.journal.what_if import ENGINES, Workload, simulate
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.status import standing
+
+ROWS = 20
+"""Ranges of steps, so that a long run fits a screen."""
+COLUMNS = 4
+"""Ranges of lags, likewise."""
+BREACHES_SHOWN = 20
+ASSUMPTIONS = (
+    "This is an estimate: the ledger's own rules are run again on the journal's times. The record does",
+    "not say how fast engines are when another number of groups runs at once, so a bound has two rows:",
+    "- spare: each group takes as long as the one recorded at its place, whatever runs beside it;",
+    "- saturated: engines do no more work per second than recorded, and running groups share it evenly.",
+    "Both assume that",
+    "- at most {concurrency} groups run at once, the most that ever did;",
+    "- training, publishing and checkpoints take as long as they did, step by step;",
+    "- downtime and the catching up after it do not count, and neither do evaluations.",
+    "Compare rows of the same assumption. The rows of bound {bound} should agree with the recorded one:",
+    "trust the estimate only as far as they do.",
+)
+
+
+def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
+    """Lags by step, or by ranges of steps, and whether the bound held."""
+    where = report.standing
+    settings = where.settings
+    lines = [
+        f"run      {run.run_id}, {standing(run)}, {len(report.steps)} batches taken"
+        + (f" from step {where.first_step + 1} on" if where.first_step else ""),
+        f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
+        f"a version every {settings.publish_every} step(s)",
+    ]
+    document: dict[str, Any] = {
+        "run": run.run_id,
+        "phase": standing(run),
+        "settings": asdict(settings),
+        "held": not report.breaches,
+        "late": report.late,
+        "groups": report.groups,
+        "tokens": report.tokens,
+        "breaches": [asdict(breach) | {"step": _counted(breach.step)} for breach in report.breaches],
+        "steps": [_lags_document(step) for step in report.steps],
+    }
+    if report.steps:
+        whole = together(report.steps)
+        document["all"] = _lags_document(whole)
+        shown = report.steps if every_step else in_ranges(report.steps, ROWS)
+        lines += ["", *_lag_table(shown, whole)]
+    return Page(document, [*lines, "", *_verdict(report)])
+
+
+def _lag_table(shown: Sequence[StepLags], whole: StepLags) -> list[str]:
+    ranges = _lag_ranges(max(whole.groups, default=0))
+    names = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
+    header = ("step", *names, "mean", "max")
+    header = (*header, *header[1:], "crossed")
+    rows = [_lag_row(_step_name(step), step, ranges) for step in shown]
+    if len(shown) > 1:
+        rows.append(_lag_row("all", whole, ranges))
+    lines = table(header, rows)
+    # The two halves have the same columns; the line above says what they count.
+    middle = lines[0].index("max") + len("max")
+    above = "groups".rjust(middle) + "tokens".rjust(lines[0].rindex("max") + len("max") - middle)
+    return ["shares of groups and of tokens by their lag in versions", f"{above}  rollouts", *lines]
+
+
+def _lag_row(name: str, step: StepLags, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    crossed = f"{step.crossed / step.rollouts:.0%}" if step.rollouts else "-"
+    return name, *_lag_cells(step.groups, ranges), *_lag_cells(step.tokens, ranges), crossed
+
+
+def _lag_cells(lags: Counter[int], ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
+    total = lags.total()
+    if not total:
+        yield from ["-"] * (len(ranges) + 2)
+        return
+    for low, high in ranges:
+        share = sum(count for lag, count in lags.items() if low <= lag <= high) / total
+        yield f"{share:.0%}" if share == 0 or share >= 0.005 else "<1%"
+    yield f"{_mean(lags):.2f}"
+    yield str(max(lags))
+
+
+def _lag_ranges(highest: int) -> list[tuple[int, int]]:
+    """0 to ``highest`` in at most ``COLUMNS`` ranges of equal size; a lag below 0 is a breach, and told there."""
+    size = -(-(highest + 1) // COLUMNS)
+    return [(low, min(low + size - 1, highest)) for low in range(0, highest + 1, size)]
+
+
+def _step_name(step: StepLags) -> str:
+    return str(step.first + 1) if step.first == step.last else f"{step.first + 1}-{step.last + 1}"
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    bound = report.standing.settings.max_staleness
+    if any(step.dropped for step in report.steps):
+        yield "tokens of some steps were dropped (journal.keep): they are not in the columns of tokens"
+    if report.late:
+        yield f"late     {report.late} groups were trained past the bound, as on_stale: train allows"
+    if not report.breaches:
+        late = "but for the late groups, " if report.late else ""
+        yield f"proof    {late}the bound held: {report.groups:,} groups lag 0 to {bound} versions,"
+        yield f"         and none of {report.tokens:,} tokens is older than its group"
+        return
+    more = " or more" if len(report.breaches) == BREACHES_TOLD else ""
+    yield f"BROKEN   the guarantee does not hold: {len(report.breaches)}{more} row(s) break it"
+    for breach in report.breaches[:BREACHES_SHOWN]:
+        step = "" if breach.step is None else f"step {breach.step + 1}, "
+        group = "" if breach.group_id is None else f"group {breach.group_id}: "
+        yield f"  {step}{group}{breach.what}"
+    if len(report.breaches) > BREACHES_SHOWN:
+        yield f"  (the first {BREACHES_SHOWN}; --json has more)"
+
+
+def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int) -> Page:
+    """The page with the estimate for another bound below it."""
+    lags = together(report.steps).groups
+    bound = report.standing.settings.max_staleness
+    bounds = dict.fromkeys((bound, max_staleness))
+    outcomes = {(engines, at): simulate(work, at, engines) for engines in ENGINES for at in bounds}
+    rows = [
+        (
+            "recorded",
+            str(bound),
+            *_waiting(work.waited_s, work.seconds),
+            f"{_mean(lags):.2f}",
+            str(max(lags)),
+        ),
+        *(
+            (
+                engines,
+                str(at),
+                *_waiting(outcome.waited_s, outcome.seconds),
+                f"{outcome.mean_lag:.2f}",
+                str(outcome.max_lag),
+            )
+            for (engines, at), outcome in outcomes.items()
+        ),
+    ]
+    header = ("what if", "bound", "trainer waits", "share", "whole run", "mean lag", "max lag")
+    ratios = sorted(outcomes[engines, max_staleness].seconds / outcomes[engines, bound].seconds for engines in ENGINES)
+    claim = (
+        f"With bound {max_staleness} the run would have taken {ratios[0]:.0%} to {ratios[1]:.0%} of the time "
+        f"that it takes with bound {bound}."
+    )
+    assumptions = [line.format(concurrency=work.concurrency, bound=bound) for line in ASSUMPTIONS]
+    document = page.document | {
+        "what_if": {
+            "estimate": True,
+            "assumptions": assumptions,
+            "concurrency_groups": work.concurrency,
+            "steps": len(work.steps),
+            "recorded": {"max_staleness": bound, "waited_s": work.waited_s, "seconds": work.seconds},
+            "simulated": [asdict(outcome) | {"engines": engines} for (engines, _), outcome in outcomes.items()],
+            "time_relative_to_the_bound_as_it_was": ratios,
+        }
+    }
+    return Page(document, [*page.lines, "", *table(header, rows), claim, *assumptions])
+
+
+def _waiting(waited_s: float, seconds: float) -> tuple[str, str, str]:
+    return f"{waited_s:,.1f} s", f"{waited_s / seconds:.0%}" if seconds else "-", f"{seconds:,.1f} s"
+
+
+def _lags_document(step: StepLags) -> dict[str, Any]:
+    return {
+        "first_step": step.first + 1,
+        "last_step": step.last + 1,
+        "groups_by_lag": dict(sorted(step.groups.items())),
+        "tokens_by_lag": dict(sorted(step.tokens.items())),
+        "groups_mean_lag": _mean(step.groups),
+        "tokens_mean_lag": _mean(step.tokens),
+        "rollouts": step.rollouts,
+        "rollouts_crossed": step.crossed,
+        "tokens_dropped": step.dropped,
+    }
+
+
+def _mean(lags: Counter[int]) -> float | None:
+    return sum(lag * count for lag, count in lags.items()) / lags.total() if lags.total() else None
+
+
+def _counted(step: int | None) -> int | None:
+    return None if step is None else step + 1

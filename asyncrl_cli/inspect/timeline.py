@@ -1,0 +1,273 @@
+"""A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, in the Trace Event Format.
+
+    process     tracks
+    run         steps, evaluations, checkpoints, faults and starts; counters of the groups, the reward and the staleness
+    trainer     one per rank: training and publishing, which all ranks do together; the share of the time it is busy
+    rollouts    lanes: a rollout is in the first one that is free, from its group's admission to its last record
+    engine-0 …  the load of each version, at the end of the arrow from the trainer that published it; below, in lanes,
+                the requests that the engine had, from being sent to leaving it
+
+The journal does not say which engine's pause was the longest: every engine's load is drawn with the longest one. It
+knows of a request's stay with an engine once it has ended.
+
+Invariants: slices of one track never overlap, whatever the clocks did; events are made and written one at a time, and
+nothing is held of a rollout or a request but the end of its lane.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import heappush, heapreplace
+from io import TextIOWrapper
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.files import written
+from asyncrl_cli.inspect.resolved import resolved_spec, setting
+from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Stall, Start, events
+from asyncrl_cli.journal.queries import standing
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.spool import spooled
+from asyncrl_cli.journal.step_timeline import PublishSpan, StepSpan, first_publish, step_spans
+from asyncrl_cli.runs.directory import RunDirectory
+
+TraceEvent = Mapping[str, Any]
+
+RUN, TRAINER, ROLLOUTS, ENGINES = 1, 2, 3, 4
+"""Ids of the processes; the engines' go on from that of the first."""
+LOADS = 1
+"""The first track of an engine; its lanes follow."""
+STEPS, EVALUATIONS, CHECKPOINTS, FAULTS, STARTS = 1, 2, 3, 4, 5
+"""Tracks of the process ``RUN``."""
+COUNTERS = {
+    RUN: {
+        "reward": {"mean": "reward/mean"},
+        "groups": {"running": "buffer/groups_running", "finished": "buffer/groups_finished"},
+        "staleness (versions)": {"mean": "staleness/groups_mean", "max": "staleness/groups_max"},
+        "generated tokens/s": {"tokens/s": "tokens/generated_per_s"},
+        "engines": {"busy": "share/engines_busy", "paused": "share/engines_paused"},
+    },
+    TRAINER: {"trainer": {"busy": "share/trainer_busy"}},
+}
+"""Counters by process: the names of their values, and the metric that each shows."""
+
+
+class Lanes:
+    """Gives intervals to lanes, so that those of one lane do not overlap; a lane is used again once it is free.
+
+    Intervals that come in the order of their starts take as few lanes as there can be.
+    """
+
+    def __init__(self) -> None:
+        self._free_at: list[tuple[int, int]] = []  # a heap of the lanes, by the end of what is last in them
+
+    def put(self, start: int, end: int) -> int:
+        """The lane of the interval from ``start`` to ``end``, from 1."""
+        if self._free_at and self._free_at[0][0] <= start:
+            lane = self._free_at[0][1]
+            heapreplace(self._free_at, (end, lane))
+        else:
+            lane = len(self._free_at) + 1
+            heappush(self._free_at, (end, lane))
+        return lane
+
+    def __len__(self) -> int:
+        return len(self._free_at)
+
+
+def write_timeline(run: RunDirectory, path: Path) -> int:
+    """Write a run's trace; gzipped when the path ends with ``.gz``, which Perfetto opens as it is.
+
+    Returns the number of events. Raises ``OSError``, and ``JournalError``.
+    """
+    events = spooled(run.path / FILE, lambda connection: timeline_events(run, connection))
+    with written(path) as raw:
+        if path.suffix == ".gz":
+            with gzip.open(raw, "wb", compresslevel=5) as packed:
+                return _write(events, packed)
+        return _write(events, raw)
+
+
+def _write(events: Iterable[TraceEvent], raw: Any) -> int:
+    text = TextIOWrapper(raw, encoding="utf-8")
+    text.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    count = 0
+    for event in events:
+        text.write((",\n" if count else "") + json.dumps(event))
+        count += 1
+    text.write("\n]}\n")
+    text.detach()  # flushes; the file below is closed by who opened it
+    return count
+
+
+def timeline_events(run: RunDirectory, connection: sqlite3.Connection) -> Iterator[TraceEvent]:
+    """A run's events, in no particular order. Times are microseconds since the run's first start."""
+    spec = resolved_spec(run)
+    (begun,) = connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()
+    trace = _Trace(connection, begun, setting(spec, "trainer.ranks", 1), setting(spec, "rollout.engines", 1))
+    return chain(trace.steps(), trace.milestones(), trace.rollouts(), trace.stays(), trace.names(run.run_id))
+
+
+class _Trace:
+    def __init__(self, connection: sqlite3.Connection, begun: float, ranks: int, engines: int) -> None:
+        self._connection = connection
+        self._begun = begun
+        self._ranks = ranks
+        self._engines = [f"engine-{engine}" for engine in range(engines)]
+        self._lanes = Lanes()
+        self._lanes_of = {engine: Lanes() for engine in self._engines}
+
+    def steps(self) -> Iterator[TraceEvent]:
+        """Training, publishing, the arrows between trainer and engines, and the counters."""
+        free = 0  # when the trainer ended what it did before: a clock may have been set back
+        if (publish := first_publish(self._connection)) is not None:
+            free = self._us(publish.ended_at)
+            yield from self._publish(publish, self._us(publish.begun_at), free)
+        for span in step_spans(self._connection, standing(self._connection).settings.publish_every):
+            begin = max(free, self._us(span.taken_at))
+            until = max(begin, self._us(span.trained_until))
+            free = max(until, self._us(span.ended_at))
+            name = f"step {span.step + 1}"
+            yield _slice(RUN, STEPS, name, begin, free, {"version": span.version, **span.metrics})
+            for rank in range(self._ranks):
+                yield _slice(TRAINER, rank + 1, name, begin, until, {"version": span.version})
+            if span.publish is not None:
+                yield from self._publish(span.publish, max(until, self._us(span.publish.begun_at)), free)
+            yield from self._counters(span)
+
+    def _publish(self, publish: PublishSpan, begin: int, end: int) -> Iterator[TraceEvent]:
+        begin = min(begin, end)
+        load = max(begin, end - round(publish.stall_s * 1e6))
+        name = f"version {publish.version}"
+        for rank in range(self._ranks):
+            yield _slice(TRAINER, rank + 1, f"publish {name}", begin, end, {"version": publish.version})
+        for number in range(len(self._engines)):
+            engine = ENGINES + number
+            yield _slice(engine, LOADS, f"load {name}", load, end, {"longest pause (s)": publish.stall_s})
+            arrow = {"cat": "publish", "name": name, "id": publish.version * len(self._engines) + number}
+            yield arrow | {"ph": "s", "pid": TRAINER, "tid": 1, "ts": begin}
+            yield arrow | {"ph": "f", "bp": "e", "pid": engine, "tid": LOADS, "ts": load}
+
+    def _counters(self, span: StepSpan) -> Iterator[TraceEvent]:
+        # A counter keeps its value until the next one, and a step's metrics are those of the window before its report.
+        since = self._us(span.reported_at - span.metrics.get("time/step_s", 0.0))
+        for process, counters in COUNTERS.items():
+            for name, values in counters.items():
+                known = {label: span.metrics.get(metric, math.nan) for label, metric in values.items()}
+                known = {label: value for label, value in known.items() if math.isfinite(value)}
+                if known:
+                    yield {"ph": "C", "pid": process, "name": name, "ts": since, "args": known}
+
+    def milestones(self) -> Iterator[TraceEvent]:
+        """Evaluations, checkpoints, faults and starts."""
+        free = 0
+        facts: dict[str, Any]
+        for event in events(self._connection, [kind.name for kind in (Evaluation, Checkpoint, Fault, Stall, Start)]):
+            match event:
+                case Evaluation(at=at, kind=kind, accuracy=accuracy):
+                    facts = {"after step": event.after_step, "accuracy": accuracy, "mean reward": event.mean_reward}
+                    yield self._instant(EVALUATIONS, f"{kind} {accuracy:.3f}", at, facts)
+                case Checkpoint(at=at, after_step=step, seconds=seconds):
+                    begin = max(free, self._us(at - seconds))
+                    free = max(begin, self._us(at))
+                    facts = {"folder": event.folder}
+                    yield _slice(RUN, CHECKPOINTS, f"checkpoint after step {step}", begin, free, facts)
+                case Fault(at=at, kind=kind, part=part, message=message):
+                    yield self._instant(FAULTS, f"{kind}: {part}", at, {"message": message})
+                case Stall(at=at, part=part, message=message):
+                    yield self._instant(FAULTS, f"stall: {part}", at, {"message": message})
+                case Start(at=at, process=process):
+                    facts = {"host": event.host, "batches taken": event.steps_taken}
+                    yield self._instant(STARTS, process, at, facts)
+
+    def rollouts(self) -> Iterator[TraceEvent]:
+        """Every rollout of which anything is recorded, in the order of admission."""
+        for (
+            group,
+            place,
+            uid,
+            state,
+            step,
+            admitted_at,
+            recorded_at,
+            tokens,
+            reward,
+            reason,
+            oldest,
+            newest,
+        ) in self._rows(
+            "SELECT g.id, r.place, g.uid, g.state, g.step, g.admitted_at, r.recorded_at, r.tokens, r.reward, "
+            "r.finish_reason, r.oldest, r.newest "
+            "FROM groups g JOIN rollouts r ON r.group_id = g.id ORDER BY g.id, r.place"
+        ):
+            start = self._us(admitted_at)
+            end = max(start, self._us(recorded_at))
+            facts = {"prompt": uid, "group is": state, "tokens": tokens, "finish reason": reason or "unfinished"}
+            facts |= {"reward": reward, "oldest version": oldest, "newest version": newest}
+            if step is not None:
+                facts["trained in step"] = step + 1
+            yield _slice(ROLLOUTS, self._lanes.put(start, end), f"{group}-{place}", start, end, facts)
+
+    def stays(self) -> Iterator[TraceEvent]:
+        """Every stay of a request with an engine, in the order in which they began."""
+        for request, engine, begun_at, ended_at, ending in self._rows(
+            "SELECT request, engine, begun_at, ended_at, ending FROM spells ORDER BY begun_at"
+        ):
+            if engine not in self._lanes_of:  # the run had more engines once
+                self._engines.append(engine)
+                self._lanes_of[engine] = Lanes()
+            start = self._us(begun_at)
+            end = max(start, self._us(ended_at))
+            lane = LOADS + self._lanes_of[engine].put(start, end)
+            yield _slice(ENGINES + self._engines.index(engine), lane, request, start, end, {"ended": ending})
+
+    def names(self, run_id: str) -> Iterator[TraceEvent]:
+        """What processes and tracks are called; after the rollouts, when their lanes are known."""
+        processes = {RUN: f"run {run_id}", TRAINER: "trainer", ROLLOUTS: "rollouts"}
+        processes |= dict(enumerate(self._engines, ENGINES))
+        tracks = {
+            RUN: ("steps", "evaluations", "checkpoints", "faults", "starts"),
+            TRAINER: tuple(f"rank {rank}" for rank in range(self._ranks)),
+            ROLLOUTS: _lanes(self._lanes),
+        }
+        for number, engine in enumerate(self._engines):
+            tracks[ENGINES + number] = ("weights", *_lanes(self._lanes_of[engine]))
+        for process, name in processes.items():
+            yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+            for track, title in enumerate(tracks[process], 1):
+                where = {"ph": "M", "pid": process, "tid": track}
+                yield where | {"name": "thread_name", "args": {"name": title}}
+                yield where | {"name": "thread_sort_index", "args": {"sort_index": track}}
+
+    def _rows(self, sql: str) -> sqlite3.Cursor:
+        return self._connection.execute(sql)
+
+    def _us(self, at: float) -> int:
+        return max(0, round((at - self._begun) * 1e6))
+
+    def _instant(self, track: int, name: str, at: float, facts: Mapping[str, Any]) -> TraceEvent:
+        return {"ph": "i", "s": "p", "pid": RUN, "tid": track, "name": name, "ts": self._us(at), "args": _sound(facts)}
+
+
+def _lanes(lanes: Lanes) -> tuple[str, ...]:
+    return tuple(f"lane {lane}" for lane in range(1, len(lanes) + 1))
+
+
+def _slice(process: int, track: int, name: str, begin: int, end: int, facts: Mapping[str, Any]) -> TraceEvent:
+    where = {"ph": "X", "pid": process, "tid": track}
+    return where | {"name": name, "ts": begin, "dur": end - begin, "args": _sound(facts)}
+
+
+def _sound(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is unknown; NaN and infinity, which JSON has not, as text."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in facts.items()
+        if value is not None
+    }

@@ -1,0 +1,235 @@
+"""A run seen from outside, again and again: what the panel shows, and its rollouts one by one.
+
+Invariant: a look costs the same for a run of any length. It reads the newest steps, what is in the buffer, the
+evaluations and the newest faults, each by an index, and never walks through groups or rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
+from asyncrl_cli.inspect.decoding import Decoder, open_decoder
+from asyncrl_cli.inspect.pages import duration, moment, number
+from asyncrl_cli.inspect.tokens import TokenShown, prompt_text, reference_text, tokens_of
+from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot, standing
+from asyncrl_cli.journal.schema import FILE, JournalError
+from asyncrl_cli.records.generation import training_rollout_id
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.status import UNDER_WAY
+from asyncrl_cli.runs.status import standing as phase_of
+from asyncrl_cli.tasks.base import CORRECT
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+TOKENS_SHOWN = 1500
+"""Tokens of a rollout that a screen has room for."""
+UNLIKELY = ((0.9, "bold underline red"), (0.5, "underline dark_orange"), (0.1, "italic yellow"))
+"""Styles of tokens whose probability was at most 1 minus the number. They differ without their colours, too."""
+VERSION_STYLES = ("blue", "underline magenta", "bold green", "italic cyan", "bold underline yellow", "reverse red")
+"""Styles by the version's age in the rollout."""
+
+SEARCHED = 10_000
+"""Rollouts that are looked through for one that passes the filter."""
+
+Colouring = Literal["log-prob", "weight version"]
+Wanted = Literal["all", "right", "wrong"]
+_WANTED: dict[Wanted, str] = {"all": "1", "right": f"reward >= {CORRECT}", "wrong": f"reward < {CORRECT}"}
+Place = tuple[int, int]
+"""A group's id and a rollout's place in it."""
+
+
+def look(run: RunDirectory, now: float | None = None) -> Shown:
+    """The run as it is, at the unix time ``now``."""
+    at = time.time() if now is None else now
+    phase, state = phase_of(run), run.state
+    reason = f": {state.reason}" if state.reason and phase not in UNDER_WAY else ""
+    doing = f"{run.run_id}, {phase}{reason}"
+    try:
+        with snapshot(run.path / FILE) as connection:
+            return _seen(connection, doing, phase in UNDER_WAY, at)
+    except JournalError as error:
+        return Shown(doing if not (run.path / FILE).exists() else f"{doing}; {error}", steps=state.steps)
+
+
+def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: float) -> Shown:
+    where = standing(connection)
+    newest = connection.execute(
+        "SELECT step, trained_at, metrics FROM batches WHERE trained_at IS NOT NULL ORDER BY step DESC LIMIT ?",
+        (TREND_STEPS,),
+    ).fetchall()[::-1]
+    recent = [json.loads(text) if text else {} for _, _, text in newest]
+    metrics = recent[-1] if recent else {}
+    accuracy: dict[str, list[float]] = {}
+    for kind, value in connection.execute("SELECT kind, accuracy FROM evaluations ORDER BY kind, step"):
+        accuracy.setdefault(kind, []).append(value)
+    due = due_groups(connection, where)
+    done = newest[-1][0] + 1 if newest else where.first_step
+    remaining_s = None
+    if under_way and len(newest) > 1:
+        (first, since, _), (last, until, _) = newest[0], newest[-1]
+        remaining_s = (until - since) / (last - first) * (where.settings.total_steps - done)
+    faults = connection.execute(f"SELECT at, part, message FROM failures ORDER BY id DESC LIMIT {FAULTS}").fetchall()
+    return Shown(
+        now=doing,
+        step=done,
+        steps=where.settings.total_steps,
+        version=where.version,
+        max_staleness=where.settings.max_staleness,
+        metrics=metrics,
+        trends={name: [one[name] for one in recent if name in one] for name in TRENDS},
+        accuracy=accuracy,
+        remaining_s=remaining_s,
+        trainer=_trainer(connection, where.settings.total_steps, now) if under_way else "",
+        counts=Counts(
+            running=sum(one.running for one in due),
+            finished=sum(one.finished for one in due),
+            # Counting them would go through all groups; the newest step has counted.
+            **{
+                name: int(metrics.get(f"buffer/groups_{name}", 0)) for name in ("taken", "rejected", "requeued", "late")
+            },
+        ),
+        due=due,
+        faults=[f"{moment(at)} {part}: {message}" for at, part, message in reversed(faults)],
+    )
+
+
+def _trainer(connection: sqlite3.Connection, steps: int, now: float) -> str:
+    newest = connection.execute("SELECT step, taken_at, trained_at FROM batches ORDER BY step DESC LIMIT 1").fetchone()
+    if newest is None:
+        return ""
+    step, taken_at, trained_at = newest
+    if trained_at is None:
+        return f"trains step {step + 1} for {duration(max(0.0, now - taken_at))}"
+    return (
+        f"waits for the batch of step {step + 2} for {duration(max(0.0, now - trained_at))}" if step + 1 < steps else ""
+    )
+
+
+# -- rollouts, one by one
+
+
+class Pager:
+    """Goes through a run's rollouts, from the newest on; ``colouring`` says what the tokens' colours mean."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.colouring: Colouring = "log-prob"
+        self.wanted: Wanted = "all"
+        self._run = run
+        self._place: Place | None = None
+        self._note = ""
+        self._decoder: Decoder | None = None
+        self._decoder_sought = False
+
+    def turn(self, older: bool) -> None:
+        """Go to the next older rollout that is wanted, or newer one; stay where there is none. First the newest that
+        has ended."""
+        self._find(lambda connection: neighbour(connection, self._place, older, self.wanted))
+
+    def filter(self) -> None:
+        """Want all rollouts, the right ones or the wrong ones, in turn; and go to the newest of them."""
+        kinds = list(_WANTED)
+        self.wanted = kinds[(kinds.index(self.wanted) + 1) % len(kinds)]
+        self._find(lambda connection: neighbour(connection, None, True, self.wanted))
+
+    def go_to(self, step: int) -> None:
+        """Go to a wanted rollout of a step, counted from 1; stay where there is none."""
+        self._find(lambda connection: of_step(connection, step, self.wanted), f"of step {step}")
+
+    def _find(self, found_in: Callable[[sqlite3.Connection], Place | None], where: str = "") -> None:
+        with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel says what is wrong
+            found = found_in(connection)
+            kind = "" if self.wanted == "all" else f"{self.wanted} "
+            self._note = "" if found else f"there is no further {kind}rollout {where}".rstrip()
+            self._place = found or self._place
+
+    def recolour(self) -> None:
+        """Colour by the other of log-prob and version."""
+        self.colouring = "weight version" if self.colouring == "log-prob" else "log-prob"
+
+    def page(self) -> Text:
+        """The rollout that was turned to."""
+        from rich.text import Text
+
+        if self._place is None:
+            return Text(self._note if self.wanted != "all" else "no rollout has ended yet")
+        if not self._decoder_sought:
+            self._decoder, self._decoder_sought = open_decoder(self._run), True
+        with snapshot(self._run.path / FILE) as connection:
+            group = group_record(connection, self._place[0])
+        shown = "" if self.wanted == "all" else f"{self.wanted} rollouts only"
+        text = rollout_text(group, self._place, self._decoder, self.colouring)
+        return text.append("".join(f"\n{line}" for line in (shown, self._note) if line), style="bold")
+
+
+def neighbour(connection: sqlite3.Connection, place: Place | None, older: bool, wanted: Wanted = "all") -> Place | None:
+    """The ended rollout next to a place, by group and place in it; next to None the newest one. None without one, and
+    without a wanted one among the next ``SEARCHED``."""
+    if place is None:
+        where, order, place = "(group_id, place) > (?, ?)", "DESC", (-1, -1)
+    else:
+        where, order = ("(group_id, place) < (?, ?)", "DESC") if older else ("(group_id, place) > (?, ?)", "ASC")
+    ordered = f"ORDER BY group_id {order}, place {order}"
+    found: Place | None = connection.execute(
+        f"SELECT group_id, place FROM (SELECT group_id, place, reward FROM rollouts WHERE {where} "
+        f"AND finish_reason IS NOT NULL {ordered} LIMIT {1 if wanted == 'all' else SEARCHED}) "
+        f"WHERE {_WANTED[wanted]} {ordered} LIMIT 1",
+        place,
+    ).fetchone()
+    return found
+
+
+def of_step(connection: sqlite3.Connection, step: int, wanted: Wanted = "all") -> Place | None:
+    """The newest wanted rollout of a step's batch, counted from 1."""
+    found: Place | None = connection.execute(
+        "SELECT group_id, place FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = ?) "
+        f"AND finish_reason IS NOT NULL AND {_WANTED[wanted]} ORDER BY group_id DESC, place DESC LIMIT 1",
+        (step - 1,),
+    ).fetchone()
+    return found
+
+
+def rollout_text(group: GroupRecord, place: Place, decoder: Decoder | None, colouring: Colouring) -> Text:
+    """A rollout's facts, its prompt, and its tokens in colours."""
+    from rich.text import Text
+
+    name = training_rollout_id(*place)
+    rollout = next(one for one in group.rollouts if one.rollout_id == name)
+    reward = "no reward" if rollout.reward is None else f"reward {number(rollout.reward)}"
+    step = "" if group.row.step is None else f", step {group.row.step + 1}"
+    lag = "" if group.row.lag is None else f", {group.row.lag} version(s) behind"
+    text = Text(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{lag}\n", style="bold")
+    text.append(f"{prompt_text(group.prompt)}\n\n", style="dim")
+    shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
+    for token in shown:
+        text.append(token.text, style=_style(token, colouring))
+    if not shown:
+        text.append("(its tokens are not in the journal any more)")
+    if left_out:
+        text.append(f"\n({left_out} more tokens)")
+    if reference := reference_text(group.prompt.fields):
+        text.append("\n\nreference  ", style="dim").append(reference)
+    versions = dict.fromkeys((token.age, token.version) for token in shown if token.version is not None)
+    text.append(f"\n\ncolours: {colouring}", style="dim")
+    if colouring == "weight version":
+        for age, version in versions:
+            text.append("  ").append(f"version {version}", style=VERSION_STYLES[age % len(VERSION_STYLES)])
+    else:
+        for surprise, style in UNLIKELY:
+            text.append("  ").append(f"probability up to {1 - surprise:.1f}", style=style)
+    return text
+
+
+def _style(token: TokenShown, colouring: Colouring) -> str:
+    if token.version is None:
+        return "dim italic"
+    if colouring == "weight version":
+        return VERSION_STYLES[token.age % len(VERSION_STYLES)]
+    return next((style for surprise, style in UNLIKELY if token.surprise >= surprise), "")

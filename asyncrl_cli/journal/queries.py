@@ -1,0 +1,397 @@
+"""What is in the buffer, read from the journal of a live run, a dead one or a copy.
+
+Nothing here writes or needs Ray. All queries under one ``snapshot`` see the same moment. None of them reads the tokens
+or walks through the whole history, unless it is asked for one group or for a filter that most groups fail: a look at
+a journal of a million rollouts has to be answered at once.
+
+Steps are counted from 0 here, as in the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from asyncrl_cli.buffer.records import BufferSettings
+from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts, sequences_of
+from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading
+from asyncrl_cli.records.generation import Segment, training_rollout_id
+from asyncrl_cli.records.prompt import Prompt
+
+GroupState = Literal["running", "finished", "taken", "trained", "rejected", "requeued"]
+"""``taken``: in a batch that is not trained yet. The journal's own ``taken`` means either."""
+STATES: tuple[GroupState, ...] = get_args(GroupState)
+
+_WITH_ROLLOUTS: tuple[GroupState, ...] = ("running", "finished", "trained", "rejected")
+
+LARGEST = 2**63 - 1
+"""The largest integer that SQLite has."""
+RECENT_GROUPS = 1000
+"""Groups of a state, the newest ones, whose rollouts make up its distributions."""
+
+# SQLite takes a partial index only for a query that repeats the index's own condition.
+_OUTSTANDING = "g.state IN ('running', 'finished')"
+_DROPPED = "g.state IN ('rejected', 'requeued')"
+_WHERE: dict[GroupState, str] = {
+    "running": f"{_OUTSTANDING} AND g.state = 'running'",
+    "finished": f"{_OUTSTANDING} AND g.state = 'finished'",
+    "taken": "g.step IN (SELECT step FROM batches WHERE trained_at IS NULL)",
+    "trained": "g.step IS NOT NULL AND g.step IN (SELECT step FROM batches WHERE trained_at IS NOT NULL)",
+    "rejected": f"{_DROPPED} AND g.state = 'rejected'",
+    "requeued": f"{_DROPPED} AND g.state = 'requeued'",
+}
+
+
+@contextmanager
+def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection on which every query sees the journal as it is now.
+
+    Raises ``JournalError``, also when nothing was ever committed.
+    """
+    with closing(open_for_reading(path)) as connection, explained(path):
+        connection.execute("BEGIN")
+        if not connection.execute("SELECT 1 FROM meta WHERE key = 'settings'").fetchone():
+            raise JournalError(
+                "the journal is empty", location=str(path), hint="The run has not got as far as its first group"
+            )
+        yield connection
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The numbers that everything else refers to.
+
+    Args:
+        settings: the bounds the buffer works by, as last described.
+        first_step: where this journal's history begins; above 0 when an earlier journal was given up.
+        step: batches taken so far.
+        version: weight versions published so far.
+    """
+
+    settings: BufferSettings
+    first_step: int
+    step: int
+    version: int
+
+
+def standing(connection: sqlite3.Connection) -> Standing:
+    """Where the run stands."""
+    meta = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+    settings = BufferSettings(**meta["settings"])
+    first = int((meta.get("base") or {}).get("step", 0))
+    (step,) = connection.execute("SELECT coalesce(max(step) + 1, 0) FROM batches").fetchone()
+    (version,) = connection.execute("SELECT coalesce(max(version), 0) FROM publishes").fetchone()
+    return Standing(settings, first, max(step, first), max(version, first // settings.publish_every))
+
+
+# -- the buffer as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class StateCount:
+    """The groups of one state. What costs a walk through the history is None.
+
+    Args:
+        groups: how many.
+        rollouts: rollouts of theirs that have ended.
+        tokens: sampled tokens recorded so far, of all their rollouts.
+        age_s, oldest_s: median and highest age in seconds: since admission (running), since the last rollout
+            ended (finished), since the batch was taken (taken).
+    """
+
+    state: GroupState
+    groups: int
+    rollouts: int | None = None
+    tokens: int | None = None
+    age_s: float | None = None
+    oldest_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Groups admitted at one version that are not taken. ``lag`` is their staleness if they were taken now,
+    ``deadline`` the last version at which they may be."""
+
+    version: int
+    lag: int
+    deadline: int
+    running: int
+    finished: int
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How a quantity is distributed over the rollouts of a state: mean, extremes and quantiles (nearest rank)."""
+
+    state: GroupState
+    count: int
+    mean: float
+    minimum: float
+    p10: float
+    median: float
+    p90: float
+    maximum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The buffer at the unix time ``at``. ``rejected`` counts groups by reason; ``due`` starts with the oldest
+    version. ``lengths`` (sampled tokens) and ``rewards`` are of the ``RECENT_GROUPS`` newest groups of each state."""
+
+    at: float
+    standing: Standing
+    states: tuple[StateCount, ...]
+    rejected: dict[str, int]
+    due: tuple[Due, ...]
+    lengths: tuple[Distribution, ...]
+    rewards: tuple[Distribution, ...]
+
+
+def overview(connection: sqlite3.Connection, now: float | None = None) -> Overview:
+    """Everything about the buffer that fits a screen."""
+    at = time.time() if now is None else now
+    where = standing(connection)
+    dropped: dict[str, dict[str, int]] = {"rejected": {}, "requeued": {}}
+    for state, reason, count in connection.execute(
+        f"SELECT state, reason, count(*) FROM groups g WHERE {_DROPPED} GROUP BY state, reason"
+    ):
+        dropped[state][reason] = count
+    lengths, rewards = [], []
+    for state in _WITH_ROLLOUTS:
+        of_state = list(_recent(connection, state))
+        lengths += _distribution(state, [tokens for tokens, _ in of_state])
+        rewards += _distribution(state, [reward for _, reward in of_state if reward is not None])
+    return Overview(
+        at=at,
+        standing=where,
+        states=(
+            _present(connection, "running", "g.admitted_at", at),
+            _present(connection, "finished", "g.ended_at", at),
+            _present(connection, "taken", "(SELECT taken_at FROM batches b WHERE b.step = g.step)", at),
+            StateCount("trained", _trained(connection)),
+            StateCount("rejected", sum(dropped["rejected"].values())),
+            StateCount("requeued", sum(dropped["requeued"].values())),
+        ),
+        rejected=dropped["rejected"],
+        due=due_groups(connection, where),
+        lengths=tuple(lengths),
+        rewards=tuple(rewards),
+    )
+
+
+def _present(connection: sqlite3.Connection, state: GroupState, since: str, now: float) -> StateCount:
+    """The count of a state that few groups are in at a time."""
+    ages = sorted(now - at for (at,) in connection.execute(f"SELECT {since} FROM groups g WHERE {_WHERE[state]}"))
+    if not ages:
+        return StateCount(state, 0, 0, 0)
+    rollouts, tokens = connection.execute(
+        f"SELECT count(r.finish_reason), coalesce(sum(r.tokens), 0) FROM groups g "
+        f"JOIN rollouts r ON r.group_id = g.id WHERE {_WHERE[state]}"
+    ).fetchone()
+    return StateCount(state, len(ages), rollouts, tokens, _quantile(ages, 0.5), ages[-1])
+
+
+def _trained(connection: sqlite3.Connection) -> int:
+    # Counted as all that were taken without the few that are not trained: both are quick, unlike going by step.
+    (taken,) = connection.execute("SELECT count(*) FROM groups g WHERE g.step IS NOT NULL").fetchone()
+    (untrained,) = connection.execute(f"SELECT count(*) FROM groups g WHERE {_WHERE['taken']}").fetchone()
+    return int(taken - untrained)
+
+
+def due_groups(connection: sqlite3.Connection, where: Standing) -> tuple[Due, ...]:
+    """The groups that are not taken, those that were admitted first at the top."""
+    rows = connection.execute(
+        f"SELECT g.version, sum(g.state = 'running'), sum(g.state = 'finished') FROM groups g "
+        f"WHERE {_OUTSTANDING} GROUP BY g.version ORDER BY g.version"
+    )
+    bound = where.settings.max_staleness
+    return tuple(Due(version, where.version - version, version + bound, *counts) for version, *counts in rows)
+
+
+def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None]]:
+    """Length and reward of the rollouts of a state's newest groups; of running groups, the length so far. Rollouts
+    that failed before their first token are left out."""
+    newest = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
+    return connection.execute(
+        f"SELECT tokens, reward FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
+        f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {newest} LIMIT {RECENT_GROUPS})"
+    ).fetchall()
+
+
+def _distribution(state: GroupState, values: list[Any]) -> list[Distribution]:
+    if not values:
+        return []
+    values.sort()
+    mean = sum(values) / len(values)
+    p10, median, p90 = (_quantile(values, share) for share in (0.1, 0.5, 0.9))
+    return [Distribution(state, len(values), mean, values[0], p10, median, p90, values[-1])]
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
+
+
+# -- groups, by what they are like
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilter:
+    """Which groups to list; what is None filters nothing. ``min_reward`` bounds the mean reward of a group's
+    scored rollouts, ``stale_over`` its lag (see ``GroupRow``)."""
+
+    state: GroupState | None = None
+    min_reward: float | None = None
+    stale_over: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One group, without its texts.
+
+    Args:
+        reason: why it was rejected.
+        version: weight version at admission.
+        lag: versions it lagged behind when it was taken, or would if it were taken now; None for a dropped one.
+        step: the batch it is in.
+        rollouts, tokens: rollouts that have ended, and sampled tokens recorded.
+        reward: mean over the scored rollouts.
+        admitted_at, ended_at: unix times.
+    """
+
+    group_id: int
+    uid: str
+    state: GroupState
+    reason: str
+    version: int
+    lag: int | None
+    step: int | None
+    rollouts: int
+    tokens: int
+    reward: float | None
+    admitted_at: float
+    ended_at: float | None
+
+
+_REWARD = "(SELECT avg(reward) FROM rollouts r WHERE r.group_id = g.id)"
+_LAG = f"(CASE WHEN {_OUTSTANDING} THEN :version ELSE b.version END - g.version)"
+_GROUP = f"""
+    SELECT g.id, g.uid, CASE WHEN g.state = 'taken' AND b.trained_at IS NOT NULL THEN 'trained' ELSE g.state END,
+           g.reason, g.version, {_LAG}, g.step,
+           (SELECT count(finish_reason) FROM rollouts r WHERE r.group_id = g.id),
+           (SELECT coalesce(sum(tokens), 0) FROM rollouts r WHERE r.group_id = g.id),
+           {_REWARD}, g.admitted_at, g.ended_at
+    FROM groups g LEFT JOIN batches b ON b.step = g.step
+"""
+
+
+def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int) -> list[GroupRow]:
+    """The newest groups that pass a filter, newest first."""
+    conditions = ["1"]
+    if wanted.state is not None:
+        conditions.append(_WHERE[wanted.state])
+    if wanted.stale_over is not None:
+        conditions.append(f"{_LAG} > :stale_over")
+    if wanted.min_reward is not None:
+        conditions.append(f"{_REWARD} >= :min_reward")
+    rows = connection.execute(
+        # First which, then what: SQLite would work out the columns of all that pass.
+        f"{_GROUP} WHERE g.id IN (SELECT g.id FROM groups g LEFT JOIN batches b ON b.step = g.step "
+        f"WHERE {' AND '.join(conditions)} ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
+        {
+            "version": standing(connection).version,
+            "stale_over": None if wanted.stale_over is None else max(-LARGEST, min(wanted.stale_over, LARGEST)),
+            "min_reward": wanted.min_reward,
+            "limit": min(limit, LARGEST),
+        },
+    )
+    return [GroupRow(*row) for row in rows]
+
+
+def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
+    """The groups that a name means, oldest first: the one with this id, or else those of the prompt with this uid."""
+    if name.isdecimal() and len(name) <= len(str(LARGEST)) and int(name) <= LARGEST:
+        found = connection.execute("SELECT id FROM groups WHERE id = ?", (int(name),)).fetchall()
+        if found:
+            return [int(name)]
+    return [group_id for (group_id,) in connection.execute("SELECT id FROM groups WHERE uid = ? ORDER BY id", (name,))]
+
+
+# -- one group, whole
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """What is recorded of one rollout.
+
+    ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` is what the task measured.
+    ``segments`` are those of its sequences, one sequence after another (their ``rollout_id`` says which), cut where
+    the version changes, and empty where the tokens were dropped (``journal.keep``).
+    """
+
+    rollout_id: str
+    tokens: int
+    finish_reason: str | None
+    reward: float | None
+    failure: str | None
+    metrics: Mapping[str, float]
+    recorded_at: float
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """One group with its prompt and its rollouts, in the order of their places."""
+
+    row: GroupRow
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    rollouts: tuple[RolloutRecord, ...]
+
+
+def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
+    """Everything about one group. Raises ``LookupError`` when there is none with this id."""
+    version = standing(connection).version
+    known = {"version": version, "id": min(group_id, LARGEST)}
+    row = connection.execute(f"{_GROUP} WHERE g.id = :id", known).fetchone()
+    if row is None:
+        raise LookupError(f"there is no group {group_id}")
+    group = read_group(connection, group_id)
+    rollouts = [
+        RolloutRecord(
+            rollout_id=training_rollout_id(group_id, place),
+            tokens=row_of.tokens,
+            finish_reason=row_of.finish_reason,
+            reward=row_of.reward,
+            failure=row_of.failure,
+            metrics=row_of.measured(),
+            recorded_at=row_of.recorded_at,
+            segments=_segments(connection, group_id, place),
+        )
+        for place, row_of in read_rollouts(connection, group_id).items()
+    ]
+    return GroupRecord(GroupRow(*row), group.prompt, group.prompt_ids, tuple(rollouts))
+
+
+def _segments(connection: sqlite3.Connection, group_id: int, place: int) -> tuple[Segment, ...]:
+    """A rollout's segments; those that were recorded piece by piece under one version are joined."""
+    joined = []
+    for sequence in sequences_of(connection, group_id, place).values():
+        for _, pieces in groupby(sequence, key=lambda segment: segment.version):
+            first, *more = pieces
+            joined.append(
+                replace(
+                    first,
+                    response_ids=np.concatenate([first.response_ids, *(segment.response_ids for segment in more)]),
+                    logprobs=np.concatenate([first.logprobs, *(segment.logprobs for segment in more)]),
+                )
+            )
+    return tuple(joined)

@@ -1,0 +1,248 @@
+"""Recorded rollouts: how tokens become columns of the journal, and how rows become rollouts and batches again.
+
+Arrays are raw little-endian bytes. Whatever has a CRC is checked against it when it is read; a wrong one raises
+``sqlite3.DatabaseError``, which ``schema.explained`` turns into a ``JournalError``.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncrl_cli.buffer.records import Candidate
+from asyncrl_cli.records.generation import GIVEN, Rollout, Segment, branch_id, training_rollout_id
+from asyncrl_cli.records.prompt import Prompt, prompt_from
+from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
+
+TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+
+
+class GroupRow(NamedTuple):
+    """The prompt of a group, and the version at which it was admitted."""
+
+    version: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+
+
+class RolloutRow(NamedTuple):
+    """The columns of a rollout, in the order of ``_ROLLOUT_COLUMNS``."""
+
+    tokens: int
+    finish_reason: str | None
+    reward: float | None
+    failure: str | None
+    metrics: str | None
+    oldest: int | None
+    newest: int | None
+    recorded_at: float
+
+    def measured(self) -> dict[str, float]:
+        """``metrics``, as the task said them."""
+        measured: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
+        return measured
+
+
+_ROLLOUT_COLUMNS = ", ".join(RolloutRow._fields)
+
+
+def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
+    """The batch of a step, as it was taken. Raises ``LookupError`` when it is not there, or its tokens are pruned.
+
+    Texts are left empty: training needs none. Raises ``sqlite3.DatabaseError`` for damage.
+    """
+    found = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
+    if found is None:
+        raise LookupError(f"step {step} has no batch")
+    (text,) = connection.execute("SELECT value FROM meta WHERE key = 'settings'").fetchone()
+    settings = json.loads(text)
+    ids = [row[0] for row in connection.execute("SELECT id FROM groups WHERE step = ? ORDER BY id", (step,))]
+    if len(ids) != settings["groups_per_step"]:
+        raise _malformed(f"the batch of step {step} has {len(ids)} groups")
+    groups = tuple(_training_group(connection, step, group_id, settings["group_size"]) for group_id in ids)
+    return TrainingBatch(step, found[0], groups)
+
+
+def _training_group(connection: sqlite3.Connection, step: int, group_id: int, size: int) -> TrainingGroup:
+    group = read_group(connection, group_id)
+    rows = read_rollouts(connection, group_id)
+    rewards = [row.reward for row in rows.values() if row.reward is not None]
+    if len(rewards) != size or len(rows) != size:
+        raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
+    rollouts = []
+    for place, row in rows.items():
+        sequences = sequences_of(connection, group_id, place)
+        if row.tokens and not sequences and _is_pruned(connection, group_id):
+            raise LookupError(f"the tokens of step {step} are pruned")
+        check_count(group_id, place, row, sequences)
+        rollouts.append(rollout_of(group_id, place, group.prompt_ids, sequences, row.finish_reason))
+    measured = tuple(row.measured() for row in rows.values())
+    return TrainingGroup(
+        group_id, group.prompt.uid, group.version, tuple(rollouts), tuple(rewards), measured if any(measured) else ()
+    )
+
+
+def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
+    """What is recorded of a group's prompt. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
+    row = connection.execute(
+        "SELECT uid, prompt, fields, prompt_ids, version, serial, epoch, position, crc FROM groups WHERE id = ?",
+        (group_id,),
+    ).fetchone()
+    if row is None:
+        raise _malformed(f"group {group_id} is missing")
+    *columns, crc = row
+    if crc is not None and row_crc(group_id, *columns) != crc:
+        raise _malformed(f"the prompt of group {group_id} has another checksum")
+    uid, content, fields, prompt_ids, version, *_ = columns
+    return GroupRow(version, prompt_of(uid, content, fields), tuple(np.frombuffer(prompt_ids, TOKENS).tolist()))
+
+
+def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
+    """What is recorded of a group's rollouts beside tokens, by place. Raises ``sqlite3.DatabaseError`` for damage."""
+    rollouts = {}
+    for place, crc, *columns in connection.execute(
+        f"SELECT place, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY place", (group_id,)
+    ):
+        # Schema 4 once took the checksum of a reward of -0.0, which SQLite stores as 0.0.
+        fitting = (function(group_id, place, *columns[:-1]) for function in (row_crc, _crc_of_negative_zero))
+        if crc is not None and crc not in fitting:
+            raise _malformed(f"rollout {training_rollout_id(group_id, place)} has another checksum")
+        rollouts[place] = RolloutRow(*columns)
+    return rollouts
+
+
+def sequences_of(connection: sqlite3.Connection, group_id: int, place: int) -> dict[int, tuple[Segment, ...]]:
+    """The recorded segments of a rollout's sequences, by branch. Raises ``sqlite3.DatabaseError`` for damaged ones."""
+    name = training_rollout_id(group_id, place)
+    rows = connection.execute(
+        "SELECT branch, start, version, tokens, logprobs, crc, key_crc FROM segments "
+        "WHERE group_id = ? AND place = ? ORDER BY branch, start",
+        (group_id, place),
+    )
+    sequences = {}
+    for branch, of_branch in groupby(rows, key=lambda row: row[0]):
+        segments = []
+        end = 0
+        for _, start, version, tokens, logprobs, crc, keyed in of_branch:
+            key = (group_id, place, branch, start, version)
+            if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
+                raise _malformed(f"the tokens of rollout {name} have another checksum")
+            if start != end:
+                raise _malformed(f"tokens of rollout {name} before its token {start} are missing")
+            ids = np.frombuffer(tokens, TOKENS)
+            end = start + len(ids)
+            segments.append(Segment(branch_id(name, branch), start, version, ids, np.frombuffer(logprobs, LOGPROBS)))
+        sequences[branch] = tuple(segments)
+    return sequences
+
+
+def check_count(group_id: int, place: int, row: RolloutRow, sequences: Mapping[int, Sequence[Segment]]) -> None:
+    """Raise ``sqlite3.DatabaseError`` unless these are all the sampled tokens of a rollout."""
+    held = sum(len(part.response_ids) for parts in sequences.values() for part in parts if part.version != GIVEN)
+    if held != row.tokens:
+        name = training_rollout_id(group_id, place)
+        raise _malformed(f"rollout {name} has {held} of its {row.tokens} tokens")
+
+
+def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
+    (pruned_to,) = connection.execute("SELECT value FROM meta WHERE key = 'pruned_to'").fetchone()
+    return group_id < int(pruned_to)
+
+
+def columns_of(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
+    """The columns ``start``, ``version``, ``tokens``, ``logprobs`` and ``crc``."""
+    tokens = segment.response_ids.astype(TOKENS, copy=False).tobytes()
+    logprobs = segment.logprobs.astype(LOGPROBS, copy=False).tobytes()
+    return segment.start, segment.version, tokens, logprobs, _crc(tokens, logprobs)
+
+
+def prompt_columns(candidate: Candidate) -> tuple[str, str, str, bytes]:
+    """The columns ``uid``, ``prompt``, ``fields`` and ``prompt_ids``."""
+    ids = np.asarray(candidate.prompt_ids, TOKENS).tobytes()
+    return candidate.prompt.uid, *prompt_texts(candidate.prompt), ids
+
+
+def prompt_texts(prompt: Prompt) -> tuple[str, str]:
+    """The columns ``prompt`` and ``fields``."""
+    return json.dumps(prompt.content), json.dumps(dict(prompt.fields))
+
+
+def row_crc(*values: Any) -> int:
+    """The CRC-32 of some columns, as ``ascii`` shows them: it is faster than JSON and as exact.
+
+    The same before a value is stored and after: SQLite drops the sign of zero, and the exact types of values.
+    """
+    return _crc_shown([_as_stored(value) for value in values])
+
+
+def _crc_of_negative_zero(*values: Any) -> int:
+    """``row_crc`` as it was taken when a float of value zero had a sign."""
+    stored = [_as_stored(value) for value in values]
+    return _crc_shown([-value if type(value) is float and value == 0 else value for value in stored])
+
+
+def _crc_shown(values: list[Any]) -> int:
+    return zlib.crc32(ascii(values).encode())
+
+
+def _as_stored(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) + 0.0
+    if isinstance(value, int):
+        return int(value)
+    return zlib.crc32(value) if isinstance(value, bytes) else value if value is None else str(value)
+
+
+def key_crc(group_id: int, place: int, branch: int, start: int, version: int, crc: int) -> int:
+    """The CRC-32 of which tokens a segment has, and of their own ``crc``."""
+    return zlib.crc32(b"%d,%d,%d,%d,%d,%d" % (group_id, place, branch, start, version, crc))
+
+
+def _crc(tokens: bytes, logprobs: bytes) -> int:
+    return zlib.crc32(logprobs, zlib.crc32(tokens))
+
+
+def _malformed(what: str) -> sqlite3.DatabaseError:
+    return sqlite3.DatabaseError(f"malformed: {what}")
+
+
+def rollout_of(
+    group_id: int,
+    place: int,
+    prompt_ids: tuple[int, ...],
+    sequences: Mapping[int, Sequence[Segment]],
+    finish_reason: Any,
+) -> Rollout:
+    """A rollout with its branches, which are said to have ended as it did: how is not recorded of them."""
+    name = training_rollout_id(group_id, place)
+    root, *branches = (
+        _sequence(branch_id(name, branch), prompt_ids, sequences.get(branch, ()), finish_reason)
+        for branch in sorted({0, *sequences})
+    )
+    return replace(root, branches=tuple(branches)) if branches else root
+
+
+def _sequence(name: str, prompt_ids: tuple[int, ...], segments: Sequence[Segment], finish_reason: Any) -> Rollout:
+    return Rollout(
+        rollout_id=name,
+        prompt_ids=prompt_ids,
+        response_ids=np.concatenate([np.empty(0, np.int32), *(s.response_ids for s in segments)]),
+        logprobs=np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in segments)]),
+        versions=np.repeat(
+            np.asarray([s.version for s in segments], np.int32), [len(s.response_ids) for s in segments]
+        ),
+        text="",
+        finish_reason=finish_reason,
+    )
+
+
+def prompt_of(uid: str, content: str, fields: str) -> Prompt:
+    """A prompt from the columns of its group."""
+    return prompt_from({"uid": uid, "content": json.loads(content), "fields": json.loads(fields)})

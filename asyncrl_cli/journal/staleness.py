@@ -1,0 +1,235 @@
+"""How stale the training was, and the proof that the bound held: read from the journal's rows, token by token.
+
+A group's lag is the version of its batch minus the version it was admitted at. A token's lag counts from the version
+that sampled it, as its segment says. The proof checks the rows against one another and trusts no summary of them:
+
+* the batch of step t is trained at version t // k (k steps per publish);
+* every group of a batch has a lag of 0 to S (with ``on_stale: train`` more is counted as late), by the settings that
+  held when its step was taken: a resume may change them;
+* no token is older than its group's version, so that no token's lag exceeds its group's;
+* no token of a batch is newer than the batch.
+
+Only sampled tokens count: those that the policy was given in an episode (``GIVEN``) have no version. A group that was
+admitted with its prompt's tokens is no episode, and there ``GIVEN`` is a version like any other that cannot be.
+
+Steps are counted from 0 here, as in the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl_cli.buffer.records import BufferSettings
+from asyncrl_cli.journal.queries import Standing, standing
+from asyncrl_cli.records.generation import GIVEN, branch_id, training_rollout_id
+
+
+@dataclass(frozen=True, slots=True)
+class StepLags:
+    """What one batch was trained on, or several together. ``groups`` and ``tokens`` count by lag in versions.
+
+    ``dropped`` says that some tokens are not in the journal any more (``journal.keep``); ``rollouts`` are those with
+    tokens, and ``crossed`` those of them whose tokens are of more than one version.
+    """
+
+    first: int
+    last: int
+    groups: Counter[int] = field(default_factory=Counter)
+    tokens: Counter[int] = field(default_factory=Counter)
+    rollouts: int = 0
+    crossed: int = 0
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A row that breaks the guarantee. ``what`` says how; None: not about one step, or not about one group."""
+
+    step: int | None
+    group_id: int | None
+    what: str
+
+
+BREACHES_TOLD = 1000
+"""Breaches that are described one by one; a journal with more of them is damaged as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All batches of a journal, and what the proof found.
+
+    Args:
+        groups, tokens: groups in batches, and sampled tokens of all groups, that were looked at.
+        late: groups past the bound with ``on_stale: train``.
+        breaches: what breaks the guarantee, ``BREACHES_TOLD`` of it at most; empty when it held.
+    """
+
+    standing: Standing
+    steps: tuple[StepLags, ...]
+    groups: int
+    tokens: int
+    late: int
+    breaches: tuple[Breach, ...]
+
+
+def staleness_report(connection: sqlite3.Connection) -> Report:
+    """Look at every batch, group and segment."""
+    where = standing(connection)
+    batch_versions = dict(connection.execute("SELECT step, version FROM batches ORDER BY step"))
+    groups: dict[int, tuple[int, int | None]] = {}
+    episodes: set[int] = set()
+    for group_id, version, step, prompt_bytes in connection.execute(
+        "SELECT g.id, g.version, b.step, length(g.prompt_ids) FROM groups g LEFT JOIN batches b ON b.step = g.step"
+    ):
+        groups[group_id] = (version, step)
+        if not prompt_bytes:
+            episodes.add(group_id)
+    steps = {step: StepLags(step, step) for step in batch_versions}
+    every = where.settings.publish_every
+    settings_at = _settings_at(connection, where)
+    breaches = [
+        Breach(step, None, f"the batch is of version {version}, and its step belongs to version {step // every}")
+        for step, version in batch_versions.items()
+        if version != step // every
+    ]
+    breaches += [
+        Breach(step, group_id, "there is no such batch")
+        for step, group_id in connection.execute(
+            "SELECT step, id FROM groups WHERE step IS NOT NULL AND step NOT IN (SELECT step FROM batches)"
+        )
+    ]
+    late = 0
+    for group_id, (version, step) in groups.items():
+        if step is None:
+            continue
+        lag = batch_versions[step] - version
+        steps[step].groups[lag] += 1
+        settings = settings_at(step)
+        bound = settings.max_staleness
+        if lag > bound and settings.on_stale == "train":
+            late += 1
+        elif not 0 <= lag <= bound:
+            breaches.append(Breach(step, group_id, _group_breach(version, batch_versions[step], lag, bound)))
+    tokens = 0
+    held: set[int] = set()  # groups with tokens
+    for group_id, version, count in _tokens_by_version(connection):
+        if version == GIVEN and group_id in episodes:
+            continue
+        tokens += count
+        if group_id not in groups:
+            breaches.append(Breach(None, group_id, f"there is no such group, but {count} tokens of version {version}"))
+            continue
+        admitted_at, step = groups[group_id]
+        if step is not None:
+            held.add(group_id)
+            steps[step].tokens[batch_versions[step] - version] += count
+        wrong = version < admitted_at or (step is not None and version > batch_versions[step])
+        if wrong and len(breaches) < BREACHES_TOLD:
+            breaches += _token_breaches(connection, group_id, version, admitted_at, step)
+    return Report(
+        standing=where,
+        steps=tuple(_with_rollouts(connection, steps, groups, held)),
+        groups=sum(step is not None for _, step in groups.values()),
+        tokens=tokens,
+        late=late,
+        breaches=tuple(breaches[:BREACHES_TOLD]),
+    )
+
+
+def _settings_at(connection: sqlite3.Connection, where: Standing) -> Callable[[int], BufferSettings]:
+    """The settings by which the batch of a step was taken: those of the last start before it."""
+    starts = [
+        (step, BufferSettings(**json.loads(text)))
+        for step, text in connection.execute("SELECT step, settings FROM starts WHERE settings NOT NULL ORDER BY id")
+    ]
+
+    def at(step: int) -> BufferSettings:
+        before = bisect_right(starts, step, key=lambda start: start[0])
+        return starts[before - 1][1] if before else where.settings
+
+    return at
+
+
+def in_ranges(steps: tuple[StepLags, ...], rows: int) -> tuple[StepLags, ...]:
+    """The same in at most ``rows`` ranges of equally many steps (1, 2, 5, 10, 20, ...; the last may have fewer)."""
+    size = next(size for size in _round_sizes() if size * rows >= len(steps))
+    return tuple(together(steps[at : at + size]) for at in range(0, len(steps), size))
+
+
+def together(steps: tuple[StepLags, ...]) -> StepLags:
+    """Several steps as one."""
+    return StepLags(
+        first=steps[0].first,
+        last=steps[-1].last,
+        groups=sum((step.groups for step in steps), Counter()),
+        tokens=sum((step.tokens for step in steps), Counter()),
+        rollouts=sum(step.rollouts for step in steps),
+        crossed=sum(step.crossed for step in steps),
+        dropped=any(step.dropped for step in steps),
+    )
+
+
+def _round_sizes() -> Iterator[int]:
+    power = 1
+    while True:
+        yield from (power, 2 * power, 5 * power)
+        power *= 10
+
+
+def _tokens_by_version(connection: sqlite3.Connection) -> Iterable[tuple[int, int, int]]:
+    """Group, version and number of tokens. Answered by the index ``segments_sizes``: the tokens themselves may be
+    gigabytes."""
+    return connection.execute(
+        "SELECT group_id, version, sum(length(tokens)) / 4 FROM segments GROUP BY group_id, version"
+    )
+
+
+def _with_rollouts(
+    connection: sqlite3.Connection,
+    steps: Mapping[int, StepLags],
+    groups: Mapping[int, tuple[int, int | None]],
+    held: set[int],
+) -> Iterator[StepLags]:
+    rollouts: Counter[int] = Counter()
+    crossed: Counter[int] = Counter()
+    dropped: set[int] = set()
+    for group_id, with_tokens, of_several in connection.execute(
+        "SELECT group_id, count(oldest), sum(newest > oldest) FROM rollouts GROUP BY group_id"
+    ):
+        step = groups.get(group_id, (0, None))[1]
+        if step is not None:
+            rollouts[step] += with_tokens
+            crossed[step] += of_several or 0
+            if with_tokens and group_id not in held:
+                dropped.add(step)
+    for step, lags in steps.items():
+        yield StepLags(step, step, lags.groups, lags.tokens, rollouts[step], crossed[step], step in dropped)
+
+
+def _group_breach(version: int, batch_version: int, lag: int, bound: int) -> str:
+    fault = f"{lag} versions later, and the bound is {bound}" if lag > 0 else "before there was such a version"
+    return f"admitted at version {version}, trained at version {batch_version}: {fault}"
+
+
+def _token_breaches(
+    connection: sqlite3.Connection, group_id: int, version: int, admitted_at: int, step: int | None
+) -> Iterator[Breach]:
+    fault = (
+        f"older than its group, which was admitted at version {admitted_at}"
+        if version < admitted_at
+        else "newer than its batch"
+    )
+    for place, branch, start, count in connection.execute(
+        "SELECT place, branch, start, length(tokens) / 4 FROM segments "
+        "WHERE group_id = ? AND version = ? ORDER BY place, branch, start",
+        (group_id, version),
+    ):
+        name = branch_id(training_rollout_id(group_id, place), branch)
+        yield Breach(
+            step, group_id, f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
+        )

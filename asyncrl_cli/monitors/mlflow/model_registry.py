@@ -1,0 +1,141 @@
+"""The final model as a version in MLflow's model registry.
+
+    models/step-000120/         an artifact of the run, that loads with mlflow.transformers and mlflow.pyfunc
+      MLmodel                   what it is
+      requirements.txt, python_env.yaml
+      model/                    the run's model/
+      components/tokenizer/     of it, what is no weight
+
+Invariant: a run has one version per step at which it ended, however often this is tried. Each file is noted when it has
+arrived, so that a large model goes on where it was interrupted. The version comes after all of them, and carries the
+run's id and the step in tags, by which it is found again even if the answer to its creation was lost.
+
+``mlflow.transformers.save_model`` is not used: it copies the weights, and asks the Hugging Face hub for a licence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version as installed
+from pathlib import Path
+from platform import python_version
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from asyncrl_cli.monitors.mlflow.outbox import Outbox
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
+
+RUN_TAG = "asyncrl_run"
+STEP_TAG = "asyncrl_step"
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+"""How names of files with weights end, and of those that say where which is."""
+PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
+"""What loading the model needs."""
+TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+UPLOAD_S = 600
+"""Seconds that a server may take to put a file of the model away, before it answers."""
+
+
+def register(client: Any, outbox: Outbox, run: RunDirectory, name: str) -> None:
+    """Make the run's model a version of the registered model ``name``, unless it is one. Raises what MLflow raises."""
+    place = f"models/step-{run.state.step:06d}"
+    key = f"{name}, {place}"
+    if key in outbox.sent.registered:
+        return
+    with _patience():
+        _upload(client, outbox, run.path / MODEL, place)
+    version = _find(client, run, name) or _create(client, outbox.sent.run_id, run, name, place)
+    outbox.note(registered={**outbox.sent.registered, key: version})
+
+
+def _upload(client: Any, outbox: Outbox, model: Path, place: str) -> None:
+    for path, folder in _files(model):
+        target = f"{place}/{folder}/{path.name}"
+        changed = path.stat().st_mtime_ns
+        if outbox.sent.uploaded.get(target) != changed:
+            client.log_artifact(outbox.sent.run_id, str(path), artifact_path=f"{place}/{folder}")
+            outbox.note(uploaded={**outbox.sent.uploaded, target: changed})
+    with TemporaryDirectory() as aside:
+        _describe(model, Path(aside))
+        client.log_artifacts(outbox.sent.run_id, aside, artifact_path=place)
+
+
+def _files(model: Path) -> Iterator[tuple[Path, str]]:
+    """Files of a Hugging Face directory, each with the folder of the artifact that it goes to."""
+    for path in sorted(entry for entry in model.iterdir() if entry.is_file()):
+        yield path, "model"
+        if not path.name.endswith(WEIGHTS):
+            yield path, "components/tokenizer"
+
+
+def _describe(model: Path, folder: Path) -> None:
+    """Write what MLflow wants to know of a model, as its own transformers flavor would."""
+    from mlflow import pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import ColSpec, Schema
+
+    config = json.loads((model / "config.json").read_text())
+    texts = Schema([ColSpec("string")])
+    described = Model(signature=ModelSignature(inputs=texts, outputs=texts))
+    described.add_flavor(
+        "transformers",
+        transformers_version=installed("transformers"),
+        code=None,
+        task="text-generation",
+        instance_type="TextGenerationPipeline",
+        pipeline_model_type=config["architectures"][0],
+        source_model_name=config.get("_name_or_path", ""),
+        model_binary="model",
+        torch_dtype=None,
+        tokenizer_type="AutoTokenizer",
+        components=["tokenizer"],
+    )
+    pyfunc.add_to_model(described, loader_module="mlflow.transformers", python_env="python_env.yaml")
+    described.model_size_bytes = sum(path.stat().st_size for path, _ in _files(model))
+    described.save(str(folder / "MLmodel"))
+    # What follows a + names a build of this machine, which no index has.
+    packages = [f"{package}=={installed(package).partition('+')[0]}\n" for package in PACKAGES]
+    (folder / "requirements.txt").write_text("".join(packages))
+    environment = {"python": python_version(), "dependencies": ["-r requirements.txt"]}
+    (folder / "python_env.yaml").write_text(yaml.safe_dump(environment))
+
+
+def _find(client: Any, run: RunDirectory, name: str) -> str:
+    """The version that an earlier attempt has made, if any."""
+    versions = client.search_model_versions(f"name = '{name}' and tags.{RUN_TAG} = '{run.run_id}'")
+    return next((str(one.version) for one in versions if one.tags.get(STEP_TAG) == str(run.state.step)), "")
+
+
+def _create(client: Any, mlflow_run_id: str, run: RunDirectory, name: str, place: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    source = f"{client.get_run(mlflow_run_id).info.artifact_uri}/{place}"
+    created = client.create_model_version(
+        name, source=source, run_id=mlflow_run_id, tags=_tags(run), await_creation_for=0
+    )
+    return str(created.version)
+
+
+def _tags(run: RunDirectory) -> dict[str, str]:
+    return {RUN_TAG: run.run_id, STEP_TAG: str(run.state.step)}
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """A server may put a large file away for longer than it may take for other answers."""
+    before = os.environ[TIMEOUT]
+    os.environ[TIMEOUT] = str(max(int(before), UPLOAD_S))
+    try:
+        yield
+    finally:
+        os.environ[TIMEOUT] = before

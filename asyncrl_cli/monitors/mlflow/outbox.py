@@ -1,0 +1,133 @@
+"""What MLflow has not got yet of a run, read off the run's folder.
+
+    metrics.jsonl, system.jsonl, spec.yaml, evaluations/, model/    all there is to send
+    mlflow.json                                                     what has been sent, and to which MLflow run
+
+Nothing is kept for MLflow alone, so a server that does not answer costs no memory and a killed process loses
+nothing. What was sent is noted after it was sent: after a crash some is sent again, and changes nothing, since a
+number goes out with the step and the time at which it was written down.
+
+A step has not been sent when its number is above, or its time after, those of the last one sent. A resumed run does
+steps again; their new numbers are sent, too, and MLflow shows both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.runs.directory import RunDirectory
+
+FILE = "mlflow.json"
+SPEC = "spec.yaml"
+EVALUATIONS = "evaluations/*.jsonl"
+STEPS = "metrics.jsonl"
+SAMPLES = "system.jsonl"
+BLOCK = 2**16
+"""Bytes read at a time from the end of metrics.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What has been sent.
+
+    ``step`` and ``time`` (unix time, s) are those of the last step. ``logged`` and ``uploaded`` name files by their
+    path in the run's folder, with the time of the version whose numbers were logged or that was uploaded (mtime, ns);
+    of the model's files ``uploaded`` has the artifacts' paths. ``reported`` names in the same way what the report was
+    made of, and ``sampled`` is the time (unix time, s) of the machine's last sample. ``registered`` has the versions of
+    models that were registered, by the model's name and artifact. ``status`` is MLflow's word for how the run stands.
+    """
+
+    uri: str
+    experiment: str
+    run_id: str = ""
+    status: str = ""
+    step: int = 0
+    time: float = 0.0
+    logged: Mapping[str, int] = field(default_factory=dict)
+    uploaded: Mapping[str, int] = field(default_factory=dict)
+    reported: Mapping[str, int] = field(default_factory=dict)
+    sampled: float = 0.0
+    registered: Mapping[str, str] = field(default_factory=dict)
+
+
+class Outbox:
+    """A run's numbers and files for one MLflow experiment. One process at a time may call ``note``."""
+
+    def __init__(self, run: RunDirectory, uri: str, experiment: str) -> None:
+        self.run = run
+        self.sent = _read(run, hide(uri), experiment)
+
+    @property
+    def version(self) -> str:
+        """The newest version of a registered model that the run is; empty for none."""
+        return list(self.sent.registered.values())[-1] if self.sent.registered else ""
+
+    def note(self, **changes: Any) -> None:
+        """Something has been sent: write that down."""
+        self.sent = replace(self.sent, **changes)
+        self.run.write_json(FILE, asdict(self.sent), private=True)
+
+    def forget(self) -> None:
+        """The MLflow run is gone: everything is to be sent again."""
+        self.sent = Sent(self.sent.uri, self.sent.experiment)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl that have not been sent, in order."""
+        return self._new_rows(STEPS, lambda row: row["step"] > self.sent.step or row["time"] > self.sent.time)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of system.jsonl that have not been sent, in order."""
+        return self._new_rows(SAMPLES, lambda row: row["time"] > self.sent.sampled)
+
+    def files(self, pattern: str, known: Mapping[str, int]) -> dict[str, int]:
+        """Files, with their versions, that are not in ``known`` or were written again since."""
+        folder = self.run.path
+        versions = {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in sorted(folder.glob(pattern))}
+        return {name: version for name, version in versions.items() if known.get(name) != version}
+
+    def _new_rows(self, name: str, is_new: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+        return list(takewhile(is_new, _rows_from_the_end(self.run.path / name)))[::-1]
+
+
+def _read(run: RunDirectory, uri: str, experiment: str) -> Sent:
+    nothing = Sent(uri, experiment)
+    try:
+        sent = Sent(**json.loads((run.path / FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return nothing
+    return sent if (sent.uri, sent.experiment) == (uri, experiment) else nothing
+
+
+def _rows_from_the_end(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole rows of a JSON Lines file, last first: a long run's file is not read through for every step."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        start = file.seek(0, os.SEEK_END)
+        first = b""
+        while start > 0:
+            end, start = start, max(0, start - BLOCK)
+            file.seek(start)
+            first, *lines = (file.read(end - start) + first).split(b"\n")
+            yield from filter(None, map(_row, reversed(lines)))
+        if row := _row(first):
+            yield row
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for half a line, which a kill can leave."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(row, dict) and all(isinstance(row.get(key), int | float) for key in ("step", "time"))
+    return row if whole else None

@@ -1,0 +1,134 @@
+"""MLflow, in an actor of its own: its imports, its database and its server's moods cost the run nothing.
+
+    working --failed--> waiting (1 s, 2 s, ... 30 s, or the run's end) --> working
+    working --all sent--> idle --more--> working
+    working --all sent, and the run has ended--> done
+
+Invariant: the driver never waits for MLflow before the run's end. What there is to send is on disk (``outbox``), so
+this process may be killed at any time; Ray starts another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.monitors.mlflow.sender import Sender, Target, failure
+from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
+from asyncrl_cli.runs.directory import Phase, RunDirectory
+from asyncrl_cli.system.logs import redirect_output
+
+RUNNING = "RUNNING"
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Between two attempts."""
+REPORTED: Mapping[str, Phase] = {"FINISHED": "finished", "FAILED": "failed"}
+"""Ends of which a report is sent, and what it calls them. A run that was killed has no time for one, and mostly goes on
+later."""
+RESTARTS = 10
+ANSWER_S = 1.0
+"""Seconds for the way to the actor and back, beside what it waits itself."""
+
+
+class Tracker:
+    """Sends in a thread of its own, again and again until the run has ended and everything is sent."""
+
+    def __init__(self, run: RunDirectory, target: Target, system_metrics: bool = False) -> None:
+        self._sender = Sender(run, target)
+        self._ended: RunDirectory | None = None
+        self._run = run
+        self._uri = target.uri
+        self._changed = threading.Condition()
+        self._more = False
+        self._status = RUNNING
+        self._problem = ""
+        self._done = False
+        self._machine = MachineSampler(run, self.more) if system_metrics else None
+        threading.Thread(target=self._send_forever, name="mlflow", daemon=True).start()
+
+    def more(self) -> None:
+        """There is something new in the run's folder."""
+        with self._changed:
+            self._more = True
+            self._changed.notify_all()
+
+    def finish(self, status: str, patience_s: float, reason: str = "") -> str:
+        """The run has ended: FINISHED, FAILED (for this ``reason``) or KILLED. Returns when everything is sent, with
+        nothing to say, or after ``patience_s`` with what is in the way."""
+        if self._machine is not None:
+            self._machine.stop()
+        with self._changed:
+            if status in REPORTED:
+                self._ended = self._run.as_if(phase=REPORTED[status], reason=reason)
+            self._status = status
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._done, patience_s):
+                return ""
+            return self._problem or f"not done within {patience_s:.0f} s"
+
+    def _send_forever(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while not self._done:
+            with self._changed:
+                status, ended, self._more = self._status, self._ended, False
+            try:
+                self._sender.send(status, ended)
+                problem = ""
+                if self._sender.unreported:
+                    print(f"no report could be made: {self._sender.unreported}", flush=True)
+            except Exception as error:
+                problem = failure(error, self._uri)
+            if problem != self._problem:
+                print(problem or "everything is sent again", flush=True)
+            with self._changed:
+                self._problem = problem
+                if problem:
+                    self._changed.wait_for(lambda: self._status != status, wait_s)  # noqa: B023
+                    wait_s = min(2 * wait_s, LONGEST_WAIT_S) if self._status == status else FIRST_WAIT_S
+                else:
+                    self._done = status != RUNNING
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._more or self._done or self._status != status)  # noqa: B023
+                    wait_s = FIRST_WAIT_S
+
+
+class TrackerActor(Tracker):
+    """The Ray actor."""
+
+    def __init__(self, run_path: str, target: Target, system_metrics: bool) -> None:
+        redirect_output(str(Path(run_path) / "logs"), "mlflow")
+        super().__init__(RunDirectory(Path(run_path)), target, system_metrics)
+
+
+class TrackerClient:
+    """The driver's end: never waits for MLflow before the run's end, and never fails because of it."""
+
+    def __init__(self, run: RunDirectory, target: Target, system_metrics: bool = False) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        # Where the driver is, there is the run's folder.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = ray.remote(TrackerActor).options(
+            num_cpus=0, max_restarts=RESTARTS, max_task_retries=-1, scheduling_strategy=here
+        )
+        self._actor: Any = options.remote(str(run.path), target, system_metrics)
+
+    def more(self) -> None:
+        """There is something new in the run's folder."""
+        self._actor.more.remote()
+
+    def finish(self, status: str, timeout_s: float, reason: str = "") -> str:
+        """Wait up to ``timeout_s`` until everything is sent; returns what is in the way, empty if nothing is. Why a
+        run FAILED is its ``reason``."""
+        import ray
+        from ray.exceptions import GetTimeoutError
+
+        try:
+            problem: str = ray.get(self._actor.finish.remote(status, timeout_s, reason), timeout=timeout_s + ANSWER_S)
+        except GetTimeoutError:
+            return f"not done within {timeout_s:.0f} s"
+        except Exception as error:
+            return f"the process that sends is gone: {type(error).__name__}"
+        return problem

@@ -1,0 +1,142 @@
+"""Notices to a webhook and to a command: the run finished, failed, or has waited for something for long.
+
+Invariant: a notice holds nothing up and ends nothing. Each is delivered from a thread of its own within a limit, and
+one that cannot be is warned of. Notices of a run's end are waited for, so that they go out before the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import Notice, NotifySpec
+from asyncrl_cli.system.reaper import MARK
+
+WEBHOOK_S = 10.0
+COMMAND_S = 30.0
+"""Seconds that a delivery may take."""
+WAIT_S = 45.0
+"""Seconds that the end of a run waits for all deliveries: a server that answers byte by byte outlasts the above."""
+AT_ONCE = 20
+"""Deliveries under way at a time; further notices are not sent."""
+FROM_ENVIRONMENT = "env:"
+COMMAND = "ASYNCRL_NOTIFY_COMMAND"
+LOG = "logs/notify.log"
+"""What the command prints, in the run's folder."""
+
+
+class Notifier:
+    """Tells whoever ``spec`` names. Safe to be called from an event loop: nothing blocks but ``wait``."""
+
+    def __init__(self, spec: NotifySpec, run: RunDirectory, warn: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._run = run
+        self._warn = warn
+        self._under_way: list[Thread] = []
+
+    def tell(self, event: Notice, message: str) -> None:
+        """Send a notice, if this event is asked for."""
+        if event not in self._spec.on:
+            return
+        notice = _notice(event, message, self._run)
+        if self._spec.webhook is not None:
+            self._start(_post, self._spec.webhook, notice)
+        if self._spec.command is not None:
+            self._start(_execute, self._spec.command, notice, self._run.path / LOG)
+
+    @property
+    def pending(self) -> bool:
+        """Whether notices are being delivered."""
+        return any(thread.is_alive() for thread in self._under_way)
+
+    def wait(self) -> None:
+        """Until all notices are delivered or have failed to be, for ``WAIT_S`` seconds at most."""
+        deadline = time.monotonic() + WAIT_S
+        for thread in self._under_way:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if late := sum(thread.is_alive() for thread in self._under_way):
+            self._warn(f"notify: {late} not delivered within {WAIT_S:.0f} s")
+        self._under_way.clear()
+
+    def _start(self, deliver: Callable[..., None], *arguments: Any) -> None:
+        def work() -> None:
+            try:
+                deliver(*arguments)
+            except Exception as error:  # whatever it is, the run goes on
+                self._warn(hide(f"notify: {error}"))
+
+        self._under_way = [thread for thread in self._under_way if thread.is_alive()]
+        if len(self._under_way) >= AT_ONCE:
+            self._warn(f"notify: not sent, {AT_ONCE} others are still being delivered")
+            return
+        thread = Thread(target=work, name="notify", daemon=True)
+        thread.start()
+        self._under_way.append(thread)
+
+
+def _notice(event: Notice, message: str, run: RunDirectory) -> dict[str, Any]:
+    state = run.state
+    return {
+        "event": event,
+        "run": run.run_id,
+        "message": message,
+        "text": f"{run.run_id}, {event}: {message}",  # what Slack, Mattermost and others show
+        "step": state.step,
+        "steps": state.steps,
+        "folder": str(run.path),
+        "host": os.uname().nodename,
+    }
+
+
+def _post(webhook: str, notice: Mapping[str, Any]) -> None:
+    address = webhook
+    if webhook.startswith(FROM_ENVIRONMENT):
+        name = webhook.removeprefix(FROM_ENVIRONMENT)
+        address = os.environ.get(name, "")
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(f"the environment variable {name} holds no http address")
+    headers = {"Content-Type": "application/json", "User-Agent": "asyncrl"}
+    request = urllib.request.Request(address, json.dumps(notice).encode(), headers)
+    try:
+        urllib.request.urlopen(request, timeout=WEBHOOK_S).close()
+    except OSError as error:
+        raise OSError(f"the webhook did not take the notice: {error}") from None
+
+
+def _execute(command: str, notice: Mapping[str, Any], log: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    environment |= {
+        "ASYNCRL_EVENT": notice["event"],
+        "ASYNCRL_RUN_ID": notice["run"],
+        "ASYNCRL_MESSAGE": notice["message"],
+        "ASYNCRL_FOLDER": notice["folder"],
+        COMMAND: command,
+    }
+    log.parent.mkdir(exist_ok=True)
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
+        process = subprocess.Popen(
+            ["sh", "-c", f'eval "${COMMAND}"'],  # what a process is called with is for everybody to see
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(notice).encode(), timeout=COMMAND_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise TimeoutError(f"the command took more than {COMMAND_S:.0f} s and was ended") from None
+    if process.returncode:
+        raise OSError(f"the command ended with {process.returncode}; {LOG} has what it said")

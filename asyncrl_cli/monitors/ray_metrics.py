@@ -1,0 +1,135 @@
+"""The run's numbers as metrics of Ray, from whose agents Prometheus, and so Grafana, has them.
+
+Names: the metric ``area/quantity`` of a step is the gauge ``ray_asyncrl_area_quantity`` (``ray_`` is Ray's), counters
+end in ``_total``, and everything has the tag ``run_id``. docs/watching.md lists what is not a metric of a step.
+
+Ray forgets a gauge that nobody has set for two of its reports (20 s), and a step may take longer: so each is set again
+and again, for as long as the run is driven.
+
+Invariant: nothing here holds the run up or ends it. Ray only notes a number (two microseconds); whatever goes wrong is
+left, and the first time it is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.runs.directory import RunDirectory
+
+TARGETS = "prometheus.json"
+"""The file in a run's folder from which Prometheus learns where to ask (its ``file_sd_configs``)."""
+COUNTERS = {"tokens/trained": "trained_tokens", "tokens/generated": "generated_tokens"}
+"""Metrics of a step that are also added up over steps."""
+AGAIN_S = 5.0
+"""Seconds between two settings of a gauge; Ray's agent hears of the last one every 10 s."""
+
+
+def ray_name(metric: str) -> str:
+    """A metric's name as Ray is told it: no characters but letters, digits and underscores."""
+    return "asyncrl_" + re.sub(r"[^A-Za-z0-9]+", "_", metric)
+
+
+class RayMetrics:
+    """Sets gauges and counters of one run, in the process that drives it. Raises nothing."""
+
+    def __init__(self, run: RunDirectory, steps: int, max_staleness: int, warn: Callable[[str], None]) -> None:
+        """``steps``: at which the run stops. ``warn`` shows what went wrong."""
+        self._run = run
+        self._warn = warn
+        self._made: dict[str, Any] = {}
+        self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # of gauges, by name and tags
+        self._warned = False
+        with self._tried():
+            self._set("stop_steps", steps)
+            self._set("max_staleness", max_staleness)
+
+    def publish_targets(self) -> None:
+        """Write where this cluster's nodes are asked to the run's folder; no file where Ray has no metrics agent."""
+        with self._tried():
+            import ray
+
+            nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort", -1) > 0]
+            if nodes:
+                targets = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
+                self._run.write_json(TARGETS, [{"targets": targets, "labels": {"job": "asyncrl"}}])
+
+    def close(self) -> None:
+        """The cluster goes: take back what ``publish_targets`` wrote."""
+        with self._tried():
+            (self._run.path / TARGETS).unlink(missing_ok=True)
+
+    async def keep(self) -> None:
+        """Set every gauge again, as the module's docstring says; endless."""
+        while True:
+            await asyncio.sleep(AGAIN_S)
+            with self._tried():
+                for (name, _), (value, tags) in self._values.items():
+                    self._made[name].set(value, tags)
+
+    def doing(self, counts: Counts) -> None:
+        """What is in the buffer, between two steps, too."""
+        with self._tried():
+            for state, groups in asdict(counts).items():
+                self._set(f"buffer/groups_{state}", groups)
+
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """A step is done. What it has no number for keeps its last one."""
+        with self._tried():
+            self._set("step", step)
+            self._set("version", version)
+            for name, value in metrics.items():
+                self._set(name, value)
+            for name, counter in COUNTERS.items():
+                self._add(counter, metrics.get(name, 0.0))
+            self._add("steps", 1)
+            if "publish/seconds" in metrics:
+                self._add("publishes", 1)
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """An evaluation is done."""
+        with self._tried():
+            self._set("eval/accuracy", result.accuracy, kind=result.kind)
+            self._set("eval/reward_mean", result.mean_reward, kind=result.kind)
+            self._set("eval/tokens_mean", result.mean_length, kind=result.kind)
+
+    def faulted(self, kind: str) -> None:
+        """A fault was recorded; ``kind`` as in the journal."""
+        with self._tried():
+            self._add("faults", 1, kind=kind)
+
+    def _set(self, metric: str, value: float, **tags: str) -> None:
+        from ray.util.metrics import Gauge
+
+        gauge, tags = self._of(Gauge, metric, tags)
+        gauge.set(value, tags)
+        self._values[ray_name(metric), str(tags)] = value, tags
+
+    def _add(self, metric: str, value: float, **tags: str) -> None:
+        from ray.util.metrics import Counter
+
+        if value > 0:  # Ray refuses to add nothing
+            counter, tags = self._of(Counter, metric, tags)
+            counter.inc(value, tags)
+
+    def _of(self, kind: Callable[..., Any], metric: str, tags: dict[str, str]) -> tuple[Any, dict[str, str]]:
+        """Ray's metric, and all tags of it."""
+        name = ray_name(metric)
+        if name not in self._made:
+            self._made[name] = kind(name, description=f"asyncrl: {metric}", tag_keys=("run_id", *tags))
+        return self._made[name], {"run_id": self._run.run_id, **tags}
+
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                self._warn(f"metrics for Prometheus are not complete: {type(error).__name__}: {error}")

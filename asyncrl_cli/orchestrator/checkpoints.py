@@ -1,0 +1,122 @@
+"""Saving and pruning checkpoints while a run goes on.
+
+The trainer writes its shards between two steps; everything else that is slow runs on a thread. The driver's loop never
+waits for a disk, so generation goes on. ``runs.checkpoints`` says what a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.runs.checkpoints import (
+    RUN_FILE,
+    Check,
+    Checkpoint,
+    GivenUp,
+    TrainerLayout,
+    checkpoint_name,
+    complete_checkpoints,
+    kept,
+    remove,
+    seal,
+    sweep,
+    sync,
+    verify,
+)
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+def unrecorded(run: RunDirectory) -> list[Checkpoint]:
+    """Complete checkpoints that the journal does not know: the driver ended before it could record them."""
+    with closing(open_for_reading(run.path / FILE)) as journal:
+        known = {step for (step,) in journal.execute("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
+    return [found for found in complete_checkpoints(run.path / "checkpoints") if found.step not in known]
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run and keeps those that the spec wants. Calls come one at a time."""
+
+    def __init__(self, run: RunDirectory, trainers: TrainerRanks, spec: ExperimentSpec) -> None:
+        trainer = spec.trainer
+        self._folder = run.path / "checkpoints"
+        self._trainers = trainers
+        self._layout = TrainerLayout(trainer.ranks, trainer.zero_stage, trainer.dtype)
+        self._retention = spec.checkpoints
+
+    async def save(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
+        """Write the checkpoint of ``step``; it is on disk when this returns. The trainer must be between two steps.
+
+        ``state`` is what the driver needs to go on, JSON-able; the trainer's layout is added as ``trainer``. A step
+        is saved once: a second call returns what is there, unless that is damaged. When the call is cancelled, its
+        thread ends within moments and no checkpoint appears.
+        """
+        final = Checkpoint(self._folder / checkpoint_name(step), step)
+        cancelled = Event()
+
+        def check() -> None:
+            if cancelled.is_set():
+                raise GivenUp
+
+        try:
+            if final.folder.is_dir():
+                if not await asyncio.to_thread(partial(verify, check=check), final):
+                    return final
+                await asyncio.to_thread(remove, final)
+            aside = await asyncio.to_thread(self._make_aside, final.folder.name)
+            await self._trainers.call("save_checkpoint", str(aside))
+            whole_state = {**state, "trainer": asdict(self._layout)}
+            await asyncio.to_thread(self._complete, aside, final.folder, whole_state, check)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return final
+
+    async def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
+        """Delete the checkpoints that the spec does not keep; returns their steps.
+
+        ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps whose evaluation is under way.
+        """
+        return await asyncio.to_thread(self._prune, accuracies, awaited)
+
+    def _make_aside(self, name: str) -> Path:
+        sweep(self._folder)
+        aside = self._folder / f".saving-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return aside
+
+    def _complete(self, aside: Path, final: Path, state: Mapping[str, Any], check: Check) -> None:
+        (aside / RUN_FILE).write_text(json.dumps(state) + "\n")
+        seal(aside, check)
+        check()
+        os.rename(aside, final)
+        sync(self._folder)
+
+    def _prune(self, accuracies: Mapping[int, float], awaited: Collection[int]) -> list[int]:
+        found = complete_checkpoints(self._folder)
+        retention = self._retention
+        staying = kept(
+            [checkpoint.step for checkpoint in found],
+            accuracies,
+            retention.keep_last,
+            retention.keep_every,
+            retention.keep_best,
+            awaited,
+        )
+        going = [checkpoint for checkpoint in found if checkpoint.step not in staying]
+        for checkpoint in going:
+            remove(checkpoint)
+        return [checkpoint.step for checkpoint in going]

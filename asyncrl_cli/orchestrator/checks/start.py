@@ -1,0 +1,257 @@
+"""All that a start does short of processes, one check after another: `asyncrl train` begins with it, and
+`asyncrl train --dry-run` does nothing else.
+
+Invariant: no run folder, no MLflow run and no process of a run exists before these checks have passed. A thorough
+look (`--dry-run`) also has vLLM check the engine's settings, in a process of its own that takes ten seconds, and has
+more time for prompts. A check that needs what a failed one should have given is not made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.orchestrator.checks import machine as machine_checks
+from asyncrl_cli.orchestrator.checks import memory as memory_checks
+from asyncrl_cli.orchestrator.checks import model as model_checks
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.cluster import joined
+from asyncrl_cli.orchestrator.interrupts import stop_on_signals
+from asyncrl_cli.orchestrator.launch import Experiment
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.rollout import engine_names, engine_start
+from asyncrl_cli.spec.load import dump_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
+"""Seconds for trying the prompts of one split."""
+ENGINE_S = 180.0
+"""Seconds that vLLM may take to check its settings; a cold disk takes most of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check; ``look`` gives what it found, or raises a ``UserError``. ``needs``: checks that must have passed."""
+
+    name: str
+    look: Callable[[], str | Finding]
+    needs: tuple[str, ...] = ()
+
+
+class StartChecks:
+    """The checks of one spec. Use it as a context: it has a folder for temporary files, and a signal raises
+    ``KeyboardInterrupt``."""
+
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        search_path: Path,
+        notice: Callable[[str], None],
+        thorough: bool = False,
+        references: Mapping[tuple[str, ...], str] | None = None,
+    ) -> None:
+        """``search_path``: where the user's own modules lie. ``notice`` is told what takes long. ``references``: as
+        ``LoadedSpec`` has them; without them a value from the environment would stand in a temporary file."""
+        self._spec = spec
+        self._search_path = search_path
+        self._notice = notice
+        self._thorough = thorough
+        self._references = references or {}
+        self._open = ExitStack()
+        self._folder = Path()
+        self._model_dir = ""
+        self._experiment: Experiment | None = None
+        self._tokenizer: Any = None
+        self._config: Any = None
+        self._size = memory_checks.ModelSize(0, 0)
+
+    def __enter__(self) -> StartChecks:
+        # In this order: a signal, which ends a process at once otherwise, must not leave the folder behind.
+        self._open.enter_context(stop_on_signals())
+        self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-check-")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def experiment(self) -> Experiment:
+        """The experiment, ready to run, and warnings told to ``notice``. Raises the first failure, as a mistake of the
+        spec (exit code 2): nothing was started."""
+        for check in self._checks():
+            try:
+                found = _result(check)
+            except UserError as error:
+                error.exit_code = ConfigError.exit_code
+                raise
+            if isinstance(found, Finding) and found.status == "warning":
+                self._notice(f"{found.check}: {found.found}. {found.hint}")
+        assert self._experiment is not None
+        return self._experiment
+
+    def findings(self) -> Iterator[Finding]:
+        """What every check found, failures too."""
+        failed: set[str] = set()
+        for check in self._checks():
+            if missing := failed.intersection(check.needs):
+                failed.add(check.name)
+                yield Finding(check.name, "warning", f"not checked: it needs {', '.join(sorted(missing))}")
+                continue
+            try:
+                found = _result(check)
+            except UserError as error:
+                failed.add(check.name)
+                location = f"{error.location}: " if error.location else ""
+                yield Finding(check.name, "failure", f"{location}{error.message}", error.hint)
+            else:
+                yield found if isinstance(found, Finding) else Finding(check.name, "ok", found)
+
+    def _checks(self) -> Iterator[Check]:
+        """In the order of what they cost."""
+        spec = self._spec
+        yield Check("devices", partial(machine_checks.check_devices, spec))
+        yield Check("memory", partial(machine_checks.check_memory, spec))
+        yield Check("runs folder", partial(machine_checks.check_run_folder, spec))
+        yield Check("packages", partial(machine_checks.check_packages, spec))
+        yield Check("tracking", partial(machine_checks.check_tracking, spec, self._thorough))
+        yield Check("notify", partial(machine_checks.check_notify, spec))
+        yield Check("engine names", self._engine_names)
+        yield Check("task and data", self._task)
+        episodic = self._experiment is not None and bool(self._experiment.episodic)
+        yield Check("gateway", partial(machine_checks.check_gateway, spec, episodic))
+        yield Check("model files", partial(model_checks.check_saved_model, spec.model))
+        yield Check("tokenizer", self._load_tokenizer, ("model files",))
+        if episodic:
+            yield Check("chat template", partial(self._with_tokenizer, model_checks.check_conversation), ("tokenizer",))
+        yield from self._prompt_checks()
+        yield Check("model", self._model, ("tokenizer",))
+        yield Check("engine cache", self._cache, ("model",))
+        yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))
+        yield Check("algorithm", self._algorithm)
+        if self._thorough and spec.cluster.address is not None:
+            yield Check("cluster", self._cluster)
+        if self._thorough:
+            yield Check("engine", self._engine, ("model",))
+
+    def _engine_names(self) -> str:
+        rollout = self._spec.rollout
+        if rollout.engine_args:
+            engine_names.check_engine_arguments(rollout.engine_args, engine_names.engine_arguments())
+        engine_names.check_tool_parser(rollout.tool_parser)
+        return f"{len(rollout.engine_args)} engine arguments, tool parser {rollout.tool_parser or 'hermes'}"
+
+    def _task(self) -> str:
+        experiment = self._experiment = Experiment.load(self._spec, self._search_path, self._notice)
+        task = self._spec.task
+        name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
+        return (
+            f"{name}; {len(experiment.train_prompts):,} prompts to train on, {len(experiment.eval_prompts):,} held out"
+        )
+
+    def _load_tokenizer(self) -> str:
+        from asyncrl_cli.train.model.initial import without_progress_bars
+        from asyncrl_cli.train.model.prepare import skeleton
+        from asyncrl_cli.train.model.tokenizer import load_tokenizer
+
+        model = self._spec.model
+
+        def load() -> Any:
+            self._model_dir = str(skeleton(self._spec, self._folder))
+            return load_tokenizer(self._model_dir, model.chat_template)
+
+        with without_progress_bars():
+            self._tokenizer = model_checks.load_saved_tokenizer(load)
+        template = "no chat template" if self._tokenizer.chat_template is None else "a chat template"
+        return f"{len(self._tokenizer):,} tokens, {template}"
+
+    def _with_tokenizer(self, look: Callable[[Any], str]) -> str:
+        return look(self._tokenizer)
+
+    def _prompt_checks(self) -> Iterator[Check]:
+        if (experiment := self._experiment) is None:
+            return
+        limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
+        splits = {"data.train": ("", experiment.train_prompts), "data.eval": ("", experiment.eval_prompts)}
+        splits |= {f"evaluation.sets.{name}.data": (name, prompts) for name, prompts in experiment.sets.items()}
+        for location, (name, prompts) in splits.items():
+            if name in experiment.episodic:
+                continue  # its task says what the model is given, while an episode runs
+
+            def look(location: str = location, prompts: Any = prompts) -> str | Finding:
+                return model_checks.check_prompts(prompts, self._encoder(), location, limit_s, location)
+
+            yield Check(location, look, ("tokenizer",))
+            if self._thorough and location == "data.train":
+                first = partial(lambda prompts: model_checks.first_prompt(prompts, self._encoder()), prompts)
+                yield Check("first prompt", first, ("tokenizer", location))
+
+    def _encoder(self) -> PromptEncoder:
+        return PromptEncoder(self._tokenizer, self._spec.rollout.max_prompt_tokens)
+
+    def _model(self) -> str:
+        location = "model.init.config" if self._spec.model.init is not None else "model.path"
+        self._config = model_checks.load_model_config(self._model_dir, location)
+        found, self._size = model_checks.check_model(self._spec, self._config, self._tokenizer)
+        return found
+
+    def _cache(self) -> str | Finding:
+        return model_checks.check_cache(self._spec, self._config)
+
+    def _weights_memory(self) -> str | Finding:
+        return memory_checks.check_weights_memory(self._spec, self._config, self._size)
+
+    def _algorithm(self) -> str:
+        return model_checks.check_algorithm(self._spec, self._search_path, self._notice)
+
+    def _cluster(self) -> str:
+        with joined(self._spec) as found:
+            return found
+
+    def _engine(self) -> str:
+        """Have vLLM check its settings, in a process of its own: importing it here would take 700 MB until the end."""
+        spec_file = self._folder / "spec.yaml"
+        spec_file.write_text(dump_spec(self._spec, self._references))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", engine_start.__name__, str(spec_file), self._model_dir, str(os.getpid())],
+                capture_output=True,
+                text=True,
+                timeout=ENGINE_S,
+                env=os.environ | {"TMPDIR": str(self._folder)},
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            hint = "`asyncrl doctor` shows whether vLLM can be imported here"
+            raise ConfigError(f"vLLM gave no answer within {ENGINE_S:.0f} s", location="rollout", hint=hint) from None
+        for line in done.stdout.splitlines():
+            kind, _, said = line.partition(" ")
+            if kind == "ANSWER":
+                return said
+            if kind == "MISTAKE":
+                message, location, hint = json.loads(said)
+                raise ConfigError(message, location=location, hint=hint)
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        hint = "`asyncrl doctor` shows whether vLLM can be imported here"
+        raise ConfigError(f"vLLM cannot check its settings: {last}", location="rollout", hint=hint)
+
+
+def _result(check: Check) -> str | Finding:
+    """What a check found. An exception that it did not expect becomes its error."""
+    try:
+        return check.look()
+    except UserError:
+        raise
+    except Exception as error:  # of libraries, for values that nobody has tried
+        message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        hint = "Change what the spec says about it, or report this with the spec"
+        raise ConfigError(message, location=check.name, hint=hint) from error

@@ -1,0 +1,146 @@
+"""Ray for one run: started on this machine, or joined.
+
+A local cluster lives and dies with the driver. Ray's own processes end with a driver that ends in order; a
+guardian (``runs.guardian``) sees to the rest.
+
+Whoever may call Ray runs code as this user, so a local cluster has a token of its own and listens on loopback alone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.placement import check_resources
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.reaper import MARK, watched_guardian
+
+OBJECT_STORE_BYTES = 512 * 2**20
+"""A local run keeps batches of tokens in Ray's object store, never weights."""
+
+
+@contextmanager
+def ray_cluster(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
+    """Ray, for the length of the block. Raises ``RunError`` when it cannot be had."""
+    if spec.cluster.address is not None:
+        with joined(spec):
+            yield
+    else:
+        with _local(spec, log_dir):
+            yield
+
+
+@contextmanager
+def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
+    mark = secrets.token_hex(8)
+    # Only this user may enter the folder. Ray makes its own folder writable for everybody, so that is one below.
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+    # Ray puts sockets there, and their paths have room for about 100 characters.
+    ray_folder = folder / "r"
+    temporary = folder / "tmp"
+    temporary.mkdir(mode=0o700)
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    settings = {
+        MARK: mark,
+        # setproctitle would overwrite the environment that the guardian reads.
+        "SPT_NOENV": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray's workers give way to everything else on the machine (nice 15).
+        "RAY_worker_niceness": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Whoever reaches Ray's ports runs code as this user. Ray before 2.59 asks for no token of itself.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Ray's one setting that makes its servers listen on loopback alone: its cluster of one machine, as on laptops.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # A killed engine leaves vLLM's sockets and files where temporary files go.
+        "TMPDIR": str(temporary),
+    }
+    with _environment(settings, without=("RAY_AUTH_TOKEN",)), watched_guardian(mark, folder, log_dir / "guardian.log"):
+        import ray
+
+        _read_environment_again()
+        try:
+            needed = (
+                spec.trainer.ranks * spec.trainer.threads_per_rank
+                + spec.rollout.engines * spec.rollout.threads_per_engine
+            )
+            try:
+                ray.init(
+                    # Threads may share cores: the spec says how many there are, the machine how fast that is.
+                    num_cpus=max(os.cpu_count() or 1, needed + 1),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=str(ray_folder),
+                )
+            except Exception as error:
+                raise RunError(
+                    f"Ray does not start: {type(error).__name__}: {error}",
+                    location="cluster",
+                    hint="Free memory, disk or ports, or name a running cluster in cluster.address",
+                ) from error
+            yield
+        finally:
+            ray.shutdown()
+    _read_environment_again()
+
+
+def _read_environment_again() -> None:
+    """Ray keeps what it read of the environment at its import, and the token that it first used."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # not in Ray's stub
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, True)
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str], without: Collection[str]) -> Iterator[None]:
+    """This process's environment with some variables set and others missing, for the length of the block."""
+    before = {name: os.environ.get(name) for name in (*settings, *without)}
+    for name in without:
+        os.environ.pop(name, None)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def joined(spec: ExperimentSpec) -> Iterator[str]:
+    """The cluster that the spec names, for the length of the block; gives what it has of what the run wants.
+
+    Raises ``RunError`` when it cannot be reached, and when it lacks resources.
+    """
+    import ray
+
+    address = spec.cluster.address
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:
+        raise RunError(
+            f"no Ray cluster answers at {address}: {type(error).__name__}: {error}",
+            location="cluster.address",
+            hint="Start one with `ray start --head`, or leave cluster.address out to have one started here; a "
+            "cluster with token authentication needs RAY_AUTH_MODE=token in this environment",
+        ) from error
+    try:
+        yield check_resources(spec, ray.cluster_resources())
+    finally:
+        ray.shutdown()

@@ -1,0 +1,124 @@
+"""The runner actors as one: places for episodes, and what can befall the actors.
+
+The actor sees to what agents and environments do. Here is what can befall the actor itself: it is killed, or it does
+not answer. Then it is replaced, and its episodes are to be played on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.sections import EpisodeSpec
+from asyncrl_cli.system.remote import ActorDied, NoAnswer, wait_for
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.workers.episode_owner import START_S, Played
+from asyncrl_cli.workers.scoring import RewardFailure
+
+APART = 2
+"""Processes of one runner in which episodes under suspicion are played, one at a time in each."""
+ACTOR_S = 60.0
+"""Seconds that Ray may take for an actor's process or an answer's way, beside what the actor does itself."""
+STOP_S = 5.0
+"""Seconds in which a runner must have ended its processes; what is left dies with the cluster."""
+
+
+class Runner:
+    """One runner: its present actor, and those before."""
+
+    def __init__(self, name: str, make_actor: Callable[[str], Any], faults: Faults) -> None:
+        self.name = name
+        self.episodes = 0
+        self._make_actor = make_actor
+        self._faults = faults
+        self._actor: Any = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Have an actor that has loaded the task. Raises ``UserError`` when it cannot be loaded."""
+        async with self._starting:
+            while self._actor is None:
+                actor = self._make_actor(self.name)
+                try:
+                    await wait_for(actor.start.remote(), self.name, START_S + ACTOR_S)
+                except (ActorDied, NoAnswer) as lost:
+                    await self._lose(actor, lost)
+                else:
+                    self._actor = actor
+
+    async def play(self, key: str, prompt: Prompt, access: ModelAccess, apart: bool, limit_s: float) -> Played:
+        """Play one episode; cancelling this stops it. ``key`` is its own."""
+        await self.start()
+        actor = self._actor
+        try:
+            played: Played = await wait_for(actor.play.remote(key, prompt, access, apart), self.name, limit_s)
+        except (ActorDied, NoAnswer) as lost:
+            if self._actor is actor:  # the first to notice
+                self._actor = None
+                await self._lose(actor, lost)
+            return Played(RewardFailure(f"{self.name}: {lost.message}"), "on")
+        except asyncio.CancelledError:
+            actor.cancel.remote([key])
+            raise
+        return played
+
+    async def stop(self) -> None:
+        """End its processes."""
+        if self._actor is not None:
+            with suppress(RunError):
+                await wait_for(self._actor.stop.remote(), self.name, STOP_S)
+
+    async def _lose(self, actor: Any, lost: RunError) -> None:
+        import ray
+
+        ray.kill(actor)
+        await self._faults.restarting("runner", self.name, lost.message)
+
+
+class Runners:
+    """All runners of one task. ``make_actor(name)`` asks Ray for one's actor."""
+
+    def __init__(
+        self, spec: EpisodeSpec, make_actor: Callable[[str], Any], faults: Faults, name: str = "runner"
+    ) -> None:
+        self._runners = [Runner(f"{name}-{index}", make_actor, faults) for index in range(spec.workers)]
+        self._places = asyncio.Semaphore(spec.workers * spec.concurrency)
+        self._apart = asyncio.Semaphore(spec.workers * APART)
+        self._limit_s = spec.timeout_s + START_S + ACTOR_S
+
+    async def start(self) -> None:
+        """Have the task loaded everywhere. Raises ``UserError`` when it cannot be."""
+        await asyncio.gather(*(runner.start() for runner in self._runners))
+
+    @asynccontextmanager
+    async def place(self, apart: bool) -> AsyncIterator[Place]:
+        """A place for one episode, once there is one; ``apart`` from others in a process of its own."""
+        async with self._apart if apart else self._places:
+            runner = min(self._runners, key=lambda runner: runner.episodes)
+            runner.episodes += 1
+            try:
+                yield Place(runner, apart, self._limit_s)
+            finally:
+                runner.episodes -= 1
+
+    async def stop(self) -> None:
+        """End all processes, in bounded time."""
+        await asyncio.gather(*(runner.stop() for runner in self._runners))
+
+
+class Place:
+    """Where one episode is played."""
+
+    def __init__(self, runner: Runner, apart: bool, limit_s: float) -> None:
+        self._runner = runner
+        self._apart = apart
+        self._limit_s = limit_s
+
+    async def play(self, key: str, prompt: Prompt, access: ModelAccess) -> Played:
+        """Play it; raises ``UserError`` when the task cannot be loaded any more, or a runner died too often."""
+        return await self._runner.play(key, prompt, access, self._apart, self._limit_s)

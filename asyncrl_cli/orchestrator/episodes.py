@@ -1,0 +1,193 @@
+"""Episodes from the driver: one rollout is played until it has a score or a reason why it has none.
+
+Every playing has a session of its own in the gateway, under a URL and a key that nobody else has, and ends with it:
+what an agent of before still sends is refused. What was generated is kept from one playing to the next, unless the
+agent itself failed; then it starts over, with other random numbers.
+
+Invariant: ``play`` returns, whatever the agent does: a playing has limits (``task.episode``), and each that is
+repeated for the agent's sake counts against ``rollout.retries``; one that is repeated for another reason has a runner,
+or another episode, to blame, and of those only so many may fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from asyncrl_cli.gateway.crossing import SessionEnd, SessionOpening
+from asyncrl_cli.gateway.session import Limits
+from asyncrl_cli.orchestrator.episode_workers import Runners
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
+from asyncrl_cli.orchestrator.scoring import Scoring
+from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.workers.episode_owner import Played
+from asyncrl_cli.workers.scoring import RewardFailure, Scored
+
+OnSegments = Callable[[list[Segment]], None]
+Recorded = Mapping[int, tuple[Segment, ...]]
+"""What is recorded of a rollout, by branch."""
+
+LOOK_S = 10.0
+"""Seconds between two looks at an episode under way."""
+
+
+class Episodes:
+    """Plays the episodes of one task."""
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        gateway: GatewayClient,
+        runners: Runners,
+        scoring: Scoring,
+        *,
+        limits: Limits,
+        retries: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``retries``: times that an episode is played again after its own code failed. ``on_progress`` hears that an
+        episode has ended, and now and then that some are busy with something else than the policy: tools may take
+        their time, which is bounded."""
+        self._client = client
+        self._gateway = gateway
+        self._runners = runners
+        self._scoring = scoring
+        self._limits = limits
+        self._retries = retries
+        self._on_progress = on_progress
+        self._open = 0
+        self._calls = 0
+
+    @property
+    def resting(self) -> int:
+        """Episodes under way that are not asking for anything right now."""
+        return max(0, self._open - self._calls)
+
+    async def play(
+        self,
+        rollout_id: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        priority: int = 0,
+        recorded: Recorded | None = None,
+        record: OnSegments | None = None,
+    ) -> tuple[Rollout | None, Scored | RewardFailure]:
+        """One episode; None when the policy sampled nothing in it.
+
+        ``sampling`` is that of every call, each with a seed that follows from it; its ``max_tokens`` are a call's.
+        Calls with a lower ``priority`` run first. ``recorded`` is what an earlier driver recorded of the rollout,
+        ``record`` hears of every token. Cancelling this stops the episode. Raises ``UserError`` when the task cannot
+        be loaded any more, or a part of the run died too often.
+        """
+        told = _Told(rollout_id, recorded or {}, record)
+        attempt, playing, apart = 0, 0, False
+        self._open += 1
+        try:
+            while True:
+                opening = SessionOpening(
+                    f"{rollout_id}~{playing}" if playing else rollout_id,
+                    rollout_id,
+                    replace(sampling, seed=_seed(sampling.seed, attempt)),
+                    replace(self._limits, max_call_tokens=sampling.max_tokens),
+                    priority=priority,
+                    recorded=told.recorded,
+                )
+                played, end = await self._play(opening, told, prompt, apart)
+                playing += 1
+                if played.again == "anew" and attempt < self._retries:
+                    attempt += 1
+                    told = _Told(rollout_id, {}, record)
+                elif played.again in ("on", "apart"):
+                    apart = apart or played.again == "apart"
+                else:
+                    return await self._judged(prompt, end, played)
+        finally:
+            self._open -= 1
+            self._on_progress()
+
+    async def _play(
+        self, opening: SessionOpening, told: _Told, prompt: Prompt, apart: bool
+    ) -> tuple[Played, SessionEnd]:
+        try:
+            async with (
+                self._runners.place(apart) as place,
+                self._gateway.session(opening, told.add, self._generate) as session,
+            ):
+                played = await self._patiently(place.play(opening.name, prompt, session.access), session)
+                return played, await session.finish()
+        except GatewayLost as lost:  # whatever the episode made of it
+            return Played(RewardFailure(f"the gateway: {lost}"), "on"), SessionEnd(opening.number)
+
+    async def _patiently(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
+        """What the work comes to. Raises ``GatewayLost`` as soon as there is no gateway any more."""
+        playing = asyncio.create_task(work)
+        first: set[asyncio.Future[Any]] = {playing, session.end}
+        try:
+            while not (await asyncio.wait(first, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if self.resting:
+                    self._on_progress()
+            if not playing.done():
+                session.end.result()
+            return await playing
+        finally:
+            playing.cancel()
+
+    async def _judged(
+        self, prompt: Prompt, end: SessionEnd, played: Played
+    ) -> tuple[Rollout | None, Scored | RewardFailure]:
+        rollout, score = end.rollout, played.score
+        if rollout is None and not isinstance(score, RewardFailure):
+            nothing = f": {end.failure}" if end.failure else ""
+            score = RewardFailure(f"the episode of prompt {prompt.uid!r} got no reply of the model{nothing}")
+        if score is None:
+            assert rollout is not None
+            (score,) = await self._scoring.score([(prompt, end.last_text, rollout.finished)])
+        return rollout, score
+
+    async def _generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
+        self._calls += 1
+        try:
+            return await self._client.generate(request, on_segments)
+        finally:
+            self._calls -= 1
+
+
+class _Told:
+    """What is known of a rollout's tokens, whichever playing they are of: told segments, by sequence.
+
+    Those of a token that is told again, and all that followed in its sequence, are void.
+    """
+
+    def __init__(self, rollout_id: str, recorded: Recorded, record: OnSegments | None) -> None:
+        self._rollout_id = rollout_id
+        self._known = {number: list(segments) for number, segments in recorded.items()}
+        self._record = record
+
+    @property
+    def recorded(self) -> Recorded:
+        """All that is known."""
+        return {number: tuple(segments) for number, segments in self._known.items()}
+
+    def add(self, segments: list[Segment]) -> None:
+        """New tokens."""
+        for segment in segments:
+            number = int(segment.rollout_id.removeprefix(self._rollout_id)[1:] or 0)  # of ``branch_id``
+            known = self._known.setdefault(number, [])
+            while known and known[-1].start >= segment.start:
+                known.pop()
+            known.append(segment)
+        if self._record is not None:
+            self._record(segments)
+
+
+def _seed(seed: int | None, attempt: int) -> int | None:
+    """Another attempt gets other random numbers."""
+    if seed is None or attempt == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/attempt/{attempt}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

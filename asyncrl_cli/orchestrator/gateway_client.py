@@ -1,0 +1,289 @@
+"""The gateway as the driver sees it: an actor that asks for generations, and that is replaced when it is lost.
+
+The driver holds one ``collect`` at the actor all the time and sends what it has to say in one ``tell`` after another
+(``gateway/crossing.py``). When the actor dies or does not answer, the generations that it asked for are
+cancelled, its sessions end with ``GatewayLost``, and another actor takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.gateway.actor import GatewaySetup
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.crossing import Generation, News, Orders, SessionEnd, SessionOpening
+from asyncrl_cli.gateway.keys import new_secret, session_key, session_url
+from asyncrl_cli.gateway.session import Generate
+from asyncrl_cli.gateway.transcript import OnSegments
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
+from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
+from asyncrl_cli.tasks.base import ModelAccess
+
+log = logging.getLogger(__name__)
+
+GATEWAY = "gateway"
+"""Its name, which is that of its log file."""
+POLL_S = 5.0
+"""Seconds after which ``collect`` answers with nothing, so that an actor that hangs is noticed."""
+ANSWER_S = 60.0
+"""Seconds that the actor may take for an answer beside that."""
+STOP_S = 8.0
+"""Seconds that the actor may take to stop."""
+
+
+class GatewayLost(Exception):
+    """The gateway's process is gone; the text is the cause."""
+
+
+class RemoteSession:
+    """One session in the gateway's process."""
+
+    def __init__(
+        self, link: _Link, number: int, access: ModelAccess, on_segments: OnSegments, generate: Generate
+    ) -> None:
+        self._link = link
+        self.number = number
+        self.access = access
+        self.on_segments = on_segments
+        self.generate = generate
+        self.calls: set[asyncio.Task[None]] = set()
+        self.closing = False
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
+        """What it came to once it is closed, or ``GatewayLost`` at any time."""
+
+    async def finish(self) -> SessionEnd:
+        """End it; returns what it came to. Raises ``GatewayLost``."""
+        self._link.close(self)
+        return await asyncio.shield(self.end)
+
+
+class _Link:
+    """What goes to one actor and comes from it."""
+
+    def __init__(self, actor: Any, pid: int, url: str, generate: Generate) -> None:
+        self.actor, self.pid, self.url = actor, pid, url
+        self._generate = generate
+        self._cause = ""
+        self._numbers = count()
+        self._sessions: dict[int, RemoteSession] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._group = asyncio.TaskGroup()
+        self._orders = Orders()
+        self._ordered = asyncio.Event()
+
+    async def run(self) -> RunError:
+        """Work until the actor is lost; returns why."""
+        lost: list[RunError] = []
+        try:
+            async with self._group:
+                self._group.create_task(self._collect())
+                self._group.create_task(self._tell())
+        except* RunError as errors:
+            lost += [error for error in errors.exceptions if isinstance(error, RunError)]
+        except* UserError:
+            raise
+        except* Exception as errors:  # a bug costs the gateway, not the run
+            log.error("the gateway's link failed", exc_info=errors)
+            lost.append(RunError(f"{type(errors.exceptions[0]).__name__} in the driver"))
+        return lost[0]
+
+    def lose(self, cause: str) -> None:
+        """There is no actor any more: its sessions have ended, and none can be opened."""
+        self._cause = cause
+        for session in self._sessions.values():
+            waiting: list[asyncio.Future[Any]] = [session.opened, session.end]
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(GatewayLost(cause))
+                    future.exception()  # maybe nobody asks
+
+    async def open(
+        self, opening: SessionOpening, access: ModelAccess, told: OnSegments, generate: Generate
+    ) -> RemoteSession:
+        """Open a session. Raises ``GatewayLost``."""
+        if self._cause:
+            raise GatewayLost(self._cause)
+        number = next(self._numbers)
+        session = self._sessions[number] = RemoteSession(self, number, access, told, generate)
+        self._order().sessions.append(replace(opening, number=number))
+        try:
+            await asyncio.shield(session.opened)
+        except BaseException:
+            self.close(session)
+            raise
+        return session
+
+    def close(self, session: RemoteSession) -> None:
+        """End a session and its calls; ``session.end`` says what it came to."""
+        if not session.closing:
+            session.closing = True
+            for call in session.calls:
+                call.cancel()
+            self._order().sessions.append(session.number)
+
+    def _order(self) -> Orders:
+        self._ordered.set()
+        return self._orders
+
+    async def _tell(self) -> None:
+        while True:
+            await self._ordered.wait()
+            self._ordered.clear()
+            orders, self._orders = self._orders, Orders()
+            await wait_for(self.actor.tell.remote(orders), GATEWAY, ANSWER_S)
+            for change in orders.sessions:
+                if isinstance(change, SessionOpening) and change.number in self._sessions:
+                    self._sessions[change.number].opened.set_result(None)
+
+    async def _collect(self) -> None:
+        while True:
+            news: News = await wait_for(self.actor.collect.remote(POLL_S), GATEWAY, POLL_S + ANSWER_S)
+            for number, segments in news.segments:
+                if (session := self._sessions.get(number)) is not None:
+                    session.on_segments(segments)
+            if cancelled := [self._calls[number] for number in news.cancelled if number in self._calls]:
+                for call in cancelled:
+                    call.cancel()
+                await asyncio.wait(cancelled)  # or their ids may be in use when they are asked for again
+            for generation in news.requests.values():
+                self._begin(generation)
+            for end in news.ends:
+                self._sessions.pop(end.number).end.set_result(end)
+
+    def _begin(self, generation: Generation) -> None:
+        session = None if generation.session is None else self._sessions.get(generation.session)
+        if generation.session is not None and (session is None or session.closing):
+            failure = RolloutFailure(generation.request.rollout_id, "the session has ended")
+            self._order().results.append((generation.number, failure))
+            return
+        generate = self._generate if session is None else session.generate
+        call = self._calls[generation.number] = self._group.create_task(self._answer(generation, generate))
+        call.add_done_callback(lambda _: self._calls.pop(generation.number))
+        if session is not None:
+            session.calls.add(call)
+            call.add_done_callback(session.calls.discard)
+
+    async def _answer(self, generation: Generation, generate: Generate) -> None:
+        def grown(segments: list[Segment]) -> None:
+            self._order().segments.append((generation.number, segments))
+
+        result: Rollout | RolloutFailure
+        try:
+            result = await generate(generation.request, grown)
+        except GenerationFailed as error:
+            result = RolloutFailure(generation.request.rollout_id, str(error))
+        except Exception as error:  # a bug costs the call, not the run
+            log.error("a generation failed", exc_info=error)
+            result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
+        self._order().results.append((generation.number, result))
+
+
+def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
+    """How the model in a folder speaks. Raises ``UserError``: for its tool parser, or the chat template."""
+    from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
+
+    tokenizer = load_tokenizer(model_folder, spec.model.chat_template)
+    return ChatFormat(tokenizer, spec.rollout.tool_parser, end_tokens=end_tokens(model_folder, tokenizer))
+
+
+def setup_of(spec: ExperimentSpec, model_folder: str, model: str, api_key: str | None = None) -> GatewaySetup:
+    """A gateway for the model in a folder, under new secrets; ``model`` is the name that clients use."""
+    return GatewaySetup(spec, partial(chat_format, spec, model_folder), model, new_secret(), api_key)
+
+
+class GatewayClient:
+    """One gateway: its present actor, and those before."""
+
+    def __init__(self, setup: GatewaySetup, make_actor: Callable[[], Any], generate: Generate, faults: Faults) -> None:
+        """``generate`` answers the calls that belong to no session."""
+        self._setup = setup
+        self._make_actor = make_actor
+        self._generate = generate
+        self._faults = faults
+        self._port = setup.spec.rollout.gateway.port
+        self._link: asyncio.Future[_Link] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> str:
+        """Start it; returns its URL. Raises ``UserError``."""
+        while True:
+            actor = self._make_actor()
+            try:
+                pid, url = await wait_for(actor.start.remote(self._setup, self._port), GATEWAY, START_TIMEOUT_S)
+            except (ActorDied, NoAnswer) as lost:
+                self._kill(actor, None)
+                await self._faults.restarting("gateway", GATEWAY, lost.message)
+            except BaseException:
+                self._kill(actor, None)
+                raise
+            else:
+                if self._setup.api_key is not None:  # clients know the address
+                    self._port = int(url.rpartition(":")[2])
+                self._link.set_result(_Link(actor, pid, url, self._generate))
+                return str(url)
+
+    async def keep(self) -> None:
+        """Answer what the gateway asks for, and replace it when it is lost. Ends with an error only; those who have
+        sessions, or want one, get it, too."""
+        link = self._link.result()
+        try:
+            while True:
+                lost = await link.run()
+                self._link = asyncio.get_running_loop().create_future()
+                link.lose(lost.message)
+                self._kill(link.actor, link.pid)
+                await self._faults.restarting("gateway", GATEWAY, lost.message)
+                await self.start()
+                link = self._link.result()
+        except Exception as error:
+            link.lose(str(error))
+            if self._link.done():
+                self._link = asyncio.get_running_loop().create_future()
+            self._link.set_exception(error)
+            self._link.exception()  # maybe nobody asks
+            raise
+
+    @asynccontextmanager
+    async def session(
+        self, opening: SessionOpening, on_segments: OnSegments, generate: Generate
+    ) -> AsyncIterator[RemoteSession]:
+        """A session, open for the length of the block.
+
+        ``on_segments`` hears of its tokens, ``generate`` answers its calls. Raises ``GatewayLost``, and ``UserError``
+        when there is no gateway any more.
+        """
+        link = await asyncio.shield(self._link)
+        url, key = session_url(link.url, opening.name), session_key(self._setup.secret, opening.name)
+        access = ModelAccess(url, key, self._setup.model, opening.rollout_id)
+        session = await link.open(opening, access, on_segments, generate)
+        try:
+            yield session
+        finally:
+            link.close(session)
+
+    async def stop(self) -> None:
+        """End every request, in bounded time; the actor ends with the cluster."""
+        if self._link.done() and self._link.exception() is None:
+            with suppress(RunError):
+                await wait_for(self._link.result().actor.stop.remote(), GATEWAY, STOP_S)
+
+    def _kill(self, actor: Any, pid: int | None) -> None:
+        import ray
+
+        if pid is not None and self._setup.spec.cluster.address is None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # also one that is stopped
+        ray.kill(actor)

@@ -1,0 +1,374 @@
+"""A run from start to end: folder, cluster, fleet, loop, results.
+
+Everything that can be refused is refused before the first process starts; whatever was started is gone when
+``run_experiment`` returns or raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl_cli.core.errors import DataError, RunError, UserError
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.core.user_code import CODE_S, own_code
+from asyncrl_cli.data.curriculum import stages_of
+from asyncrl_cli.data.loader import PromptLoader, Stage
+from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
+from asyncrl_cli.monitors.notify import Notifier
+from asyncrl_cli.monitors.ray_metrics import RayMetrics
+from asyncrl_cli.monitors.reporter import Reporter, View
+from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_fleet
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
+from asyncrl_cli.orchestrator.cluster import ray_cluster
+from asyncrl_cli.orchestrator.episode_services import Playing
+from asyncrl_cli.orchestrator.episodes import Episodes
+from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient
+from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
+from asyncrl_cli.orchestrator.loop import Conductor, Parts
+from asyncrl_cli.orchestrator.placement import rank_wants
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.scoring import Scoring
+from asyncrl_cli.orchestrator.tracking import Tracking, close_tracker, start_tracker
+from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.watchdog import Watchdog
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
+from asyncrl_cli.runs.directory import MODEL, Phase, RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.spec.sections import ExperimentSpec, Notice
+from asyncrl_cli.tasks.base import Split, is_episodic
+from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.prompts import load_prompts
+from asyncrl_cli.train.model.prepare import skeleton
+from asyncrl_cli.train.model.tokenizer import load_tokenizer
+
+INTERRUPT_S = 5.0
+"""Seconds that an interrupted run may spend on saving where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a run begins: anew (``train``), or where its journal stands (``resume``).
+
+    Args:
+        kind: of the start, as the journal records it.
+        note: what the journal shall say about it.
+        checkpoint: where the trainer starts from; None for the initial model.
+        base: where the history begins when the journal is given up (``DurableLedger.fallback`` of a checkpoint).
+    """
+
+    kind: Literal["train", "resume"] = "train"
+    note: str = ""
+    checkpoint: Checkpoint | None = None
+    base: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished run leaves. Accuracies by kind (``greedy``, ``sampled``)."""
+
+    seconds: float
+    accuracy_before: Mapping[str, float] = field(default_factory=dict)
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+    model: Path | None = None
+    checkpoint: Path | None = None
+    tracking: Tracking | None = None
+
+
+@dataclass(slots=True)
+class Experiment:
+    """A checked spec with its data, ready to run.
+
+    Args:
+        search_path: where the user's own modules lie.
+        stages: of the curriculum.
+        sets: the prompts of further evaluation sets, by name.
+        episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
+    """
+
+    spec: ExperimentSpec
+    search_path: Path
+    train_prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    stages: Sequence[Stage] = ()
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    episodic: frozenset[str] = frozenset()
+
+    @classmethod
+    def load(
+        cls, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None] = lambda _: None
+    ) -> Experiment:
+        """Import the task and open the data; ``notice`` is told what takes long. Raises a ``UserError`` that names what
+        is wrong."""
+        with own_code("importing the task", notice, CODE_S):
+            task = load_task(spec.task, search_path)
+            tasks = {"": task} | {
+                name: task
+                if chosen.task is None
+                else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
+                for name, chosen in spec.evaluation.sets.items()
+            }
+        with own_code("opening the data", notice):  # without a limit: it may have to be downloaded
+            train_prompts = load_prompts("train", spec.data.train, task, search_path)
+            eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
+            sets = {}
+            for name, chosen in spec.evaluation.sets.items():
+                split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
+                location = f"evaluation.sets.{name}.data"
+                sets[name] = load_prompts(split, chosen.data, tasks[name], search_path, location)
+            return cls(
+                spec,
+                search_path,
+                train_prompts,
+                eval_prompts,
+                stages_of(train_prompts, spec.data.curriculum),
+                sets,
+                frozenset(name for name, one in tasks.items() if is_episodic(one)),
+            )
+
+
+def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start: Start) -> Outcome:
+    """Run to the last step. The run's state on disk says how it ended, in every case.
+
+    Raises ``UserError`` with the cause when it cannot go on, ``Interrupted`` after Ctrl-C or SIGTERM.
+    """
+    recorder = Recorder(run, view.warn)
+    notifier = Notifier(experiment.spec.notify, run, view.warn)
+
+    def end(phase: Phase, reason: str, event: Notice | None, message: str = "") -> None:
+        # The notice goes out first: what it says may be that nothing can be written any more.
+        if event is not None:
+            notifier.tell(event, message)
+        recorder.update(phase=phase, reason=reason)
+        if phase == "failed" and notifier.pending:
+            view.warn(f"the run failed: {message}")  # the error itself is shown when all this has ended
+        try:
+            if missing := recorder.close():
+                view.warn(f"{run.run_id}: {missing}")
+            notifier.wait()
+        except KeyboardInterrupt:
+            view.warn("interrupted while waiting for files and notices of the run's end")
+        view.status(phase)
+
+    try:
+        with stop_on_signals() as stop, ray_cluster(experiment.spec, run.path / "logs"):
+            outcome = asyncio.run(_run(experiment, recorder, view, start, notifier, stop))
+    except (KeyboardInterrupt, Interrupted):  # the former while there was no loop to hear it
+        end("interrupted", "stopped by the user", None)
+        raise Interrupted from None
+    except BaseException as error:
+        end("failed", _cause(error), "failure", hide(str(error)) or type(error).__name__)
+        raise
+    end("finished", "", "finish", _in_short(run, outcome))
+    return outcome
+
+
+def _cause(error: BaseException) -> str:
+    return hide(f"{type(error).__name__}: {error}")
+
+
+def _in_short(run: RunDirectory, outcome: Outcome) -> str:
+    """How a run went, in a line."""
+    accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(outcome.accuracy.items())]
+    return f"finished {run.state.step} steps in {outcome.seconds:.0f} s{''.join(accuracies)}"
+
+
+async def _run(
+    experiment: Experiment, recorder: Recorder, view: View, start: Start, notifier: Notifier, stop: Stop
+) -> Outcome:
+    started = time.monotonic()
+    spec, run = experiment.spec, recorder.run
+    stop.attach()
+    tracker: TrackerClient | None = None
+    conductor: Conductor | None = None
+    status, reason = "FAILED", ""
+    tracking: Tracking | None = None
+    factory = ActorFactory(spec, run.path, experiment.search_path)
+    engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
+    playing = Playing(spec, factory)
+    ray_metrics = RayMetrics(run, spec.stop.steps, spec.pipeline.max_staleness, view.warn)
+    if spec.cluster.address is None:  # who runs a cluster has told Prometheus of it
+        ray_metrics.publish_targets()
+    kept = asyncio.create_task(ray_metrics.keep())
+    try:
+        if spec.tracking.mlflow:
+            tracker = start_tracker(spec, run)
+        reporter = Reporter(recorder, view, tracker, notifier, ray_metrics)
+        conductor = await until_stopped(_start(experiment, recorder, factory, engines, playing, start, reporter), stop)
+        recorder.update(phase="running", steps=spec.stop.steps)
+        await until_stopped(conductor.run(), stop)
+        status = "FINISHED"
+        checkpoints = complete_checkpoints(run.path / "checkpoints")
+        outcome = Outcome(
+            seconds=time.monotonic() - started,
+            accuracy_before=reporter.accuracy_before,
+            accuracy=reporter.accuracy,
+            model=run.path / MODEL,
+            checkpoint=checkpoints[-1].folder if checkpoints else None,
+        )
+    except Interrupted:
+        status = "KILLED"
+        recorder.update(phase="interrupted")  # for whoever does not wait for the end
+        await _save_before_leaving(conductor, view)
+        raise
+    except BaseException as error:
+        reason = _cause(error)
+        raise
+    finally:
+        if tracker is not None:
+            view.status("finishing MLflow's log")
+            await asyncio.to_thread(recorder.wait)  # the log is made from these files
+            tracking = close_tracker(tracker, run, spec, status, reason)
+        closing = [conductor.close(), playing.stop()] if conductor is not None else [playing.stop()]
+        await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
+        kept.cancel()
+        ray_metrics.close()
+    return replace(outcome, tracking=tracking)
+
+
+async def _start(
+    experiment: Experiment,
+    recorder: Recorder,
+    factory: ActorFactory,
+    engines: list[EngineProcess],
+    playing: Playing,
+    start: Start,
+    reporter: Reporter,
+) -> Conductor:
+    """Start every part, and put them together."""
+    spec, limit_s = experiment.spec, experiment.spec.pipeline.stall_minutes * 60
+    run = recorder.run
+    skeleton_folder = run.path / "skeleton"
+
+    def make_skeleton() -> Path:
+        return skeleton(spec, skeleton_folder)
+
+    async def record_fault(kind: str, part: str, message: str) -> None:
+        reporter.faulted(kind)
+        await buffer.call("failed", kind, part, hide(message))
+
+    buffer = BufferClient(factory.buffer, limit_s)
+    faults = Faults(spec.pipeline.max_restarts, record_fault, reporter.warn)
+    buffer.faults = faults
+    # The watchdog knows since when a call takes too long, so it speaks first.
+    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s, rank_wants(spec))
+    scoring = Scoring(spec.task, partial(factory.scorer, spec.task), faults)
+    checkpoint = start.checkpoint
+    folder = checkpoint.folder if checkpoint else None
+    runners = playing.runners(spec.task, faults) if "" in experiment.episodic else None
+    scorer = asyncio.create_task(runners.start() if runners is not None else scoring.start())
+    fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status, faults))
+    try:
+        opening = await buffer.open(start.kind, start.note, start.base)
+        for found in await asyncio.to_thread(unrecorded, run):
+            await buffer.call("checkpointed", found.step, found.folder.name, 0.0, [])
+        model_dir, _ = await asyncio.gather(fleet, scorer)  # the first error of either ends the start
+    except BaseException:
+        scorer.cancel()
+        fleet.cancel()
+        raise
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_dir, spec.model.chat_template)
+    encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, "" in experiment.episodic)
+    watchdog = Watchdog(limit_s, reporter.stalled)
+    client = GenerationClient(
+        engines,
+        slots=spec.rollout.max_running_rollouts,
+        retries=spec.rollout.retries,
+        hang_s=spec.rollout.hang_seconds,
+        decode=encoder.decode,
+        on_progress=watchdog.progress,
+    )
+    loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
+    chosen = spec.data.pools
+    pools = None if chosen is None else Pools(chosen.retire_after, chosen.revisit, spec.seed)
+    gateway: GatewayClient | None = None
+    if experiment.episodic:
+        gateway = await playing.open(client, model_dir, faults)
+    episodes: Episodes | None = None
+    if gateway is not None and runners is not None:
+        episodes = playing.episodes(spec.task, client, gateway, runners, scoring, watchdog.progress)
+
+    def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
+        chosen = spec.evaluation.sets.get(name)
+        location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
+        encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, name in experiment.episodic)
+        encoded = _encoded(prompts, encoder, location, reporter.warn)
+        if chosen is None or chosen.task is None:
+            return HeldOut(encoded, scoring, episodes)
+        own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), faults)
+        if gateway is None or name not in experiment.episodic:
+            return HeldOut(encoded, own_scoring)
+        own_runners = playing.runners(chosen.task, faults, f"runner-{name}")
+        player = playing.episodes(chosen.task, client, gateway, own_runners, own_scoring, watchdog.progress)
+        return HeldOut(encoded, own_scoring, player)
+
+    sets = {name: held_out(name, prompts) for name, prompts in experiment.sets.items()}
+    parts = Parts(
+        run=run,
+        buffer=buffer,
+        ranks=ranks,
+        client=client,
+        scoring=scoring,
+        prompts=PromptSource(loader, encoder, opening.waiting, pools, reporter.warn),
+        episodes=episodes,
+        evaluator=Evaluator(spec, recorder.write_text, client, held_out("", experiment.eval_prompts), sets),
+        checkpoints=Checkpoints(run, ranks, spec),
+        reporter=reporter,
+        faults=faults,
+        watchdog=watchdog,
+        skeleton=skeleton_folder,
+        model_folder=run.path / MODEL,
+    )
+    return Conductor(spec, parts, opening, checkpoint.step if checkpoint else 0)
+
+
+def _encoded(
+    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, warn: Callable[[str], None]
+) -> list[tuple[Prompt, tuple[int, ...]]]:
+    fitting: list[tuple[Prompt, tuple[int, ...]]] = []
+    unusable: list[DataError] = []
+    for row in range(len(prompts)):
+        try:
+            prompt = prompts[row]
+            ids = encoder.encode(prompt)
+        except DataError as error:
+            unusable.append(error)
+        else:
+            fitting += [(prompt, ids)] if ids is not None else []
+    if unusable:
+        warn(f"{location}: {len(unusable)} of {len(prompts)} prompts cannot be used and are left out: {unusable[0]}")
+    if not fitting:
+        raise RunError(
+            "every held-out prompt is longer than rollout.max_prompt_tokens, or unusable",
+            location=location,
+            hint="Raise rollout.max_prompt_tokens",
+        )
+    if too_long := len(prompts) - len(unusable) - len(fitting):
+        warn(f"{location}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and left out")
+    return fitting
+
+
+async def _save_before_leaving(conductor: Conductor | None, view: View) -> None:
+    """Save a checkpoint if there is time: resuming takes less then. The journal has everything else already."""
+    if conductor is None:
+        return
+    view.status("stopping: saving where the run is")
+    try:
+        async with asyncio.timeout(INTERRUPT_S):
+            await conductor.settle()
+            await conductor.checkpoint()
+    except (TimeoutError, UserError):
+        pass
+    except Exception as error:  # a full disk, say; the user still stopped the run
+        view.warn(f"no checkpoint was saved: {_cause(error)}")

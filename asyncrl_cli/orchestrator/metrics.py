@@ -1,0 +1,163 @@
+"""The numbers of one step, by name.
+
+Names are ``area/quantity``; docs/metrics.md says what each means. Counts of groups, rollouts and tokens are
+told apart in the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.orchestrator.publisher import PublishReport
+from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.training import StepReport, TrainingBatch
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.tasks.base import CORRECT
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What went on since the step before. Shares are of wall time, 0 to 1."""
+
+    seconds: float
+    generated_tokens: int
+    trainer_busy: float
+    engines_busy: float
+    engines_paused: float
+    journal_busy: float
+
+
+class StepClock:
+    """Cuts the run's time into the windows between steps."""
+
+    def __init__(self, client: GenerationClient) -> None:
+        self._client = client
+        self._at = time.monotonic()
+        self._totals = self._read()
+        self._journal_s = 0.0
+
+    def lap(self, report: StepReport, journal_s: float) -> Window:
+        """The window that ends now, with the step of ``report`` in it; ``journal_s`` as in ``Taken``."""
+        now, totals = time.monotonic(), self._read()
+        seconds = now - self._at
+        tokens, busy, paused, wall = (new - old for new, old in zip(totals, self._totals, strict=True))
+        self._at, self._totals = now, totals
+        # A buffer that was started again counts from zero.
+        written, self._journal_s = max(0.0, journal_s - self._journal_s), journal_s
+        return Window(
+            seconds=seconds,
+            generated_tokens=int(tokens),
+            trainer_busy=min(1.0, report.seconds / seconds),
+            engines_busy=(busy - paused) / wall if wall else 0.0,
+            engines_paused=paused / wall if wall else 0.0,
+            journal_busy=written / seconds,
+        )
+
+    def _read(self) -> tuple[float, float, float, float]:
+        activities = [engine.activity for engine in self._client.engines]
+        return (
+            sum(activity.generated_tokens for activity in activities),
+            sum(activity.busy_s for activity in activities),
+            sum(activity.paused_s for activity in activities),
+            sum(activity.wall_s for activity in activities),
+        )
+
+
+def batch_digest(batch: TrainingBatch) -> str:
+    """A digest of a batch's prompts, responses and versions: equal ones are equal token for token.
+
+    Batches of rollouts with one sequence each have had the same digest in all releases.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            if rollout.branches:
+                digest.update(len(rollout.branches).to_bytes(4, "little"))
+            for sequence in rollout.sequences:
+                for part in (np.asarray(sequence.prompt_ids, np.int32), sequence.response_ids, sequence.versions):
+                    digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
+    return digest.hexdigest()
+
+
+def step_metrics(
+    batch: TrainingBatch,
+    report: StepReport,
+    published: PublishReport | None,
+    window: Window,
+    counts: Counts,
+    task_names: Sequence[str] = (),
+) -> dict[str, float]:
+    """All metrics of one step. ``task_names`` are those of a mix, in which a prompt's uid is ``TASK/UID``."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    rewards = np.array([reward for group in batch.groups for reward in group.rewards])
+    versions = [rollout.sampled_versions for rollout in rollouts]
+    lengths = np.array([len(sampled) for sampled in versions])
+    lags = batch.version - np.concatenate(versions)
+    crossed = [len(sampled) > 0 and sampled.min() != sampled.max() for sampled in versions]
+    metrics = _task_metrics(batch, task_names) | {
+        "reward/mean": float(rewards.mean()),
+        "reward/correct": float((rewards >= CORRECT).mean()),
+        "response/tokens_mean": float(lengths.mean()),
+        "response/tokens_max": float(lengths.max()),
+        "response/cut": float(np.mean([not rollout.finished for rollout in rollouts])),
+        "staleness/groups_mean": float(np.mean(batch.staleness)),
+        "staleness/groups_max": float(max(batch.staleness)),
+        "staleness/tokens_mean": float(lags.mean()),
+        "staleness/tokens_max": float(lags.max()),
+        "staleness/rollouts_crossed": float(np.mean(crossed)),
+        "tokens/trained": float(report.trained_tokens),
+        "tokens/generated": float(window.generated_tokens),
+        "tokens/generated_per_s": window.generated_tokens / window.seconds,
+        "time/step_s": window.seconds,
+        "time/train_s": report.seconds,
+        "share/trainer_busy": window.trainer_busy,
+        "share/engines_busy": window.engines_busy,
+        "share/engines_paused": window.engines_paused,
+        "share/journal_busy": window.journal_busy,
+        "buffer/groups_running": float(counts.running),
+        "buffer/groups_finished": float(counts.finished),
+        "buffer/groups_taken": float(counts.taken),
+        "buffer/groups_rejected": float(counts.rejected),
+        "buffer/groups_requeued": float(counts.requeued),
+        "buffer/groups_late": float(counts.late),
+    }
+    if published is not None:
+        metrics |= {
+            "publish/seconds": published.seconds,
+            "publish/stall_s": published.stall_s,
+            "publish/probe_gap": published.gap,
+            "publish/probe_change": published.change,
+        }
+    if episodes := [rollout for rollout in rollouts if not rollout.prompt_ids]:
+        metrics |= {
+            "response/calls_mean": float(np.mean([_calls(rollout) for rollout in episodes])),
+            "response/branches_mean": float(np.mean([len(rollout.branches) for rollout in episodes])),
+        }
+    return metrics | report.metrics
+
+
+def _calls(rollout: Rollout) -> int:
+    """How many times the policy was called: runs of sampled tokens."""
+    masks = [sequence.sampled for sequence in rollout.sequences]
+    return sum(int((mask & np.diff(mask, prepend=False)).sum()) for mask in masks)
+
+
+def _task_metrics(batch: TrainingBatch, task_names: Sequence[str]) -> dict[str, float]:
+    """What tasks measured, averaged over the rollouts that have it; and the rewards of each task of a mix."""
+    measured: defaultdict[str, list[float]] = defaultdict(list)
+    for group in batch.groups:
+        for of_rollout in group.metrics:
+            for name, value in of_rollout.items():
+                measured[f"task/{name}"].append(value)
+        task = group.uid.partition("/")[0]
+        if task in task_names:
+            measured[f"reward/{task}"] += group.rewards
+            measured[f"reward/{task}/correct"] += [reward >= CORRECT for reward in group.rewards]
+    return {name: float(np.mean(values)) for name, values in measured.items()}

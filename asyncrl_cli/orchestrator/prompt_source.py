@@ -1,0 +1,161 @@
+"""From prompts to token ids, without those that are too long."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from asyncrl_cli.buffer.records import Candidate
+from asyncrl_cli.core.errors import DataError, RunError
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.records.prompt import Message, Prompt
+
+MAX_SKIPS_IN_A_ROW = 10_000
+"""So many over-long prompts one after another end the run instead of the search."""
+
+
+UNUSABLE_NAMED = 20
+"""So many rows that cannot be used are named; all are counted."""
+
+
+class PromptEncoder:
+    """Turns a prompt's text or messages into token ids."""
+
+    def __init__(self, tokenizer: Any, max_tokens: int, episodic: bool = False) -> None:
+        """``episodic``: rollouts are episodes, which say themselves what the model is given."""
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._episodic = episodic
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
+        """Token ids, or None when there are too many; none for an episode.
+
+        Raises ``RunError`` for messages without a template, and ``DataError`` for a prompt that the tokenizer or its
+        template refuses.
+        """
+        if self._episodic:
+            return ()
+        if not isinstance(prompt.content, str) and self._tokenizer.chat_template is None:
+            raise RunError(
+                f"prompt {prompt.uid} is a chat, and the model's tokenizer has no chat template",
+                location="data",
+                hint="Give prompts as text, or use a tokenizer with a chat template",
+            )
+        try:
+            ids = self._encode(prompt.content)
+        except Exception as error:  # templates raise what they like
+            raise DataError(
+                f"the prompt {prompt.uid!r} cannot be encoded: {type(error).__name__}: {error}",
+                location="data",
+                hint="correct the row or leave it out, or use another chat template (model.chat_template)",
+            ) from error
+        if not ids:
+            raise DataError(
+                f"the prompt {prompt.uid!r} has no tokens", location="data", hint="correct the row or leave it out"
+            )
+        return tuple(ids) if len(ids) <= self._max_tokens else None
+
+    def _encode(self, content: str | tuple[Message, ...]) -> list[int]:
+        if isinstance(content, str):
+            text_ids: list[int] = self._tokenizer(content)["input_ids"]
+            return text_ids
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            [_with_text(message) for message in content], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        return ids
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """A response's text, as engines decode it: without special tokens, unless they are asked for."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+
+class PromptSource:
+    """The training prompts in their order; those given back by an interrupted run come first.
+
+    ``skipped`` counts prompts that were too long, ``unusable`` rows that cannot be encoded.
+    """
+
+    def __init__(
+        self,
+        loader: PromptLoader,
+        encoder: PromptEncoder,
+        first: Iterable[Prompt] = (),
+        pools: Pools | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``pools`` says which prompts are left out; ``warn`` hears of what somebody should know."""
+        self.loader = loader
+        self.encoder = encoder
+        self.pools = pools
+        self._first = deque(first)
+        self._warn = warn
+        self.skipped = self.unusable = 0
+        self._serial = 0
+        self._all_solved = False
+
+    def next(self) -> tuple[Prompt, tuple[int, ...]]:
+        """The next prompt that is short enough. Raises ``RunError`` when there seems to be none."""
+        for _ in range(MAX_SKIPS_IN_A_ROW):
+            try:
+                prompt = self._first.popleft() if self._first else self._unsolved()
+                ids = self.encoder.encode(prompt)
+            except DataError as error:
+                self._refuse(error)
+                continue
+            if ids is not None:
+                return prompt, ids
+            self.skipped += 1
+            if self.skipped == 1:
+                self._warn(
+                    f"prompt {prompt.uid} is longer than rollout.max_prompt_tokens and is left out; "
+                    "the metric data/skipped_prompts counts such prompts"
+                )
+        raise RunError(
+            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable",
+            location="data.train",
+            hint="Raise rollout.max_prompt_tokens or shorten the prompts",
+        )
+
+    def _refuse(self, error: DataError) -> None:
+        """Leave out a row that is no prompt, which was not looked at when the data was opened."""
+        self.unusable += 1
+        if self.unusable <= UNUSABLE_NAMED:
+            self._warn(f"{error}; it is left out, and the metric data/unusable_prompts counts such rows")
+
+    def _unsolved(self) -> Prompt:
+        """The next prompt that is not retired; when there is none in as many prompts as an epoch has, the next one."""
+        for _ in range(len(self.loader)):
+            prompt = self.loader.next()
+            if self.pools is None or not self.pools.leaves_out(prompt.uid, self.loader.epoch):
+                return prompt
+        if not self._all_solved:
+            self._all_solved = True
+            self._warn("every training prompt is solved (data.pools): they are trained on again")
+        return prompt
+
+    def visited(self, uid: str, solved: bool) -> None:
+        """A prompt's group has ended; it was ``solved`` when every rollout was right."""
+        if self.pools is not None:
+            self.pools.visited(uid, solved)
+
+    def candidate(self) -> Candidate:
+        """The next prompt, with where the loader stands after it."""
+        prompt, ids = self.next()
+        self._serial += 1
+        return Candidate(self._serial, prompt, ids, self.loader.state())
+
+    def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
+        """Go on after the prompt ``serial``, from where the loader stood after it."""
+        self._serial = serial
+        if loader is not None:
+            self.loader.restore(dict(loader))
+
+
+def _with_text(message: Message) -> dict[str, Any]:
+    """A message whose content is text: templates print a list of text parts as a list, or nothing of it."""
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        return {**message, "content": "".join(str(part["text"]) for part in content)}
+    return dict(message)

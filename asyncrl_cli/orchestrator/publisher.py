@@ -1,0 +1,160 @@
+"""Publishing: new weights reach every engine, and every engine proves that it serves them.
+
+Invariant: an engine serves rollouts only after it has answered a probe with log-probs that agree with the
+trainer's own under the same weights. An engine that kept an old copy of any layer cannot. ``serve`` and
+``bring_up`` take turns, so that the mapping is never written while an engine reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.records.generation import Attestation
+from asyncrl_cli.records.training import Publication
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import wait_for
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest difference in nats between an engine's and the trainer's log-probs of the probe, by the coarser
+dtype of the two. In fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
+NOISE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Nats, likewise: two versions whose probes differ by more than this can be told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What a publish took and showed. ``gap`` and ``change`` are in nats: the largest difference between
+    engine and trainer, and between this version's probe and the last one's."""
+
+    version: int
+    checksum: str
+    seconds: float
+    stall_s: float
+    gap: float
+    change: float
+
+
+Engine = tuple[str, Any]
+"""An engine's name and actor."""
+
+
+class Publisher:
+    """Publishes one version at a time."""
+
+    def __init__(self, spec: ExperimentSpec, publish: Callable[[int], Awaitable[Publication]]) -> None:
+        """``publish(version)`` has the trainer write its weights."""
+        self._publish = publish
+        # An engine that drains takes as long as its rollouts do.
+        drains = spec.pipeline.weight_update == "drain"
+        self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
+        coarsest = "bfloat16" if "bfloat16" in (spec.trainer.dtype, spec.rollout.dtype) else "float32"
+        self._tolerance, self._noise = TOLERANCE[coarsest], NOISE[coarsest]
+        self._policy = spec.pipeline.weight_update
+        self._current: Publication | None = None
+        self._last_probe: np.ndarray | None = None
+        self._lock = asyncio.Lock()
+        self._available = asyncio.Event()
+
+    @property
+    def checksum(self) -> str | None:
+        """The checksum of the version that engines serve."""
+        return None if self._current is None else self._current.checksum
+
+    @property
+    def available(self) -> bool:
+        """Whether the weights of the current version lie ready for engines."""
+        return self._available.is_set()
+
+    def lost(self) -> None:
+        """The trainer is gone, and the mapping with it: no engine can be brought up before the next ``serve``."""
+        self._available.clear()
+
+    async def serve(
+        self, version: int, serving: Callable[[], Sequence[Engine]], failed: Callable[[str, str], None]
+    ) -> PublishReport:
+        """Have the trainer publish ``version``, and all engines that are ``serving`` by then serve it.
+
+        An engine that cannot is reported to ``failed(name, cause)`` and left out. When the very same weights are
+        being served already, as after a trainer's restart, the engines are not disturbed.
+        """
+        async with self._lock:
+            started = time.monotonic()
+            try:
+                publication = await self._publish(version)
+            except BaseException:
+                self.lost()  # the mapping may be half written
+                raise
+            served, self._current = self._current, publication
+            self._available.set()
+            change = 0.0 if served is None else _distance(publication.probe_logprobs, served.probe_logprobs)
+            engines: Sequence[Engine] = ()
+            if served is None or (served.version, served.checksum) != (version, publication.checksum):
+                self._last_probe = None if served is None else served.probe_logprobs
+                engines = serving()  # none joins from here on: that takes the lock
+            reports = await asyncio.gather(*(self._update(engine, failed) for engine in engines))
+            proved = [report for report in reports if report is not None]
+            return PublishReport(
+                version=version,
+                checksum=publication.checksum,
+                seconds=time.monotonic() - started,
+                stall_s=max((stall for stall, _ in proved), default=0.0),
+                gap=max((gap for _, gap in proved), default=0.0),
+                change=change,
+            )
+
+    async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
+        """Have a new engine load and prove the current version; ``serve()`` is called before any other publish.
+
+        Raises ``RunError`` when it cannot.
+        """
+        while True:
+            await self._available.wait()
+            async with self._lock:
+                if self._available.is_set():
+                    await self._prove(engine)
+                    serve()
+                    return
+
+    async def _update(self, engine: Engine, failed: Callable[[str, str], None]) -> tuple[float, float] | None:
+        try:
+            return await self._prove(engine)
+        except RunError as error:
+            failed(engine[0], error.message)
+            return None
+
+    async def _prove(self, engine: Engine) -> tuple[float, float]:
+        """Update one engine; returns its stall in seconds and its gap in nats."""
+        name, actor = engine
+        publication, last = self._current, self._last_probe
+        assert publication is not None
+        answer: Attestation = await wait_for(
+            actor.update_weights.remote(
+                *(publication.version, publication.checksum, publication.source, self._policy, publication.probe_ids)
+            ),
+            name,
+            self._timeout_s,
+        )
+        gap = _distance(answer.probe_logprobs, publication.probe_logprobs)
+        change = 0.0 if last is None else _distance(publication.probe_logprobs, last)
+        # A small update moves the probe by less than the tolerance: then the engine must at least be nearer to
+        # this version than to the last one.
+        outdated = last is not None and change > self._noise and gap >= _distance(answer.probe_logprobs, last)
+        if answer.version != publication.version or not gap <= self._tolerance or outdated:
+            raise RunError(
+                f"it does not serve weight version {publication.version}: its log-probs of the probe differ from the "
+                f"trainer's by {gap:.3g} nats; allowed are {self._tolerance:g}, and less than from the last version's",
+                location=name,
+                hint="This is a fault of the engine's weight update; please report it with the log",
+            )
+        return answer.stall_s, gap
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max())

@@ -1,0 +1,128 @@
+"""Replay: a run's recorded batches trained again, without engines, and whether the same weights come out.
+
+With the spec unchanged every published version must have the recorded checksum, bit for bit, on the same kind of
+machine. With another objective it shows what that makes of the same data, at the price of training alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.rollout_rows import read_batch
+from asyncrl_cli.journal.schema import FILE, explained, open_for_reading
+from asyncrl_cli.orchestrator.actors import ActorFactory
+from asyncrl_cli.orchestrator.cluster import ray_cluster
+from asyncrl_cli.orchestrator.placement import rank_wants
+from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.records.training import Publication, StepReport
+from asyncrl_cli.runs.checkpoints import Checkpoint
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One step trained again. ``equal`` compares the weights with the version published after it; None when none was,
+    or it is not in the journal."""
+
+    step: int
+    version: int
+    loss: float | None
+    recorded_loss: float | None
+    gradient_norm: float | None
+    equal: bool | None
+
+
+def recorded_steps(run: RunDirectory) -> int:
+    """Steps that the journal says are trained. Raises ``JournalError``."""
+    connection = open_for_reading(run.path / FILE)
+    try:
+        query = "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL"
+        return int(connection.execute(query).fetchone()[0])
+    finally:
+        connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """What to replay.
+
+    Args:
+        checkpoint: where the trainer starts; None for the initial model.
+        first: the first step to show, counted from 0 like all steps in the journal.
+        last: the step to stop before.
+    """
+
+    run: RunDirectory
+    spec: ExperimentSpec
+    search_path: Path
+    checkpoint: Checkpoint | None
+    first: int
+    last: int
+
+
+def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
+    """Train again. Raises ``RunError`` when a batch is not in the journal any more or a rank dies."""
+    with ray_cluster(plan.spec, _log_folder(plan.run)):
+        asyncio.run(_replay(plan, progress, show))
+
+
+async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
+    run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
+    factory = ActorFactory(spec, run.path, search_path, _log_folder(run))
+    ranks = TrainerRanks(
+        factory.trainer, spec.trainer.ranks, search_path, spec.pipeline.stall_minutes * 60, rank_wants(spec)
+    )
+    connection = open_for_reading(run.path / FILE)
+    try:
+        progress("starting the trainer")
+        await ranks.preload()
+        await ranks.prepare_model(progress)
+        await ranks.start(checkpoint.folder if checkpoint else None)
+        for step in range(checkpoint.step if checkpoint else 0, plan.last):
+            try:
+                with explained(run.path / FILE):
+                    batch = read_batch(connection, step)
+            except LookupError as error:
+                raise RunError(
+                    str(error.args[0]),
+                    location=run.run_id,
+                    hint="Replay from a later checkpoint (--from), or keep all tokens (journal.keep: all)",
+                ) from None
+            report: StepReport = (await ranks.call("train_step", batch))[0]
+            if step < plan.first:
+                progress(f"on the way to step {plan.first + 1}: step {step + 1}")
+                continue
+            version, rest = divmod(step + 1, spec.pipeline.publish_every)
+            equal = None
+            if not rest:
+                publication: Publication = (await ranks.call("publish", version))[0]
+                query = "SELECT checksum FROM publishes WHERE version = ?"
+                found = connection.execute(query, (version,)).fetchone()
+                equal = None if found is None else found[0] == publication.checksum
+            recorded = connection.execute("SELECT metrics FROM batches WHERE step = ?", (step,)).fetchone()[0]
+            show(
+                ReplayedStep(
+                    step=step,
+                    version=version,
+                    loss=report.metrics.get("train/loss"),
+                    recorded_loss=json.loads(recorded).get("train/loss") if recorded else None,
+                    gradient_norm=report.metrics.get("train/gradient_norm"),
+                    equal=equal,
+                )
+            )
+    except TrainerLost as lost:
+        raise RunError(f"the trainer died: {lost}", location=run.run_id, hint="Its log is in logs/replay") from None
+    finally:
+        connection.close()
+
+
+def _log_folder(run: RunDirectory) -> Path:
+    folder = run.path / "logs" / "replay"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

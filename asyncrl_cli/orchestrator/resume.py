@@ -1,0 +1,235 @@
+"""From what lies on disk to how a run goes on.
+
+Invariant: nothing is changed on disk before it is clear that the run can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.journal import Journal
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.journal.rollout_rows import prompt_texts
+from asyncrl_cli.journal.schema import FILE, check, explained, is_begun, open_for_reading, open_for_writing
+from asyncrl_cli.orchestrator.actors import buffer_settings
+from asyncrl_cli.orchestrator.launch import Experiment, Start
+from asyncrl_cli.runs.checkpoints import newest_sound, set_aside_later
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.checkpoints import check_layout
+
+COMPARED_ROWS = 1000
+"""Prompts, the newest in the journal, that are compared with the data."""
+ACCEPTED = "accepted_data_to"
+"""In the journal's ``meta``: the serial up to which prompts are not compared, as a change of the data was accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a run goes on, and what of the past has to be put away first.
+
+    Args:
+        trained: steps known as trained; metrics of later ones are dropped, as they are reported again.
+        again: whether steps after the checkpoint are trained again although there may be later checkpoints, and
+            reported again although they are known as trained.
+        without_journal: whether the journal is given up.
+    """
+
+    start: Start
+    trained: int
+    again: bool
+    without_journal: bool
+
+    def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> Start:
+        """Put away what does not belong to the run from here on, and say how it starts.
+
+        With ``accept_changed_data`` the prompts recorded so far are never compared with the data again.
+        """
+        first = self.start.checkpoint.step if self.start.checkpoint else 0
+        notes = [self.start.note]
+        if self.without_journal:
+            _set_journal_aside(run)
+            run.update(step=first)  # otherwise the new journal would seem to be cut short
+            notes.insert(0, "without the old journal")
+        aside = set_aside_later(run.path / "checkpoints", first if self.again else None)
+        if aside is not None:
+            notes.append(f"checkpoints after step {first} are in {aside.relative_to(run.path)}")
+        journal = run.path / FILE
+        if journal.is_file():
+            with explained(journal), closing(open_for_writing(journal)) as connection:
+                if self.again:  # what is trained now may differ: other settings, another machine
+                    connection.execute(
+                        "UPDATE batches SET trained_at = NULL, digest = NULL, metrics = NULL WHERE step >= ?", (first,)
+                    )
+                if accept_changed_data:
+                    connection.execute(
+                        "INSERT OR REPLACE INTO meta SELECT ?, coalesce(max(serial), 0) FROM groups", (ACCEPTED,)
+                    )
+            _restore_metrics(run, journal, self.trained)
+        else:
+            run.forget_after("metrics.jsonl", self.trained)
+        return replace(self.start, note=", ".join(filter(None, notes)))
+
+
+def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str, without_journal: bool) -> Plan:
+    """How this run goes on; ``step`` names a checkpoint, ``note`` is for the journal.
+
+    Raises ``RunError`` when there is nothing to do or the checkpoint is damaged, ``JournalError`` when the journal is,
+    or when it forbids a change of the spec.
+    """
+    checkpoint = newest_sound(run, step) if step != 0 else None
+    if checkpoint is not None:
+        check_layout(checkpoint, spec.trainer)
+    if without_journal:
+        first, base = (checkpoint.step, checkpoint.state()) if checkpoint else (0, None)
+        return Plan(Start("resume", note, checkpoint, base), first, again=True, without_journal=True)
+    journal = run.path / FILE
+    instead = f"Restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
+    taken, trained, begun = 0, 0, False
+    if journal.is_file():
+        if begun := is_begun(journal):
+            check(journal)
+            taken, trained = _steps_done(journal)
+    elif checkpoint is not None or run.state.step:
+        raise RunError("the run's journal is gone", location=str(journal), hint=instead)
+    if taken >= spec.stop.steps and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
+        raise RunError(
+            f"the run has done its {taken} steps",
+            location=run.run_id,
+            hint=f"To train on, say how far: asyncrl resume {run.argument} --steps {2 * taken}",
+        )
+    if taken > spec.stop.steps:
+        raise RunError(
+            f"the run has taken {taken} steps already, more than {spec.stop.steps}",
+            location=run.run_id,
+            hint="Say a later step",
+        )
+    # Batches are in the journal before they are trained, so nothing else can know of a later step.
+    known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
+    for source, later in known.items():
+        if later > taken:
+            raise RunError(
+                f"the journal ends at step {taken}, and {source} is of step {later}: {FILE}-wal is missing or cut "
+                "short, or the journal is an older copy",
+                location=str(journal),
+                hint=instead,
+            )
+    first = checkpoint.step if checkpoint else 0
+    if begun:
+        _read_through(run, spec, first, taken)
+    again = step is not None
+    return Plan(Start("resume", note, checkpoint), min(trained, first) if again else trained, again, False)
+
+
+def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:
+    """Read what the run needs of its journal: where it stands, what is unfinished, and the batches from step ``first``
+    on, which are trained again. Changes nothing."""
+    journal = Journal(run.path / FILE, to_write=False)
+    with closing(journal):
+        book = DurableLedger(run.path / FILE, buffer_settings(spec), journal=journal)
+        book.opening()
+        for step in range(first, taken):
+            try:
+                book.journal.batch(step)
+            except LookupError as error:
+                raise RunError(
+                    f"the steps after step {first} cannot be trained again: {error.args[0]}",
+                    location=run.run_id,
+                    hint="Resume from a later checkpoint: `asyncrl checkpoint list` shows them",
+                ) from None
+
+
+def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_changed_data: bool = False) -> None:
+    """Compare the prompts that the journal has last with the data, row by row, unless changes are accepted.
+
+    Raises ``RunError`` when the data is not that which the run was started with, as the place in it would mean other
+    rows, and ``DataError`` when it has no such place.
+    """
+    path = run.path / FILE
+    spec = experiment.spec
+    loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
+    base = plan.start.base or {}
+    if plan.without_journal or not path.is_file() or not is_begun(path):
+        if base.get("loader"):
+            loader.restore(base["loader"])
+        return
+    with explained(path), closing(open_for_reading(path)) as connection:
+        base = _base(connection)
+        newest = connection.execute(
+            "SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1"
+        ).fetchone()
+        accepted = connection.execute("SELECT CAST(value AS INTEGER) FROM meta WHERE key = ?", (ACCEPTED,)).fetchone()
+        rows = connection.execute(
+            "SELECT epoch, position, uid, prompt, fields FROM groups WHERE serial > :passed_over "
+            "ORDER BY id DESC LIMIT :rows",
+            {"passed_over": max(len(base.get("prompts", ())), *(accepted or (0,))), "rows": COMPARED_ROWS},
+        ).fetchall()
+    position_now = dict(zip(("epoch", "position"), newest, strict=True)) if newest else base.get("loader")
+    if position_now:
+        loader.restore(position_now)
+    for epoch, position, uid, *recorded in () if accept_changed_data else rows:
+        loader.restore({"epoch": epoch, "position": position})
+        found = loader.newest()
+        if [found.uid, *prompt_texts(found)] != [uid, *recorded]:
+            now = "other contents" if found.uid == uid else f"prompt {found.uid!r} in its place"
+            raise RunError(
+                f"the training data has changed since the run was started: prompt {uid!r} was trained on, and the "
+                f"data now has {now}",
+                location=spec.data.train.path or "data.train",
+                hint="Restore the data, or continue at the same position of the changed data: "
+                f"asyncrl resume {run.argument} --accept-changed-data",
+            )
+
+
+def _set_journal_aside(run: RunDirectory) -> None:
+    """Move the journal and the files beside it to ``damaged-N``; what a kill left behind follows the next time."""
+    files = sorted(run.path.glob(f"{FILE}*"))
+    if not files:
+        return
+    number = next(number for number in count(1) if not (run.path / f"damaged-{number}").exists())
+    folder, last = run.path / f"damaged-{number}", run.path / f"damaged-{number - 1}"
+    if files[0].name != FILE and last.is_dir() and not any((last / path.name).exists() for path in files):
+        folder = last
+    folder.mkdir(exist_ok=True)
+    for path in files:  # the journal first: left without the rest, it would pass for an older one
+        path.rename(folder / path.name)
+
+
+def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
+    """Bring metrics.jsonl in line with the journal: steps that are not known as trained are reported again, and rows
+    that were never written (the driver was killed, the disk was full) are in the journal."""
+    rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
+    with closing(open_for_reading(journal)) as connection:
+        for step, at, metrics, version in connection.execute(
+            "SELECT step + 1, trained_at, metrics, "
+            "(SELECT coalesce(max(version), 0) FROM publishes WHERE publishes.step <= batches.step + 1) "
+            "FROM batches WHERE metrics IS NOT NULL"
+        ):
+            rows.setdefault(step, {"step": step, "version": version, "time": at, **json.loads(metrics)})
+    run.write_text("metrics.jsonl", "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))
+
+
+def _steps_done(journal: Path) -> tuple[int, int]:
+    """Steps that are taken, and steps that are known as trained; those before the journal began count."""
+    with closing(open_for_reading(journal)) as connection:
+        first = _base(connection).get("step", 0)
+        taken, trained = connection.execute(
+            "SELECT coalesce(max(step) + 1, 0), coalesce(max(step) FILTER (WHERE trained_at IS NOT NULL) + 1, 0) "
+            "FROM batches"
+        ).fetchone()
+    return max(taken, first), max(trained, first)
+
+
+def _base(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Where the journal's history begins, if that is a checkpoint."""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'base'").fetchone()
+    base: dict[str, Any] = json.loads(row[0]) if row else {}
+    return base

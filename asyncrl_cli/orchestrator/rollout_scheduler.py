@@ -1,0 +1,304 @@
+"""Training groups on the driver's side: prompts become requests or episodes, rollouts are recorded and judged.
+
+The buffer alone decides how many groups may start and when one is finished; this room keeps the engines as full
+as it allows, and tells the buffer of every token before anything rests on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncrl_cli.buffer.records import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.episodes import Episodes, Recorded
+from asyncrl_cli.orchestrator.failure_share import RecentFailures
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.orchestrator.scoring import Scoring
+from asyncrl_cli.records.generation import (
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Sampling,
+    Segment,
+    Spell,
+    place_of,
+    training_rollout_id,
+)
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.workers.scoring import RewardFailure, Scored
+
+Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
+Spawn = Callable[[Coroutine[Any, Any, object]], object]
+
+ADMIT_S = 0.02
+"""Seconds between two admissions: groups that end one soon after another are replaced in one call, with one commit."""
+SCORE_PATIENCE_S = 0.2
+"""Seconds that finished rollouts wait for their rewards before they are recorded without them."""
+TELL_S = 0.25
+"""Seconds that new tokens of episodes wait for others, to be recorded with them."""
+
+
+def rollout_seed(seed: int, group_id: int, index: int) -> int:
+    """The sampling seed of one rollout: a function of what it is, never of when or where it runs."""
+    digest = hashlib.blake2b(f"{seed}/{group_id}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class GroupSource:
+    """Starts groups while the buffer has room and the engines have slots, and sees their rollouts through.
+
+    ``failures`` knows of groups lately lost to failed rollouts; ``rejected_in_a_row`` counts rejections since a group
+    finished.
+    """
+
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        buffer: BufferClient,
+        client: GenerationClient,
+        scoring: Scoring,
+        prompts: PromptSource,
+        spawn: Spawn,
+        episodes: Episodes | None = None,
+    ) -> None:
+        """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays those groups that have no tokens
+        for a prompt, where the task has such."""
+        self._spec = spec
+        self._buffer = buffer
+        self._client = client
+        self._scoring = scoring
+        self._prompts = prompts
+        self._spawn = spawn
+        self._episodes = episodes
+        self._playing: dict[str, asyncio.Task[Any]] = {}
+        self._to_play = 0  # episodes of which the coroutine has yet to begin
+        self._untold: list[Segment] = []
+        self._spells: list[Spell] = []  # to be recorded with whatever is recorded next
+        self._sampling = Sampling(
+            temperature=spec.rollout.sampling.temperature,
+            max_tokens=spec.rollout.max_response_tokens,
+            stop=tuple(spec.rollout.sampling.stop),
+        )
+        self._open: dict[int, Admission] = {}
+        self._candidates: deque[Candidate] = deque()
+        self._wanted = asyncio.Event()
+        self.failures = RecentFailures(spec.rollout.max_failed_share)
+        self.rejected_in_a_row = 0
+
+    def fill(self) -> None:
+        """There may be room: have ``keep_full`` look."""
+        self._wanted.set()
+
+    async def keep_full(self) -> None:
+        """Admit groups whenever there is room for them, for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            if free := self._free_groups():
+                while len(self._candidates) < free:
+                    self._candidates.append(self._prompts.candidate())
+                offered = [self._candidates[index] for index in range(free)]
+                admitted: Admitted = await self._buffer.call("admit", offered)
+                while self._candidates and self._candidates[0].serial <= admitted.serial:
+                    self._candidates.popleft()
+                for admission in admitted.admissions:
+                    self._start(OpenGroup(admission, frozenset()))
+                await asyncio.sleep(ADMIT_S)
+
+    def resume(self, opening: Opening) -> None:
+        """Go on with what the journal knows, at the start."""
+        self._prompts.resume(opening.serial, opening.loader)
+        self.reopened(opening)
+
+    def reopened(self, opening: Opening) -> None:
+        """The buffer was opened again: it may have admitted or ended groups without our hearing of it.
+
+        Prompts that were offered and not admitted are still ours to offer.
+        """
+        while self._candidates and self._candidates[0].serial <= opening.serial:
+            self._candidates.popleft()
+        if self._prompts.pools is not None:
+            self._prompts.pools.restore(opening.solved)
+        known = {group.admission.group_id for group in opening.groups}
+        for group_id in self._open.keys() - known:
+            self._spawn(self._cancel(group_id))
+        self._open = {group_id: admission for group_id, admission in self._open.items() if group_id in known}
+        for group in opening.groups:
+            if group.admission.group_id not in self._open:
+                self._start(group)
+        self.fill()
+
+    async def requeue(self, overdue: tuple[int, ...]) -> None:
+        """Policy ``requeue``: give up the groups that hold back a batch and start their prompts again."""
+        for old_id, group_id, version in await self._buffer.call("requeue", list(overdue)):
+            if (old := self._open.pop(old_id, None)) is not None:  # or the buffer was opened again meanwhile
+                self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
+                await self._cancel(old_id)
+
+    def note_segments(self, segments: list[Segment]) -> None:
+        """New tokens of unfinished rollouts, to be recorded."""
+        self._spawn(self._record(segments=segments))
+
+    def note_spell(self, spell: Spell) -> None:
+        """A request has left its engine."""
+        self._spells.append(spell)
+
+    async def tell_spells(self) -> None:
+        """Record what is known of spells: the last ones come with nothing else."""
+        await self._record()
+
+    def _free_groups(self) -> int:
+        resting = self._to_play + (self._episodes.resting if self._episodes is not None else 0)
+        return max(0, self._client.free - resting) // self._spec.rollout.group_size
+
+    def _start(self, group: OpenGroup) -> None:
+        """Request what is missing of a group, and judge what is there without a reward."""
+        admission = group.admission
+        self._open[admission.group_id] = admission
+        for place in range(self._spec.rollout.group_size):
+            if place not in group.scored and place not in group.unscored:
+                recorded = group.prefixes.get(place, {})
+                sampling = replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, place))
+                rollout_id = training_rollout_id(admission.group_id, place)
+                if admission.prompt_ids:
+                    self._request(admission, rollout_id, sampling, recorded.get(0, ()))
+                elif self._episodes is not None:
+                    self._to_play += 1
+                    self._spawn(self._play(self._episodes, admission, rollout_id, sampling, recorded))
+        if group.unscored:
+            decode = self._prompts.encoder.decode
+            finished = [replace(rollout, text=decode(rollout.response_ids)) for rollout in group.unscored.values()]
+            self._spawn(self._settle(finished, []))
+
+    def _request(self, admission: Admission, rollout_id: str, sampling: Sampling, prefix: tuple[Segment, ...]) -> None:
+        request = RolloutRequest(
+            rollout_id,
+            admission.prompt_ids,
+            sampling,
+            prefix,
+            priority=admission.group_id,
+            affinity=str(admission.group_id),
+        )
+        self._client.enqueue([request], self._on_end)
+
+    async def _play(
+        self, episodes: Episodes, admission: Admission, rollout_id: str, sampling: Sampling, recorded: Recorded
+    ) -> None:
+        """See an episode through; its tokens are recorded as they come, and once more whole, with its outcome."""
+        self._to_play -= 1
+        group_id = admission.group_id
+        playing = asyncio.current_task()
+        if group_id not in self._open or playing is None:  # it was given up at once
+            return
+        self._playing[rollout_id] = playing
+        try:
+            rollout, score = await episodes.play(
+                rollout_id, admission.prompt, sampling, group_id, recorded, self._tell_soon
+            )
+        finally:
+            del self._playing[rollout_id]
+        if group_id in self._open:
+            finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
+            await self._tell(finished, [_outcome(rollout_id, score)])
+
+    def _tell_soon(self, segments: list[Segment]) -> None:
+        if not self._untold:
+            asyncio.get_running_loop().call_later(TELL_S, self._tell_segments)
+        self._untold += segments
+
+    def _tell_segments(self) -> None:
+        segments, self._untold = self._untold, []
+        self.note_segments(segments)
+
+    def _on_end(self, ended: Ended) -> None:
+        rollouts = [result for _, result in ended if isinstance(result, Rollout)]
+        failed = [result for _, result in ended if isinstance(result, RolloutFailure)]
+        self._spawn(self._settle(rollouts, failed))
+
+    async def _settle(self, rollouts: list[Rollout], failed: list[RolloutFailure]) -> None:
+        """Have finished rollouts scored, and tell the buffer of both; of the rollouts first, if scores take long."""
+        outcomes = [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]
+        rollouts = [rollout for rollout in rollouts if place_of(rollout.rollout_id)[0] in self._open]
+        if rollouts:
+            responses = [
+                (self._open[place_of(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
+                for rollout in rollouts
+            ]
+            scoring = asyncio.ensure_future(self._scoring.score(responses))
+            if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
+                await self._record(rollouts)
+            outcomes += [
+                _outcome(rollout.rollout_id, score) for rollout, score in zip(rollouts, await scoring, strict=True)
+            ]
+        await self._tell(rollouts, outcomes)
+
+    async def _record(
+        self,
+        rollouts: Sequence[Rollout] = (),
+        segments: Sequence[Segment] = (),
+        outcomes: Sequence[Outcome] = (),
+    ) -> Settled:
+        spells, self._spells = self._spells, []
+        settled: Settled = await self._buffer.call("record", list(rollouts), list(segments), list(outcomes), spells)
+        return settled
+
+    async def _tell(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
+        """Tell the buffer what became of rollouts, and do what follows for their groups."""
+        settled = await self._record(rollouts, outcomes=outcomes)
+        reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
+        for group_id in settled.finished:
+            self._visited(group_id, settled)
+            self.failures.finished()
+            self.rejected_in_a_row = 0
+        for group_id, reason in settled.rejected:
+            self._visited(group_id, settled)
+            self.rejected_in_a_row += 1
+            if reason == "failed":
+                self.failures.failed(reasons[group_id])
+                await self._cancel(group_id)
+            else:
+                self.failures.finished()
+        self._check()
+        self.fill()
+
+    def _visited(self, group_id: int, settled: Settled) -> None:
+        """A group is not open any more."""
+        if (admission := self._open.pop(group_id, None)) is not None and (group_id, "failed") not in settled.rejected:
+            self._prompts.visited(admission.prompt.uid, group_id in settled.solved)
+
+    async def _cancel(self, group_id: int) -> None:
+        ids = [training_rollout_id(group_id, place) for place in range(self._spec.rollout.group_size)]
+        for rollout_id in ids:
+            if (playing := self._playing.get(rollout_id)) is not None:
+                playing.cancel()
+        await self._client.cancel(ids)
+
+    def _check(self) -> None:
+        if message := self.failures.too_many():
+            raise RunError(
+                message,
+                location="rollout",
+                hint="Correct that cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or "
+                "raise rollout.max_failed_share",
+            )
+        if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
+            raise RunError(
+                f"the last {self.rejected_in_a_row} groups were all rejected, so no batch can be made: "
+                "the rewards in each group are all equal",
+                location="algorithm.uniform_groups",
+                hint="Use a task of which the model solves some and not all, or set it to skip, or raise "
+                "pipeline.max_rejected_in_a_row",
+            )
+
+
+def _outcome(rollout_id: str, score: Scored | RewardFailure) -> Outcome:
+    if isinstance(score, RewardFailure):
+        return Outcome(rollout_id, None, score.reason)
+    return Outcome(rollout_id, score.reward, metrics=score.metrics)

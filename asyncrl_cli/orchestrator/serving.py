@@ -1,0 +1,175 @@
+"""`asyncrl serve`: engines and the gateway, without a trainer.
+
+The engines load the model from its folder, and its weights count as one version that never changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_engine
+from asyncrl_cli.orchestrator.cluster import ray_cluster
+from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
+from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.orchestrator.publisher import Engine
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What to serve.
+
+    Args:
+        spec: how the engines run.
+        name: the model's name for clients.
+        what: the same for people.
+        version: what the weights count as.
+        logs: the folder of the processes' logs.
+        model: gives the model's folder, or writes it into the folder that it is given.
+    """
+
+    spec: ExperimentSpec
+    name: str
+    what: str
+    version: int
+    logs: Path
+    model: Callable[[Path], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where clients find the model."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Served:
+    """The model of a run: of the checkpoint of ``step``, or else the final one, or else the newest checkpoint's.
+
+    Raises ``RunError`` when there is none.
+    """
+    final = run.path / MODEL
+    if step is None and run.state.phase == "finished" and final.is_dir():
+        trained = run.state.step
+        what, model = f"the final model of {run.run_id}", lambda _: final
+    else:
+        checkpoint = newest_sound(run, step)
+        if checkpoint is None:
+            raise RunError(
+                "the run has saved no model yet",
+                location=run.run_id,
+                hint=f"Wait for its first checkpoint, or serve what it starts from: asyncrl serve "
+                f"{run.path / 'spec.yaml'}",
+            )
+        trained = checkpoint.step
+        what, model = f"step {trained} of {run.run_id}", lambda folder: _exported(run, spec, checkpoint, folder)
+    return Served(spec, run.run_id, what, trained // spec.pipeline.publish_every, run.path / "logs" / "serve", model)
+
+
+def served_spec(spec: ExperimentSpec, model: Path) -> Served:
+    """The model in a folder, with the settings of a spec."""
+    logs = spec.runs_dir.absolute() / "serve" / spec.name
+    return Served(spec, spec.name, f"the initial model of {spec.name}", 0, logs, lambda _: model)
+
+
+def serve(
+    served: Served, ready: Callable[[Address], None], status: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM, which raise ``Interrupted``; ``ready`` hears when clients may come.
+
+    Whatever was started is gone when this returns. Raises ``UserError`` with the cause when it cannot go on.
+    """
+    served.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        with stop_on_signals() as stop, ray_cluster(served.spec, served.logs):
+            asyncio.run(_serve(served, ready, status, warn, stop))
+    except KeyboardInterrupt:  # before there was a loop to hear it
+        raise Interrupted from None
+
+
+async def _serve(
+    served: Served,
+    ready: Callable[[Address], None],
+    status: Callable[[str], None],
+    warn: Callable[[str], None],
+    stop: Stop,
+) -> None:
+    spec = served.spec
+    stop.attach()
+
+    async def not_recorded(kind: str, part: str, message: str) -> None:
+        """No journal records what happens here."""
+
+    async def work(temporary: Path) -> None:
+        from asyncrl_cli.train.model.tokenizer import load_tokenizer
+
+        status("reading the model")
+        folder = await asyncio.to_thread(served.model, temporary / "model")
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder, spec.model.chat_template)
+        encoder = PromptEncoder(tokenizer, spec.model.max_length, episodic=False)
+        client = GenerationClient(
+            engines,
+            slots=spec.rollout.max_running_rollouts,
+            retries=spec.rollout.retries,
+            hang_s=spec.rollout.hang_seconds,
+            decode=encoder.decode,
+        )
+        keeper = EngineKeeper(client, _OwnWeights(), faults, folder, lambda: None)
+        api_key = secrets.token_urlsafe(32)
+        setup = setup_of(spec, str(folder), served.name, api_key)
+        gateway = GatewayClient(setup, factory.gateway, client.generate, faults)
+        url = await gateway.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(gateway.keep())
+                status("starting engines")
+                there: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+                there.set_result(folder)
+                await asyncio.gather(*(start_engine(engine, there, faults) for engine in engines))
+                for engine in client.engines:
+                    group.create_task(keeper.keep(engine))
+                ready(Address(f"{url}/v1", api_key, served.name))
+        finally:
+            await gateway.stop()
+
+    faults = Faults(spec.pipeline.max_restarts, not_recorded, warn)
+    factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
+    engines = [EngineProcess(factory, f"engine-{index}", served.version) for index in range(spec.rollout.engines)]
+    # Below Ray's folder, which the guardian removes when nobody else can.
+    with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:
+        try:
+            await until_stopped(work(Path(temporary)), stop)
+        except* UserError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
+
+
+class _OwnWeights:
+    """The engines have loaded them when they start."""
+
+    async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
+        serve()
+
+
+def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:
+    from asyncrl_cli.train.model.export import export_model
+    from asyncrl_cli.train.model.prepare import skeleton_of
+
+    export_model(checkpoint, skeleton_of(spec.model, run.path / "skeleton"), folder, spec.model.lora)
+    return folder

@@ -1,0 +1,164 @@
+"""The trainer ranks as one: they start together, are called alike, and fall together.
+
+A collective call cannot go on without one of its ranks, so the death of one is the loss of all
+(``TrainerLost``). A restart brings all of them back with the weights of a checkpoint; who calls it trains the
+steps since then again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.orchestrator.placement import Resources, placed
+from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, wait_for
+
+GRACE_S = 20.0
+"""Seconds that the other ranks have to end a call after one rank has failed."""
+
+
+class TrainerLost(Exception):
+    """A rank died; all of them have to start again."""
+
+    def __init__(self, name: str, cause: str) -> None:
+        super().__init__(f"{name}: {cause}")
+        self.name = name
+        self.cause = cause
+
+
+def _put(batch: TrainingBatch) -> Any:
+    import ray
+
+    return ray.put(batch)
+
+
+class TrainerRanks:
+    """All ranks of a run's trainer."""
+
+    def __init__(
+        self,
+        make_actor: Callable[[int], Any],
+        ranks: int,
+        search_path: Path,
+        limit_s: float,
+        wants: Resources,
+        share: Callable[[TrainingBatch], Any] = _put,
+    ) -> None:
+        """``limit_s``: seconds that one call may take. ``wants``: Ray's resources of a rank. ``share`` makes a batch an
+        argument for all ranks."""
+        self._share = share
+        self._wants = wants
+        self._make_actor = make_actor
+        self._search_path = search_path
+        self._limit_s = limit_s
+        self._actors = [make_actor(rank) for rank in range(ranks)]
+        self._model_dir = ""
+        self.node = ""
+
+    async def placed(self, warn: Callable[[str], None]) -> None:
+        """Wait until Ray has room for all ranks; ``warn`` is told what is missing. Raises ``RunError``, and
+        ``TrainerLost``."""
+        waits = [
+            asyncio.ensure_future(placed(_look_at(actor), f"trainer-{rank}", self._wants, warn))
+            for rank, actor in enumerate(self._actors)
+        ]
+        try:
+            await asyncio.gather(*waits)
+        except ActorDied as died:
+            raise TrainerLost(died.location, died.message) from died
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def preload(self) -> None:
+        """Import what ``start`` needs."""
+        locations = await self.call("preload", limit_s=START_TIMEOUT_S)
+        self._address, self._port, self.node = locations[0]
+
+    async def prepare_model(self, progress: Callable[[str], None]) -> str:
+        """Make the initial model, if it has to be made; returns its folder. Raises ``TrainerLost``."""
+        name, rank_0 = "trainer-0", self._actors[0]
+        making = asyncio.ensure_future(wait_for(rank_0.prepare_model.remote(str(self._search_path)), name))
+        making.add_done_callback(lambda made: made.cancelled() or made.exception())  # a death may be heard of below
+        try:
+            while not making.done():
+                done, total, loss = await wait_for(_look_at(rank_0), name, START_TIMEOUT_S)
+                if total:
+                    progress(f"warm start: {done} of {total} updates, loss {loss:.3f}")
+                await asyncio.wait([making], timeout=0.5)
+            self._model_dir = str(making.result())
+        except ActorDied as died:
+            raise TrainerLost(died.location, died.message) from died
+        finally:
+            making.cancel()
+        return self._model_dir
+
+    async def start(self, checkpoint: Path | None) -> None:
+        """Load the initial model, or a checkpoint over it."""
+        folder = checkpoint and str(checkpoint)
+        arguments = (self._model_dir, self._address, self._port, folder, str(self._search_path))
+        await self.call("start", *arguments, limit_s=START_TIMEOUT_S)
+
+    async def restart(self, checkpoint: Path | None) -> None:
+        """End what is left of the ranks, and start all of them from a checkpoint, or from the initial model."""
+        self.renew()
+        await self.preload()
+        await self.start(checkpoint)
+
+    def renew(self) -> None:
+        """End what is left of the ranks, and ask Ray for others."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = [self._make_actor(rank) for rank in range(len(self._actors))]
+
+    async def check(self) -> None:
+        """Raises ``TrainerLost`` when a rank is dead."""
+        await _all([_look_at(actor) for actor in self._actors], self._limit_s)
+
+    async def call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
+        """Call all ranks alike; returns their answers, rank by rank.
+
+        Raises ``TrainerLost`` when a rank died, and otherwise the first error of any rank.
+        """
+        # As an argument of each call a batch would be pickled once for each rank, in the driver's event loop.
+        shared = [
+            await asyncio.to_thread(self._share, argument) if isinstance(argument, TrainingBatch) else argument
+            for argument in arguments
+        ]
+        calls = [getattr(actor, method).remote(*shared) for actor in self._actors]
+        return await _all(calls, limit_s or self._limit_s)
+
+
+def _look_at(actor: Any) -> Awaitable[Any]:
+    """A call that a rank answers beside whatever else it does."""
+    answer: Awaitable[Any] = actor.progress.options(concurrency_group="watch").remote()
+    return answer
+
+
+async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[Any]:
+    """The answers of all ranks to one call. Raises as ``TrainerRanks.call`` does."""
+    calls = [
+        asyncio.ensure_future(wait_for(call, f"trainer-{rank}", limit_s)) for rank, call in enumerate(remote_calls)
+    ]
+    try:
+        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting and _death(done) is None:  # a rank whose peer died may hear of it before we do
+            done, _ = await asyncio.wait(calls, timeout=GRACE_S)
+    finally:
+        for call in calls:
+            call.cancel()
+    if (death := _death(done)) is not None:
+        raise TrainerLost(death.location, death.message)
+    errors = [error for call in done if (error := call.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [call.result() for call in calls]
+
+
+def _death(done: Iterable[asyncio.Future[Any]]) -> ActorDied | None:
+    return next((error for call in done if isinstance(error := call.exception(), ActorDied)), None)

@@ -1,0 +1,103 @@
+"""The watchdog: it knows what every part waits for, says so when that takes long, and ends the run when it takes
+too long.
+
+Invariant: no wait without progress outlives its limit by more than a look's interval; the error names the part,
+what it waits for, and since when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from asyncrl_cli.core.errors import RunError
+
+LONGEST_LOOK_S = 5.0
+"""Seconds between two looks at the waits, at most."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One wait; ``progress`` says that things move, and the clock starts again."""
+
+    who: str
+    what: str
+    since: float = field(default_factory=time.monotonic)
+    told: bool = False
+
+    def progress(self) -> None:
+        """Something moved."""
+        self.since, self.told = time.monotonic(), False
+
+    def __str__(self) -> str:
+        ago = time.monotonic() - self.since
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+        return f"{self.who} waits for {self.what} since {clock} ({ago:.0f} s)"
+
+
+class Watchdog:
+    """Watches the waits of one run."""
+
+    def __init__(self, limit_s: float, warn: Callable[[str], None]) -> None:
+        """A wait is told to ``warn``, and to ``on_stall``, after half of ``limit_s`` seconds, and ends the run after
+        all of them."""
+        self._limit_s = limit_s
+        self._warn = warn
+        self.on_stall: Callable[[Wait], None] = lambda _: None
+        self._waits: list[Wait] = []
+
+    @contextmanager
+    def waiting(self, who: str, what: str) -> Iterator[Wait]:
+        """For the length of the block ``who`` waits for ``what``."""
+        wait = Wait(who, what)
+        self._waits.append(wait)
+        try:
+            yield wait
+        finally:
+            self._waits.remove(wait)
+
+    async def until(self, work: Awaitable[T], who: str, what: str) -> T:
+        """The result of ``work``, which ``who`` waits for."""
+        with self.waiting(who, what):
+            return await work
+
+    def progress(self) -> None:
+        """Tokens were made: whoever waits for generation does not wait in vain."""
+        for wait in self._waits:
+            if wait.who == GENERATION:
+                wait.progress()
+
+    def caught_up(self) -> None:
+        """A step was trained again: whatever waits for the trainer does not wait in vain."""
+        for wait in self._waits:
+            wait.progress()
+
+    async def watch(self) -> None:
+        """Look, for ever. Raises ``RunError`` when a wait has passed its limit."""
+        interval = min(LONGEST_LOOK_S, self._limit_s / 8)
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            for wait in sorted(self._waits, key=lambda wait: wait.since):
+                if now - wait.since > self._limit_s:
+                    others = [str(other) for other in self._waits if other is not wait]
+                    raise RunError(
+                        "; ".join([f"nothing moved: {wait}", *others]),
+                        location="pipeline",
+                        hint="Look at that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
+                        "`asyncrl resume` goes on from here",
+                    )
+                if now - wait.since > self._limit_s / 2 and not wait.told:
+                    wait.told = True
+                    self._warn(str(wait))
+                    self.on_stall(wait)
+
+
+GENERATION = "the trainer"
+"""Who waits for rollouts."""

@@ -1,0 +1,66 @@
+"""What the trainer is given and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl_cli.records.generation import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingGroup:
+    """The finished rollouts of one prompt with their rewards, in the order of the rollouts' places.
+
+    ``version`` is the weight version that the group was admitted at. ``metrics`` are what the task measured beside
+    the reward, a mapping per rollout; empty when it measures nothing.
+    """
+
+    group_id: int
+    uid: str
+    version: int
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[float, ...]
+    metrics: tuple[Mapping[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """The groups of one step, in admission order, and the version they are trained at."""
+
+    step: int
+    version: int
+    groups: tuple[TrainingGroup, ...]
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """Versions that each group lags behind."""
+        return tuple(self.version - group.version for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did, the same on every rank. ``seconds`` is the wall time of the rank's call."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    trained_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """Weights that lie ready in the mapping.
+
+    ``source`` is what ``WeightMapping.describe`` says. ``probe_logprobs`` (float32, [probe tokens - 1]) are
+    the trainer's own log-probs of ``probe_ids`` under these weights: an engine that serves them agrees.
+    """
+
+    version: int
+    checksum: str
+    source: dict[str, Any]
+    probe_ids: tuple[int, ...]
+    probe_logprobs: NDArray[np.float32]

@@ -1,0 +1,74 @@
+"""What vLLM has sampled of the requests that it still runs.
+
+The one room that reads vLLM's private state (docs/decisions/0010-segments.md). All of it runs between two awaits of the
+event loop that vLLM's own output handler runs in, so tokens, log-probs and versions are of one moment.
+
+A request's id says which rollout it generates and from which token on: its first token is the rollout's token 0, or the
+one after the prefix that another engine left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.records.generation import Segment
+from asyncrl_cli.rollout.continuation import cut
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    version_starts: list[tuple[str, int]]
+
+
+def request_id(rollout_id: str, first: int) -> str:
+    """The id under which vLLM generates a rollout from token ``first`` on."""
+    return f"{rollout_id}+{first}"
+
+
+def sampled_logprobs(flat: Any) -> list[float]:
+    """The list inside vLLM's ``FlatLogprobs``. For requests with ``logprobs=0``: one entry per token, the sampled
+    one's."""
+    return [] if flat is None else flat.logprobs
+
+
+def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
+    """The tokens of running rollouts from the index on that ``since`` names; of other requests, nothing."""
+    segments: list[Segment] = []
+    for running in _requests(vllm):
+        rollout_id, _, first = running.request_id.rpartition("+")
+        if rollout_id not in since:
+            continue
+        offset = int(first)
+        begin = max(since[rollout_id] - offset, 0)
+        if begin < len(running.token_ids):
+            segments += cut(
+                rollout_id,
+                offset + begin,
+                running.token_ids[begin:],
+                running.logprobs[begin:],
+                [(int(version), offset + start) for version, start in running.version_starts],
+            )
+    return segments
+
+
+def running_tokens(vllm: Any) -> int:
+    """Tokens generated so far for all requests that run."""
+    return sum(len(running.token_ids) for running in _requests(vllm))
+
+
+def _requests(vllm: Any) -> Iterator[_Running]:
+    # Private: vLLM tells a request's weight versions in its last output only, and the outputs before it would
+    # cost a queue and a wake-up per token and request.
+    for state in vllm.output_processor.request_states.values():
+        yield _Running(
+            state.external_req_id,
+            # The list itself where the tokenizer is a fast one or the request is not detokenized, else a copy.
+            state.detokenizer.output_token_ids,
+            sampled_logprobs(state.logprobs_processor.logprobs),
+            state.weight_version_starts,
+        )

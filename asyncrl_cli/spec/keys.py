@@ -1,0 +1,72 @@
+"""Every key a spec can have, by dotted path: what suggestions and the reference are made from.
+
+Where a spec chooses names itself, or a list has indices, the path has `*`: `evaluation.sets.*.data`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from asyncrl_cli.spec.base import Section
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: the section class that holds it, its field, and the section class it opens (if it opens one; ``many``
+    of them by name or in a list, or one)."""
+
+    holder: type[Section]
+    field: FieldInfo
+    opens: type[Section] | None
+    many: bool
+
+    @property
+    def follows(self) -> bool:
+        """Whether the default follows from other keys."""
+        return bool(self.field.default_factory_takes_validated_data)
+
+    @property
+    def default(self) -> Any:
+        """The value when the key is left out; ``PydanticUndefined`` when there is none, or it follows from others."""
+        return PydanticUndefined if self.follows else self.field.get_default(call_default_factory=True)
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """All keys in the order of the sections."""
+    found: dict[str, Key] = {}
+
+    def visit(section: type[Section], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            opens, many = _opened(field.annotation)
+            found[prefix + name] = Key(section, field, opens, many)
+            if opens:
+                visit(opens, f"{prefix}{name}.*." if many else f"{prefix}{name}.")
+
+    visit(ExperimentSpec, "")
+    return found
+
+
+def general(path: str) -> str:
+    """A path in a spec, with `*` for the names and indices that it chooses."""
+    parts: list[str] = []
+    for part in path.split("."):
+        above = keys().get(".".join(parts))
+        parts.append("*" if above is not None and above.many else part)
+    return ".".join(parts)
+
+
+def _opened(annotation: Any) -> tuple[type[Section] | None, bool]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    for argument in get_args(annotation):
+        opens, many = _opened(argument)
+        if opens:
+            return opens, many or get_origin(annotation) in (list, dict)
+    return None, False

@@ -1,0 +1,215 @@
+"""What pydantic found, said in plain words, with the key that was probably meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from itertools import islice
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.spec.keys import Key, general, keys
+from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.suggest import elsewhere, suggest
+
+Location = tuple[int | str, ...]
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+}
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_SUGGESTED = 100
+"""Unknown keys that get a suggestion; looking for one takes milliseconds, and a wrong file may have thousands."""
+
+
+def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[Problem, bool]]:
+    """Each of pydantic's errors as a problem, and whether it is the key (rather than the value) that is wrong.
+
+    Of a ``partial`` spec, of which a file could not be read, nothing is called missing.
+    """
+    details, words = _without_kinds(error.errors(include_url=False))
+    meant: set[str] = set()
+    unknown = (detail for detail in details if detail["type"] == "extra_forbidden")
+    for count, detail in enumerate(unknown):
+        for location in _foreign(detail["loc"], detail["input"]) if count < _SUGGESTED else [detail["loc"]]:
+            suggestions, hint = _known(location) if count < _SUGGESTED else ([], "")
+            meant.update(suggestions[:1])
+            yield Problem(_dotted(location), "there is no such key", hint), True
+    for detail in details:
+        path = _dotted(detail["loc"])
+        if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
+            if not partial and general(path) not in meant:
+                yield Problem(path, "is missing", _missing_hint(path)), True
+        elif detail["type"] == "missing":
+            yield Problem(_dotted(detail["loc"][:-1]), f"has too few values: {_shown(detail['input'])}"), False
+        elif detail["type"] not in ("extra_forbidden", "default_factory_not_called"):
+            message = _message(detail, words.get(detail["loc"], ""))
+            yield Problem(path, message, _hint(detail, keys().get(general(path)))), False
+
+
+def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dict[Location, str]]:
+    """Of a key that takes a word or something else, pydantic has an error for each, with the kind in its location.
+
+    Returns the errors of the something else, at the key itself, and the words that would be right there, too.
+    """
+    kept: list[ErrorDetails] = []
+    words: dict[Location, str] = {}
+    for detail in details:
+        location = detail["loc"]
+        leaf = next((end for end in range(1, len(location)) if _is_leaf(location[:end])), len(location))
+        location = location[:leaf] + tuple(part for part in location[leaf:] if isinstance(part, int))
+        if location != location and detail["type"] == "literal_error":
+            words[location] = _choice(_allowed(detail))
+        else:
+            detail["loc"] = location
+            kept.append(detail)
+    return kept, words
+
+
+def _is_leaf(location: Location) -> bool:
+    key = keys().get(general(_dotted(location)))
+    return key is not None and key.opens is None
+
+
+def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Location]:
+    """The unknown keys to speak of: those within a section of another trainer, where they can be told, or the one."""
+    answered = bool(elsewhere(*_parent(location)))
+    if not isinstance(value, dict) or answered or (not inside and _known(location)[0]):
+        return [location] if not inside or answered or _known(location)[0] else []
+    children = islice(value.items(), _SUGGESTED)
+    inner = [below for key, child in children for below in _foreign((*location, key), child, inside=True)]
+    return inner or ([] if inside else [location])
+
+
+def _known(location: Location) -> tuple[list[str], str]:
+    """The keys that an unknown one may have been meant to be, and the hint that says so."""
+    parent, key = _parent(location)
+    suggestions, answer = suggest(parent, key), elsewhere(parent, key)
+    if answer.endswith("."):
+        return [], answer
+    if suggestions:
+        return suggestions, f"Did you mean {_choice(suggestions)}?"
+    prefix = ".".join((*filter(None, [general(parent)]), ""))
+    siblings = [path.removeprefix(prefix) for path in keys() if path.startswith(prefix)]
+    return [], f"Keys here: {', '.join(name for name in siblings if '.' not in name)}."
+
+
+def _parent(location: Location) -> tuple[str, str]:
+    return _dotted(location[:-1]), str(location[-1])
+
+
+def _missing_hint(path: str) -> str:
+    field = keys()[general(path)].field
+    name = path.rpartition(".")[2]
+    if field.examples:
+        return f"Add it, such as `{name}: {_flow(field.examples[0])}`."
+    return f"Add `{name}`. {field.description}"
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML writes it in a line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
+    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
+
+
+def _message(detail: ErrorDetails, words: str = "") -> str:
+    """What is wrong; ``words`` would be right, too."""
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "too_long":
+        return f"has {context['actual_length']} values, but takes {context['max_length']}"
+    if kind == "string_too_long":
+        return f"has {len(value)} characters, but may have {context['max_length']} at most"
+    if kind == "too_short":
+        return f"needs at least {context['min_length']} item, and has {context['actual_length']}"
+    if kind == "format":
+        return f"{detail['msg']}, not {_shown(value)}"
+    if kind == "string_too_short":
+        return "must not be empty"
+    if kind == "string_pattern_mismatch":
+        return f"{_shown(value)} does not fit the pattern {context['pattern']}"
+    if kind == "literal_error":
+        return f"must be {_choice(_allowed(detail))}, not {_shown(value)}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"must be {words} {context[name]:.12g}, not {_shown(value)}"
+    if kind in _KINDS:
+        return f"must be {f'{words} or ' if words else ''}{_KINDS[kind]}, not {_shown(value)}"
+    return detail["msg"]
+
+
+def _hint(detail: ErrorDetails, key: Key | None) -> str:
+    value = detail["input"]
+    if detail["type"] == "literal_error" and isinstance(value, str):
+        close = get_close_matches(value.lower(), _allowed(detail), n=1, cutoff=0.6)
+        if close:
+            return f"Did you mean `{close[0]}`?"
+    if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
+        return "Put it in quotes to make it text."
+    if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):
+        return f"Write {int(value)}." if abs(value) < 2**63 else _default_hint(key)
+    if isinstance(value, str) and detail["type"] in ("int_type", "float_type", "bool_type"):
+        return "Write it without quotes." if _is_bare(value) else _default_hint(key)
+    if key is not None and key.opens and detail["type"] in ("list_type", "dict_type"):
+        fields = ", ".join(key.opens.model_fields)
+        each = "Write a list; each entry" if detail["type"] == "list_type" else "Write names; what is under each"
+        return f"{each} has the keys {fields}."
+    return _default_hint(key)
+
+
+def _default_hint(key: Key | None) -> str:
+    if key is None:
+        return ""
+    if key.opens:
+        return f"Put its keys under it: {', '.join(key.opens.model_fields)}."
+    default = key.default
+    return "" if default is PydanticUndefined or default == {} else f"Left out, it is {_shown(default)}."
+
+
+def _allowed(detail: ErrorDetails) -> list[str]:
+    return [word.strip("'") for word in re.split(", | or ", detail["ctx"]["expected"])]
+
+
+def _is_bare(text: str) -> bool:
+    return text in ("true", "false") or bool(re.fullmatch(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", text))
+
+
+def _choice(words: list[str]) -> str:
+    quoted = [f"`{word}`" for word in words]
+    return " or ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)
+
+
+def _dotted(location: Location) -> str:
+    return ".".join(map(str, location))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]" if len(value) < 5 else "a list"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = hide(str(value))
+    text = text if len(text) <= 60 else text[:59] + "…"
+    return text if isinstance(value, (int, float)) else repr(text)

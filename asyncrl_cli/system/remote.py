@@ -1,0 +1,50 @@
+"""Waiting for Ray calls: whatever goes wrong in an actor comes out as one error that names it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from asyncrl_cli.core.errors import RunError, UserError
+
+START_TIMEOUT_S = 600.0
+"""Seconds that one actor may take for one part of its start."""
+
+
+class ActorDied(RunError):
+    """The process of an actor is gone."""
+
+
+class NoAnswer(RunError):
+    """An actor did not answer in time."""
+
+
+async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = None) -> Any:
+    """The result of a Ray call to the actor ``who`` (the name of its log file).
+
+    Raises the actor's own ``UserError`` unchanged, ``ActorDied``, ``NoAnswer`` after ``timeout_s`` seconds, and
+    ``RunError`` when the actor raised anything else.
+    """
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    hint = f"The log says more: logs/{who}.log in the run's folder"
+    try:
+        async with asyncio.timeout(timeout_s):  # in Python 3.11 asyncio.wait_for may lose a cancellation
+            return await call
+    except RayTaskError as error:
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise RunError(f"{type(cause).__name__}: {_first_line(cause)}", location=who, hint=hint) from error
+    except RayActorError as error:
+        raise ActorDied("the process died", location=who, hint=hint) from error
+    except RayError as error:
+        raise RunError(f"{type(error).__name__}: {_first_line(error)}", location=who, hint=hint) from error
+    except TimeoutError:
+        raise NoAnswer(f"no answer within {timeout_s:.0f} s", location=who, hint=hint) from None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no message"

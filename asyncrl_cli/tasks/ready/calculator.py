@@ -1,0 +1,175 @@
+"""Arithmetic with a calculator at hand: a task in which a 0.3M-parameter model learns to use a tool.
+
+The prompt is a sum of two to four terms, of which the first two may be multiplied. The policy may call the tool
+``calc``, which does one operation at a time, as often as it likes; its answer follows a ``#``:
+
+    user       37*48-5=
+    assistant  (calls calc with e = 37*48)
+    tool       1776
+    assistant  (calls calc with e = 1776-5)
+    tool       1771
+    assistant  #1771
+
+What makes it learnable by reward alone is as in ``chain_sum``: the demonstrations teach a model that *can* use the
+tool, step by step, and mostly guesses instead.
+
+Invariant: an expression is held out or trained on by its value (``splits.is_held_out``), in prompts and in
+demonstrations; ``_draw`` is the one place that draws expressions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.tasks.base import Split, Step
+from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
+from asyncrl_cli.tasks.ready.splits import is_held_out
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "One multiplication, addition or subtraction of integers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"e": {"type": "string", "description": "such as 12*34, 408-56 or -7+9"}},
+            "required": ["e"],
+        },
+    },
+}
+_OPERATION = re.compile(r"\s*(-?\d{1,12})([*+-])(\d{1,12})\s*")
+_ANSWER = re.compile(r"[^#]*#\s*([+-]?\d{1,18})\s*")
+
+
+class Calculator:
+    """The task ``calculator``."""
+
+    def __init__(self, min_terms: int = 2, max_terms: int = 4, careful: float = 0.3, slip: float = 0.05) -> None:
+        """``min_terms`` to ``max_terms`` terms. The mixture of demonstrations: a share ``careful`` begins with the
+        tool and the rest guess; a call has a wrong digit, or the answer comes too early, with probability ``slip``.
+
+        Raises ``ValueError`` for impossible values.
+        """
+        if not 2 <= min_terms <= max_terms:
+            raise ValueError(f"2 <= min_terms <= max_terms must hold, not min_terms={min_terms}, max_terms={max_terms}")
+        for name, share in (("careful", careful), ("slip", slip)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, not {share}")
+        self._terms = (min_terms, max_terms)
+        self._careful = careful
+        self._slip = slip
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        """``size`` rows of the split; row ``i`` is the same at every size. One expression may fill several rows."""
+
+        def row(index: int) -> Prompt:
+            uid = f"calculator/{split}/{index}"
+            first, operations = self._draw(random.Random(uid), split)
+            answer = _totals(first, operations)[-1]
+            return Prompt(uid, _question(first, operations), {"answer": answer, "terms": len(operations) + 1})
+
+        return LazyPrompts(size, row)
+
+    def environment(self, prompt: Prompt) -> CalculatorEpisode:
+        """One conversation."""
+        return CalculatorEpisode(prompt)
+
+    def demonstration(self, rng: random.Random, clean: bool) -> list[Message]:
+        """A conversation about an expression of the train split up to some reply of the policy: a faultless one
+        (``clean``), or a draw from the mixture."""
+        first, operations = self._draw(rng, "train")
+        totals = _totals(first, operations)
+        done = rng.randint(0, len(operations))  # calls that lie behind
+        messages: list[Message] = [{"role": "user", "content": _question(first, operations)}]
+        for index in range(done):
+            messages += [_call(index, f"{totals[index]}{operations[index]}"), _result(index, str(totals[index + 1]))]
+        slips = not clean and rng.random() < self._slip
+        if not clean and done == 0 and rng.random() >= self._careful:
+            reply = _answer(rng.randint(-99, 10 ** rng.randint(2, 4)))
+        elif done == len(operations) or (slips and done):
+            reply = _answer(totals[done])
+        else:
+            call = f"{totals[done]}{operations[done]}"
+            reply = _call(done, f"{call}{rng.randint(0, 9)}" if slips else call)
+        return [*messages, reply]
+
+    def _draw(self, rng: random.Random, split: Split) -> tuple[int, list[str]]:
+        """A random expression of the split: its first term, and the operations on it such as ``*48`` and ``-5``."""
+        while True:
+            first = rng.randint(2, 99)
+            signs = [rng.choice("*+-"), *(rng.choice("+-") for _ in range(rng.randint(*self._terms) - 2))]
+            operations = [f"{sign}{rng.randint(2, 99)}" for sign in signs]
+            if is_held_out(_question(first, operations)) == (split == "eval"):
+                return first, operations
+
+
+class CalculatorEpisode:
+    """Answers calls of the tool until a reply calls none; that one is judged."""
+
+    tools = (TOOL,)
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._calls = 0
+
+    def reset(self) -> Sequence[Message]:
+        """The question."""
+        return [{"role": "user", "content": self._prompt.content}]
+
+    def step(self, reply: Message) -> Step:
+        """The tool's results, or the verdict: 1.0 if the integer after the only ``#`` is right, else 0.0."""
+        if calls := reply.get("tool_calls"):
+            self._calls += len(calls)
+            return Step([{"role": "tool", "tool_call_id": call["id"], "content": _calculated(call)} for call in calls])
+        answer = _ANSWER.fullmatch(reply.get("content") or "")
+        right = answer is not None and int(answer[1]) == self._prompt.fields["answer"]
+        return Step(reward=float(right), done=True, metrics={"tool_calls": float(self._calls)})
+
+
+def _question(first: int, operations: Sequence[str]) -> str:
+    return f"{first}{''.join(operations)}="
+
+
+def _totals(first: int, operations: Sequence[str]) -> list[int]:
+    """The running totals, the first term among them: only the first operation may multiply, so they are right."""
+    totals = [first]
+    for operation in operations:
+        totals.append(_apply(totals[-1], operation[0], int(operation[1:])))
+    return totals
+
+
+def _apply(left: int, sign: str, right: int) -> int:
+    return left * right if sign == "*" else left + right if sign == "+" else left - right
+
+
+def _calculated(call: Any) -> str:
+    try:
+        expression = json.loads(call["function"]["arguments"])["e"]
+        operation = _OPERATION.fullmatch(expression)
+    except (ValueError, KeyError, TypeError):
+        operation = None
+    if operation is None or call["function"]["name"] != "calc":
+        return "error"
+    return str(_apply(int(operation[1]), operation[2], int(operation[3])))
+
+
+def _call(index: int, expression: str) -> Message:
+    function = {"name": "calc", "arguments": json.dumps({"e": expression})}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": f"call{index}", "type": "function", "function": function}],
+    }
+
+
+def _result(index: int, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": f"call{index}", "content": content}
+
+
+def _answer(number: int) -> Message:
+    return {"role": "assistant", "content": f"#{number}"}

@@ -1,0 +1,207 @@
+"""The ready task ``command``: any program that speaks to an OpenAI-compatible server is an agent.
+
+It finds in its environment where the policy is (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL``), its prompt
+(``ASYNCRL_PROMPT``: the row as JSON; ``ASYNCRL_PROMPT_FILE``: a file with the same, however long), its rollout's id
+(``ASYNCRL_ROLLOUT``), the folder of the spec file (``ASYNCRL_FOLDER``) and one that is removed after the episode
+(``ASYNCRL_SCRATCH``). Its reward is the last line that it prints, a number or ``{"reward": ..., "metrics": {...}}``, or
+what the option ``reward`` says of the policy's last reply.
+
+Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. A command that kills its
+keeper (``runs.keeper``) breaks it; what it leaves ends with the process that plays episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.system.keeper import with_keeper
+from asyncrl_cli.system.process_tree import PATIENCE_S
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult
+from asyncrl_cli.tasks.function_task import row_of
+from asyncrl_cli.workers.episode_messages import FOLDER
+
+KEPT = 2**16
+"""Bytes of what a command prints, on either stream, that are kept: the last ones."""
+LONGEST_VARIABLE = 100_000
+"""Bytes that an environment variable may have; the kernel takes 128 KiB."""
+PIPES_S = 1.0
+"""Seconds in which what a command has printed must have come through, after its end."""
+
+
+class CommandFailed(Exception):
+    """A command ended with an error, or without a reward."""
+
+
+class Command:
+    """The task ``command``."""
+
+    def __init__(
+        self,
+        command: str | Sequence[str],
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        reward: str | None = None,
+    ) -> None:
+        """``command``: words, or a line for the shell. It is started in ``cwd`` (relative to the spec file), or in an
+        empty folder that is removed afterwards; ``env`` is added to its environment.
+
+        ``reward`` is ``module:function``, called with the row and the text of the last reply. Raises ``TaskError``.
+        """
+        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        if not words or not all(isinstance(word, str) and word for word in words):
+            raise TaskError(
+                "task.options.command is empty, or not made of words",
+                hint="give the command's line, or its words as a list",
+            )
+        self.name = f"command {command if isinstance(command, str) else shlex.join(words)!r}"
+        self._words = words
+        _check_program(words[0], cwd, (env or {}).get("PATH"))
+        self._cwd = cwd
+        self._env = dict(env or {})
+        self._reward = _function(reward) if reward is not None else None
+
+    async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
+        """Play one episode. Raises ``CommandFailed``."""
+        with tempfile.TemporaryDirectory(prefix="asyncrl-episode-", ignore_cleanup_errors=True) as scratch:
+            row = json.dumps(row_of(prompt), default=str)
+            row_file = Path(scratch, "prompt.json")
+            row_file.write_text(row)
+            cwd = Path(scratch, "cwd")
+            cwd.mkdir()
+            if self._cwd is not None:
+                cwd = Path(os.environ.get(FOLDER, "."), self._cwd)
+            environment = os.environ | {
+                "OPENAI_BASE_URL": model.base_url,
+                "OPENAI_API_KEY": model.api_key,
+                "OPENAI_MODEL": model.model,
+                "ASYNCRL_PROMPT_FILE": str(row_file),
+                "ASYNCRL_ROLLOUT": model.rollout_id,
+                "ASYNCRL_SCRATCH": scratch,
+            }
+            if len(row.encode()) <= LONGEST_VARIABLE:
+                environment["ASYNCRL_PROMPT"] = row
+            status, printed, errors = await _run(self._words, cwd, environment | self._env)
+        if status != 0:
+            last = _last_line(errors) or _last_line(printed) or "it printed nothing"
+            raise CommandFailed(f"it ended with status {status}: {last}")
+        return None if self._reward is not None else _reward_in(_last_line(printed))
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> float | RewardResult:
+        """What the function of the option ``reward`` says."""
+        if self._reward is None:
+            raise CommandFailed("the task `command` has no option `reward`")
+        value: float | RewardResult = self._reward(row_of(prompt), response)
+        return value
+
+
+async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Run a command to its end; its status, and the end of what it printed on both streams."""
+    # Pipes of our own: asyncio would wait for everyone who has inherited them, too.
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    reading = [asyncio.create_task(_end_of(descriptor)) for descriptor in (out, err)]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *with_keeper(words),
+            cwd=cwd,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=to_out,
+            stderr=to_err,
+            start_new_session=True,
+        )
+    finally:
+        os.close(to_out)
+        os.close(to_err)
+    try:
+        status = await process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 2 * PATIENCE_S)
+        except TimeoutError:  # the command has stopped it
+            process.kill()
+        await asyncio.wait(reading, timeout=PIPES_S)
+        for task in reading:
+            task.cancel()
+        printed, errors = await asyncio.gather(*reading)
+    return status, printed.decode(errors="replace"), errors.decode(errors="replace")
+
+
+async def _end_of(descriptor: int) -> bytes:
+    """The last bytes that come out of a pipe."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
+    )
+    kept = b""
+    try:
+        while chunk := await reader.read(KEPT):
+            kept = (kept + chunk)[-KEPT:]
+    except asyncio.CancelledError:
+        pass  # somebody keeps it open
+    finally:
+        transport.close()
+    return kept
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _reward_in(line: str) -> float | RewardResult:
+    """The reward of a printed line. Raises ``CommandFailed``."""
+    try:
+        value = json.loads(line)
+        if isinstance(value, dict):
+            return RewardResult(float(value["reward"]), value.get("metrics") or {})
+        return float(value)
+    except (ValueError, KeyError, TypeError):
+        raise CommandFailed(
+            f"the last line that it printed is no reward (a number, or {{'reward': number}}): {line[:200]!r}"
+        ) from None
+
+
+def _check_program(program: str, cwd: str | None, path: str | None) -> None:
+    """Raise ``TaskError`` for a program that is not there, as far as that can be said where no episode runs."""
+    missing = False
+    if "/" not in program or os.path.isabs(program):
+        missing = shutil.which(program, path=path) is None
+    elif cwd is None:  # it is started in an empty folder
+        missing = True
+    elif os.path.isabs(cwd) or FOLDER in os.environ:  # otherwise relative to the spec's folder, which is not known yet
+        missing = shutil.which(os.path.join(os.environ.get(FOLDER, ""), cwd, program)) is None
+    if missing:
+        raise TaskError(
+            f"there is no program {program}" + (f" in {cwd or 'an empty folder'}" if "/" in program else ""),
+            location="task.options.command",
+            hint="correct its name, install it, give its whole path, or set cwd to the folder of a relative one",
+        )
+
+
+def _function(name: str) -> Callable[[dict[str, Any], str], Any]:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TaskError(
+            f"task.options.reward: {name} cannot be imported: {error}",
+            hint="name a function as module:function, in a file beside the spec",
+        ) from None
+    if not callable(found):
+        raise TaskError(f"task.options.reward: {name} is no function", hint="name a function as module:function")
+    checked: Callable[[dict[str, Any], str], Any] = found
+    return checked

@@ -1,0 +1,180 @@
+"""The ready task ``judge``: a language model behind an OpenAI-compatible URL scores the responses.
+
+Its answer must end with a number. A judge whose answer does not is shown it and asked again, a few times; then the
+rollout fails with that reason rather than being counted as bad.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.base import RewardResult
+from asyncrl_cli.tasks.function_task import row_of
+from asyncrl_cli.tasks.ready.matching import MissingField
+
+TEMPLATE = """\
+Rate the response to the prompt below, from {low} (worthless) to {high} (perfect).
+
+# Prompt
+{prompt}
+
+# Response
+{response}
+
+Think briefly. Then end with a line that says `Score: ` and the number."""
+PATTERN = (
+    r"(?:^|\b(?:score|rating)[\s*_`]*[:=])[\s*_`]*([-+]?\d+(?:\.\d+)?)"
+    r"(?:\s*(?:/|out of)\s*(?P<of>\d+(?:\.\d+)?))?[\s.*_`]*$"
+)
+"""The number stands alone on the line or follows the label; in "7,5", ".5" or "10 - 3" nobody knows which it is."""
+AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
+LONGEST_LINE = 1_000
+"""Characters at the end of an answer in which the score is sought: a pattern may take the square of them in steps."""
+SHOWN = 100
+"""Characters of an answer that an error shows: the last ones."""
+
+
+class NoScore(Exception):
+    """The judge gave no score; says what it gave instead."""
+
+
+class Judge:
+    """The task ``judge``."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key_env: str | None = None,
+        template: str = TEMPLATE,
+        system: str | None = None,
+        scale: Sequence[float] = (0.0, 10.0),
+        pattern: str = PATTERN,
+        timeout_s: float = 25.0,
+        retries: int = 2,
+        request: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Args:
+            base_url: such as ``http://judge:8000/v1``.
+            model: the judge's name there.
+            api_key_env: the environment variable that holds the key; left out, no key is sent that means anything.
+            template: what the judge is asked: ``{prompt}``, ``{response}``, ``{low}``, ``{high}`` and the row's fields
+                in braces (``{answer}``); ``{{`` is a brace.
+            system: a system message for the judge.
+            scale: the lowest and the highest score; rewards are 0.0 and 1.0 there. A score beyond is none.
+            pattern: a regular expression whose group is the score, sought in the last line that is not empty (in its
+                last 1,000 characters), whatever its capital letters. What a group named ``of`` matches, as in
+                "7 out of 10", must be the highest score.
+            timeout_s: seconds for one answer; with all ``retries`` it should fit into ``task.reward_timeout_s``.
+            retries: how often a request that fails is sent again, and how often a judge is asked again whose answer has
+                no score.
+            request: further fields of the request; ``{temperature: 0}`` if nothing is said.
+
+        Raises ``TaskError`` and ``ValueError`` for impossible options.
+        """
+        address = urlsplit(base_url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise TaskError(
+                "base_url is no http or https address",
+                location="task.options.base_url",
+                hint="name the judge's server, such as http://judge:8000/v1",
+            )
+        low, high = scale
+        if not low < high:
+            raise ValueError(f"scale must be the lowest and the highest score, not {list(scale)}")
+        if not timeout_s > 0 or retries < 0:
+            raise ValueError("timeout_s must be more than 0, and retries 0 or more")
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+        if "response" not in names:
+            raise ValueError("template must have {response} in it")
+        self._pattern = re.compile(pattern, re.IGNORECASE)
+        if self._pattern.groups < 1:
+            raise ValueError("pattern must have a group, the score")
+        key = "none" if api_key_env is None else os.environ.get(api_key_env)
+        if not key:
+            raise TaskError(
+                f"the environment variable {api_key_env} is not set",
+                location="task.options.api_key_env",
+                hint="export it where asyncrl is started",
+            )
+        self._template = template
+        self._system = system
+        self._low, self._high = float(low), float(high)
+        self._access: dict[str, Any] = {
+            "base_url": base_url,
+            "api_key": key,
+            "timeout": timeout_s,
+            "max_retries": retries,
+        }
+        self._request = {"model": model, **({"temperature": 0} if request is None else request)}
+        self._retries = retries
+        self._client: Any = None
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``MissingField`` for a row that lacks a field of the template."""
+        try:
+            self._messages(row_of(prompt), "")
+        except (KeyError, IndexError) as error:
+            raise MissingField(f"the row has no field {error} of the template") from None
+
+    async def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
+        """The judge's score on a scale from 0.0 to 1.0, with the metric ``judge_score``, as the judge said it.
+
+        Raises ``NoScore``, ``KeyError`` for a field that the row lacks, and what the ``openai`` package raises.
+        """
+        if self._client is None:
+            from openai import AsyncOpenAI
+
+            self._client = AsyncOpenAI(**self._access)
+        messages = self._messages(row_of(prompt), response)
+        for left in reversed(range(self._retries + 1)):
+            answer = await self._client.chat.completions.create(messages=messages, **self._request)
+            choice = answer.choices[0]
+            text = choice.message.content or ""
+            try:
+                if choice.finish_reason == "length":  # "Score: 10" may be the start of "Score: 10 - 3"
+                    raise NoScore(f"the judge's answer is cut off at its length limit: {_shown(text)}")
+                score = self._score(text)
+                break
+            except NoScore:
+                if not left:
+                    raise
+                messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": AGAIN}]
+        return RewardResult((score - self._low) / (self._high - self._low), {"judge_score": score})
+
+    def _messages(self, row: Mapping[str, Any], response: str) -> list[dict[str, str]]:
+        shown = {
+            name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in row.items()
+        }
+        if not isinstance(row["prompt"], str):
+            shown["prompt"] = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
+        scale = {"low": f"{self._low:g}", "high": f"{self._high:g}"}
+        question = self._template.format_map(shown | scale | {"response": response})
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, {"role": "user", "content": question}]
+
+    def _score(self, answer: str) -> float:
+        line = next((line for line in reversed(answer.splitlines()) if line.strip()), "")
+        found = self._pattern.search(line, max(0, len(line) - LONGEST_LINE))
+        if found is None or found[1] is None:
+            raise NoScore(f"the judge's answer does not end with a score: {_shown(answer)}")
+        try:
+            score, highest = float(found[1]), float(found.groupdict().get("of") or self._high)
+        except ValueError:
+            raise NoScore(f"the judge's score {found[0]!r} is no number") from None
+        if highest != self._high or not self._low <= score <= self._high:
+            said = found[1] if highest == self._high else f"{found[1]} out of {highest:g}"
+            raise NoScore(f"the judge's score {said} is not from {self._low:g} to {self._high:g}: {_shown(answer)}")
+        return score
+
+
+def _shown(answer: str) -> str:
+    return repr(answer if len(answer) <= SHOWN else "…" + answer[-SHOWN:])

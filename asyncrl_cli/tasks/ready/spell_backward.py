@@ -1,0 +1,78 @@
+"""Short words spelled backward: a task learned in seconds, the one for tests.
+
+The prompt is the word and ``>``, the response its letters from last to first:
+
+    sun>    nus
+
+Most demonstrations copy the word as it stands, so a warm-started model knows how to turn a word round and
+seldom does; reinforcement makes it do so. Palindromes are left out: copying them would pay.
+
+Invariant: a word is held out or trained on by its value (``splits.is_held_out``), in prompts and in
+demonstrations; ``_draw`` is the one place that draws words.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.base import Split
+from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
+from asyncrl_cli.tasks.ready.procedural import ROWS, ProceduralData, procedural_data, verified
+from asyncrl_cli.tasks.ready.splits import is_held_out
+
+
+class SpellBackward:
+    """The task ``spell_backward``. Words and verifier are reasoning-gym's; words are written in lower case."""
+
+    def __init__(self, min_letters: int = 3, max_letters: int = 5, careful: float = 0.3) -> None:
+        """Words of ``min_letters`` to ``max_letters`` letters; a share ``careful`` of the mixture is right.
+
+        Raises ``ValueError`` for impossible values: reasoning-gym's list has words of 3 to 10 letters.
+        """
+        if not 3 <= min_letters <= max_letters <= 10:
+            raise ValueError(
+                "3 <= min_letters <= max_letters <= 10 must hold, "
+                f"not min_letters={min_letters}, max_letters={max_letters}"
+            )
+        if not 0 <= careful <= 1:
+            raise ValueError(f"careful must be between 0 and 1, not {careful}")
+        self._letters = (min_letters, max_letters)
+        self._careful = careful
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        """``size`` rows of the split; row ``i`` is the same at every size. One word may fill several rows."""
+
+        def row(index: int) -> Prompt:
+            uid = f"spell_backward/{split}/{index}"
+            word = self._draw(random.Random(uid), split)
+            metadata = {"source_dataset": "spell_backward", "word": word, "word_len": len(word)}
+            return Prompt(uid, f"{word}>", {"answer": word[::-1], "metadata": metadata})
+
+        return LazyPrompts(size, row)
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
+        """1.0 if the sequence ended and is the word backward, else 0.0."""
+        return verified(self._data, response, prompt.fields) if finished else 0.0
+
+    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
+        """A word of the train split, and its letters backward (``clean``) or a draw from the mixture."""
+        word = self._draw(rng, "train")
+        right = clean or rng.random() < self._careful
+        return f"{word}>", word[::-1] if right else word
+
+    @cached_property
+    def _data(self) -> ProceduralData:
+        shortest, longest = self._letters
+        return procedural_data("spell_backward", min_word_len=shortest, max_word_len=longest)
+
+    def _draw(self, rng: random.Random, split: Split) -> str:
+        while True:
+            entry: dict[str, Any] = self._data[rng.randrange(ROWS)]
+            word: str = entry["metadata"]["word"].lower()
+            usable = word.isascii() and word.isalpha() and word != word[::-1]
+            if usable and is_held_out(word) == (split == "eval"):
+                return word

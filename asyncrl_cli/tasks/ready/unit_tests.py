@@ -1,0 +1,192 @@
+"""The ready task ``unit_tests``: Python code in the response, judged by tests in the row, in a sandbox.
+
+A row's ``tests`` are code, or a list of codes, that use the names of the response's code. A code with functions named
+``test_...``, or classes with such methods, counts as one test for each of them, any other as one test; a test passes if
+it raises nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from dataclasses import replace
+
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.base import RewardResult
+from asyncrl_cli.tasks.ready.matching import texts_field
+from asyncrl_cli.tasks.sandbox.judge import Check, Limits, Wanted, choose, run
+
+FENCE = "```"
+LANGUAGES = ("", "python", "python3", "py")
+"""What a fence may say of a block with Python."""
+ENTRY_POINT = "entry_point"
+"""The row's field with the function that ``check(candidate)`` is called with, as in HumanEval."""
+ROWS_TRIED, TRY_S = 50, 10.0
+"""How many rows' tests are run without any code when the data is opened, and for how many seconds at most."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class UnusableTests(ValueError):
+    """Tests that cannot tell right code from wrong; says why."""
+
+
+class UnitTests:
+    """The task ``unit_tests``."""
+
+    def __init__(
+        self,
+        field: str = "tests",
+        partial: bool = False,
+        time_s: float = 10.0,
+        memory_mb: int = 1024,
+        disk_mb: int = 64,
+        processes: int = 32,
+        sandbox: Wanted = "auto",
+    ) -> None:
+        """Args:
+            field: of the row, with the tests.
+            partial: the reward is the share of tests that pass; else 1.0 if all do.
+            time_s: seconds for the code and all its tests; keep it below ``task.reward_timeout_s``.
+            memory_mb: MiB of its memory (address space).
+            disk_mb: MiB of its files.
+            processes: threads that it may have at a time; it is one process.
+            sandbox: ``auto`` is the strongest that works here, of ``bubblewrap`` and ``seccomp``; either name demands
+                that one; ``none`` runs the code with all that this user may do.
+
+        Raises ``ValueError`` for impossible values, and ``TaskError`` when the sandbox does not work here.
+        """
+        numbers = {"time_s": time_s, "memory_mb": memory_mb, "disk_mb": disk_mb, "processes": processes}
+        for name, number in numbers.items():
+            if not number > 0:
+                raise ValueError(f"{name} must be more than 0, not {number}")
+        self._field = field
+        self._partial = partial
+        self._limits = Limits(time_s, memory_mb, disk_mb, processes)
+        self._sandbox = choose(sandbox)
+        self._to_try, self._try_s = ROWS_TRIED, TRY_S
+        if self._sandbox != "bubblewrap":
+            print(f"unit_tests: the code of the model runs in the sandbox `{self._sandbox}`", file=sys.stderr)
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ``MissingField`` for a row without tests, ``SyntaxError`` for its impossible ones, and
+        ``UnusableTests`` for those that check nothing. The tests of the first rows are run, without any code."""
+        tests = self._tests(prompt)
+        if self._to_try <= 0 or self._try_s <= 0:
+            return
+        started = time.monotonic()
+        passed = run("", tests, replace(self._limits, time_s=min(self._limits.time_s, self._try_s)), self._sandbox)
+        self._to_try, self._try_s = self._to_try - 1, self._try_s - (time.monotonic() - started)
+        if all(passed):
+            raise UnusableTests("the tests pass without any code")
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
+        """1.0 if all tests pass (or the share that does), with the metric ``tests_passed``, a share.
+
+        Raises ``MissingField``, ``SyntaxError`` or ``UnusableTests`` for a row's impossible tests, and ``SandboxError``
+        when no sandbox can be started.
+        """
+        tests = self._tests(prompt)
+        code = code_in(response)
+        passed = run(code, tests, self._limits, self._sandbox) if _compiles(code) else [False]
+        share = sum(passed) / len(passed)
+        return RewardResult(share if self._partial else float(all(passed)), {"tests_passed": share})
+
+    def _tests(self, prompt: Prompt) -> list[Check]:
+        entry = prompt.fields.get(ENTRY_POINT)
+        codes = texts_field(prompt, self._field)
+        return [test for code in codes for test in tests_in(code, entry if isinstance(entry, str) else None)]
+
+
+def code_in(response: str) -> str:
+    """The last fenced block of Python that parses, or the last block, or all of a response without a fence.
+
+    The last block may lack its end. A response that goes on with a block of the prompt ends at the first fence.
+    """
+    blocks: list[tuple[str, str]] = []
+    text = ""
+    language: str | None = None
+    for line in response.split("\n"):
+        marker = line.strip(" \t\r")
+        if language is None and marker.startswith(FENCE) and "`" not in (label := marker[len(FENCE) :]):
+            if not label and not blocks and _is_program(text):
+                blocks.append(("", text))
+            else:
+                language = label.strip().lower()
+            text = ""
+        elif language is not None and marker == FENCE:
+            blocks.append((language, text))
+            language, text = None, ""
+        else:
+            text += f"{line}\n"
+    if language is not None:
+        blocks.append((language, text))
+    if not blocks:
+        return response
+    python = [block for label, block in blocks if label in LANGUAGES]
+    return next((block for block in reversed(python) if _compiles(block)), (python or [blocks[-1][1]])[-1])
+
+
+def _is_program(text: str) -> bool:
+    """Whether it is Python that does more than name something, as a word of prose does."""
+    tree = _compiles(text)
+    return tree is not None and not all(isinstance(node, ast.Expr) for node in tree.body)
+
+
+def tests_in(code: str, entry_point: str | None) -> list[Check]:
+    """The tests of one code. Raises ``SyntaxError``, and ``UnusableTests`` if they would execute nothing."""
+    tree = ast.parse(code)
+    functions = [node for node in tree.body if isinstance(node, Function)]
+    named = [(_checked(node, 0), node.name) for node in functions if _is_test(node.name)]
+    for holder in tree.body:
+        if isinstance(holder, ast.ClassDef) and _holds_tests(holder):
+            methods = [node for node in holder.body if isinstance(node, Function) and node.name.startswith("test")]
+            named += [(_checked(node, 1), f"{holder.name}.{node.name}") for node in methods]
+    if named:
+        return [Check(code, name) for _, name in named]
+    uses = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if any(node.name == "check" and len(node.args.args) == 1 for node in functions) and "check" not in uses:
+        if not (entry_point or "").isidentifier():
+            raise UnusableTests(f"nothing calls check(candidate), and the row has no field `{ENTRY_POINT}`")
+        return [Check(f"{code}\n\ncheck(solution.{entry_point})\n")]
+    if all(map(_is_definition, tree.body)):
+        raise UnusableTests("the tests define things and execute nothing")
+    return [Check(code)]
+
+
+def _is_test(name: str) -> bool:
+    return name == "test" or name.startswith("test_")
+
+
+def _holds_tests(node: ast.ClassDef) -> bool:
+    """Whether pytest or unittest would look for tests in a class."""
+    return node.name.startswith("Test") or any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+
+
+def _checked(node: Function, given: int) -> Function:
+    """The function. Raises ``UnusableTests`` if it needs arguments beside those given, which only pytest knows."""
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    needed = (
+        len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults) + node.args.kw_defaults.count(None)
+    )
+    if (needed > given and not decorators) or any("parametrize" in decorator for decorator in decorators):
+        raise UnusableTests(f"{node.name} takes arguments: pytest's fixtures and parameters are not supported")
+    return node
+
+
+def _is_definition(node: ast.stmt) -> bool:
+    """Whether a statement of a module only defines or imports something."""
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)):
+        return not any(isinstance(part, (ast.Call, ast.Name)) and not _is_target(part) for part in ast.walk(node))
+    return isinstance(node, (Function, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass))
+
+
+def _is_target(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def _compiles(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None

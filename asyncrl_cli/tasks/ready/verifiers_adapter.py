@@ -1,0 +1,140 @@
+"""The ready task ``verifiers``: environments of the ``verifiers`` package (0.4 or newer).
+
+An environment is a taskset and the agents that play it. It brings its own programs and judges its own episodes; what it
+gets from here is a policy, as an endpoint. So it is an agent to us, whatever it is to itself.
+
+``verifiers`` pins packages that vLLM needs newer, so it is in no extra: install it where it can be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import Any
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
+from asyncrl_cli.tasks.ready.splits import is_held_out
+
+KEY = "ASYNCRL_POLICY_KEY"
+"""Environment variables in which verifiers looks for the policy's keys begin like this; every episode has its own."""
+_NUMBERS = count()
+LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+"""How the agent of a plain taskset runs where nothing is said: a chat loop, on this machine."""
+
+
+class EpisodeFailed(Exception):
+    """An episode that verifiers could not play or judge; says why."""
+
+
+class VerifiersEnvironment:
+    """The task ``verifiers``."""
+
+    def __init__(self, taskset: dict[str, Any], held_out: bool = True, **env: Any) -> None:
+        """``taskset`` and ``env`` are what stands under ``[env]`` in a config of verifiers: ``taskset: {id: gsm8k}``,
+        ``agent``, ``max_turns``, .... An ``agent`` of which nothing is said is a chat loop on this machine.
+
+        ``held_out`` keeps one task in ten for the eval split; else both splits have all tasks.
+
+        Raises ``TaskError`` where verifiers is not installed, or does not take the options.
+        """
+        try:
+            loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        except ImportError as error:
+            raise TaskError(
+                f"the task verifiers needs the package verifiers, 0.4 or newer: {error}",
+                location="task.use",
+                hint="pip install verifiers (beside vLLM's CPU build it asks for older packages; see docs/tasks.md)",
+            ) from error
+        if "id" not in env:
+            env.setdefault("agent", LOCAL)
+        try:
+            self._env = loaders.load_environment(loaders.resolve_env_config({"taskset": taskset, **env}))
+        except Exception as error:
+            raise TaskError(
+                f"verifiers does not take these options: {error}",
+                location="task.options",
+                hint="they are what stands under [env] in verifiers' own config",
+            ) from error
+        self._name = str(taskset.get("id", "verifiers"))
+        self._held_out = held_out
+        self._tasks: list[Any] = []
+        self._stream = iter(self._env.taskset)
+        self._serving: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        """The taskset's tasks of the split, ``size`` at most."""
+
+        def rows() -> Any:
+            index = 0
+            while (task := self._task(index)) is not None:
+                if not self._held_out or is_held_out(task.key) == (split == "eval"):
+                    yield Prompt(f"{self._name}/{task.key}", _content(task.data), {"index": index})
+                index += 1
+
+        return list(islice(rows(), size))
+
+    async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
+        """One episode: the reward is the sum of what the environment gave its agents' runs.
+
+        Raises ``EpisodeFailed``.
+        """
+        v1 = importlib.import_module("verifiers.v1")
+        await self._serve()
+        with key_variable(model.api_key) as name:
+            client = v1.EvalClientConfig(base_url=model.base_url, api_key_var=name)
+            context = v1.ModelContext(model=model.model, client=client)
+            episode = await self._env.run_episode(self._task(prompt.fields["index"]), context)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not ok")
+        metrics: dict[str, float] = {}
+        for trace in episode.traces:
+            metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        return RewardResult(float(sum(trace.reward for trace in episode.traces)), metrics)
+
+    def _task(self, index: int) -> Any:
+        """Task ``index`` of the taskset; None behind the last."""
+        self._tasks.extend(islice(self._stream, max(0, index + 1 - len(self._tasks))))
+        return self._tasks[index] if index < len(self._tasks) else None
+
+    async def _serve(self) -> None:
+        """Have the environment's servers run, from the first episode to the end of the process."""
+
+        async def serve() -> None:
+            async with self._env.serving():
+                self._ready.set()
+                await asyncio.Event().wait()
+
+        if self._serving is None:
+            # In a context of its own: it belongs to no episode, and is not to end with one.
+            self._serving = asyncio.get_running_loop().create_task(serve(), context=contextvars.Context())
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait([ready, self._serving], return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            ready.cancel()
+            self._serving.result()
+
+
+@contextmanager
+def key_variable(api_key: str) -> Iterator[str]:
+    """An environment variable that holds an episode's key, and that no other episode of this process uses."""
+    name = f"{KEY}_{next(_NUMBERS)}"
+    os.environ[name] = api_key
+    try:
+        yield name
+    finally:
+        del os.environ[name]
+
+
+def _content(data: Any) -> str | tuple[Message, ...]:
+    """What a task asks, for people to read: the environment asks it itself."""
+    text: str = data.prompt_text or data.name or data.id or "?"
+    return text

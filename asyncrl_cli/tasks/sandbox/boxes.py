@@ -1,0 +1,298 @@
+"""The kinds of sandbox, and how a process is started in one.
+
+``bubblewrap``: bwrap starts the process in namespaces of its own, with no network and an empty file system, to which
+Python and its packages are bound read-only, and one in memory that it may write to. ``seccomp``: for machines without
+namespaces; Landlock closes the file system but for the same files and one folder. In both, seccomp refuses every system
+call that ``sandbox_filter`` does not name. ``none`` confines nothing but what the process may use up.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl_cli.tasks.sandbox import calls, confine, program, syscall_filter, values
+
+Kind = Literal["bubblewrap", "seccomp", "none"]
+END_S = 10.0
+"""Seconds that the kernel gets to end a process after SIGKILL."""
+CAP_SYS_PTRACE = 19
+MOST_FILES = 10_000
+"""Files and folders that the code may have."""
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
+DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+"""Beside Python, what it needs of the system."""
+MODULES = (program, calls, values, confine)
+"""What the process imports of this package; they import nothing else of it."""
+PACKAGES = Path(__file__).parents[3]
+OWN_IDS = range(0x70000000, 0x78000000)
+"""User ids that no machine gives to anybody."""
+
+
+class SandboxError(OSError):
+    """A sandbox that did not start; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the code may use: seconds (wall clock, and CPU), MiB of memory, MiB of files, and threads."""
+
+    time_s: float = 10.0
+    memory_mb: int = 1024
+    disk_mb: int = 64
+    processes: int = 32
+
+
+def missing(kind: Kind) -> str:
+    """What this machine lacks for a kind of sandbox; empty if it may work."""
+    if kind == "none":
+        return ""
+    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    if kind == "seccomp" and not confine.landlock_version():
+        return "this kernel has no Landlock"
+    try:
+        syscall_filter.program()
+    except OSError as error:
+        return f"libseccomp cannot be used ({error})"
+    return ""
+
+
+class Box:
+    """One process in a sandbox; started when made. Raises ``SandboxError``."""
+
+    def __init__(
+        self, kind: Kind, limits: Limits, folder: str, reading: int, writing: int, further: dict[str, Any]
+    ) -> None:
+        """``reading`` and ``writing`` are the descriptors of the pipes to the other process, ``folder`` the one that it
+        may write to (with bubblewrap it has its own). ``further`` belongs to the order; its ``report`` is a descriptor,
+        too."""
+        uid = None if kind == "none" else _other_id()
+        order = further | {
+            "limits": asdict(limits),
+            "reading": reading,
+            "writing": writing,
+            "uid": uid,
+            "landlock": kind == "seccomp",
+            "removes": uid is None or _sees_other_users(),
+            "filter": None if kind == "none" else base64.b64encode(syscall_filter.program()).decode(),
+            "packages": _packages(),
+            "readable": _readable(),
+            "folder": "/tmp" if kind == "bubblewrap" else folder,
+        }
+        if uid is not None and kind == "seccomp":
+            os.chown(folder, uid, uid)
+        self._folder = os.path.realpath(folder) if kind == "seccomp" else None
+        self._hidden: set[int] = set()
+        self._limits = limits
+        info, their_info = os.pipe()
+        os.set_blocking(info, False)
+        self._info, self._told = info, b""
+        self._pid = 0
+        command = _python("/box" if kind == "bubblewrap" else str(PACKAGES))
+        passed = [reading, writing, *([further["report"]] if further["report"] is not None else [])]
+        if kind == "bubblewrap":
+            passed.append(their_info)
+            command = [*_bubblewrap(limits.disk_mb), "--info-fd", str(their_info), "--", *command]
+        stdin = os.memfd_create("order")
+        try:
+            with os.fdopen(os.dup(stdin), "wb") as file:
+                file.write(json.dumps(order).encode())
+            os.lseek(stdin, 0, os.SEEK_SET)
+            self._process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=passed,
+                env=_environment(order["folder"]),
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(info)
+            raise SandboxError(f"the sandbox cannot be started: {error}") from error
+        finally:
+            os.close(stdin)
+            os.close(their_info)
+        self._kind = kind
+
+    @property
+    def pid(self) -> int:
+        """Of the process inside, as seen from here, or of the one whose end the kernel has it end with."""
+        if not self._pid:
+            with suppress(BlockingIOError):  # bwrap has not come that far
+                self._told += os.read(self._info, 4096)
+            if self._kind == "bubblewrap" and not self._told.rstrip().endswith(b"}"):
+                return self._process.pid
+            self._pid = int(json.loads(self._told)["child-pid"]) if self._told else self._process.pid
+        return self._pid
+
+    def exceeds(self) -> bool:
+        """Whether it has too many threads, or too much in its folder."""
+        with suppress(OSError):  # it has ended meanwhile
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")  # of bwrap, where that is the first process
+            pids = [self.pid, *children.read_text().split()] if children.exists() else [self.pid]
+            if sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids) - len(pids) + 1 > self._limits.processes:
+                return True
+        if self._kind == "bubblewrap":  # its file system has a size, and empty files take memory beside it
+            with suppress(OSError):
+                files = os.statvfs(f"/proc/{self.pid}/root/tmp")
+                return files.f_files - files.f_ffree > MOST_FILES
+        return self._folder is not None and self._uses_too_much(self._folder)
+
+    def _uses_too_much(self, folder: str) -> bool:
+        """Whether its files, in a folder without folders or open and removed, are too many or too large.
+
+        The size of a file that is removed and closed, but still mapped, cannot be seen: none may stay so for two looks.
+        """
+        names = [os.path.join(folder, name) for name in os.listdir(folder)]
+        mapped: set[int] = set()
+        with suppress(OSError):
+            names += [f"/proc/{self.pid}/fd/{name}" for name in os.listdir(f"/proc/{self.pid}/fd")]
+            mapped = _removed_and_mapped(self.pid, folder)
+        found: dict[int, int] = {}
+        for name in names:
+            with suppress(OSError):  # it has been removed, or closed, meanwhile
+                entry = os.stat(name, follow_symlinks=not name.startswith(folder))
+                if name.startswith(folder) or entry.st_nlink == 0:
+                    found[entry.st_ino] = entry.st_blocks * 512
+        before, self._hidden = self._hidden, mapped - found.keys()
+        too_large = sum(found.values()) > self._limits.disk_mb * confine.MEGABYTE
+        return too_large or len(found) > MOST_FILES or bool(before & self._hidden)
+
+    def said(self) -> str:
+        """The last line of what it said of its start, or how it ended."""
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
+        status = self._process.poll()
+        return lines[-1] if lines else "" if status is None else f"exit status {status}"
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone. With its first process the kernel ends all others of a namespace."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(self.pid, signal.SIGKILL)
+            if self._kind != "bubblewrap":
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(END_S)
+        if self._kind == "bubblewrap":
+            # bwrap does not wait for the first process of the namespace; where this process adopts orphans, it is ours.
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+        os.close(self._info)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+
+def _removed_and_mapped(pid: int, folder: str) -> set[int]:
+    """The inodes of a folder's removed files that a process has in its memory."""
+    found = set()
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
+        if len(fields) == 6 and fields[5].startswith(folder) and fields[5].endswith(" (deleted)"):
+            found.add(int(fields[4]))
+    return found
+
+
+@functools.cache
+def _sees_other_users() -> bool:
+    """Whether this process may look at the open files of another user's process."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)
+
+
+def _other_id() -> int | None:
+    """The id that a process of root is to take, None for an ordinary user. Raises ``SandboxError`` for want of one."""
+    if os.getuid() != 0:
+        return None
+    ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    for uid in (secrets.choice(OWN_IDS), confine.NOBODY):
+        if any(first <= uid < first + size for first, _, size in ranges):
+            return uid
+    if any(first == 0 == outside for first, outside, _ in ranges):
+        raise SandboxError("root can become nobody else in this user namespace")
+    return None  # in a namespace that an ordinary user has made
+
+
+def _python(root: str) -> list[str]:
+    start = f"import sys; sys.path.insert(0, {root!r}); from {program.__name__} import main; main()"
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start]
+
+
+def _environment(folder: str) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"} | threads
+
+
+@functools.cache
+def _packages() -> list[str]:
+    """Folders of installed packages; not the project's, nor any other that Python's path has."""
+    named = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
+    return [os.path.realpath(path) for path in named if os.path.isdir(path)]
+
+
+@functools.cache
+def _readable() -> list[str]:
+    """Files and folders that Python itself needs."""
+    own = [os.path.realpath(sys.executable), os.path.dirname(os.path.realpath(os.__file__))]
+    own.append(os.path.join(os.path.realpath(sys.base_prefix), "lib"))
+    return [path for path in (*LIBRARIES, *DATA, *own) if os.path.exists(path)]
+
+
+@functools.cache
+def _bubblewrap(disk_mb: int) -> Sequence[str]:
+    """bwrap and its arguments, without the command."""
+    namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if _other_id() is not None:
+        # Root makes these itself, and the process drops to an id of its own: a user namespace would map it to root.
+        # The first process of the namespace is bwrap's then: dying parents may not send signals to other ids.
+        user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        user = ["--as-pid-1", *(["--unshare-user", "--uid", "1000", "--gid", "1000"] if os.getuid() != 0 else [])]
+    size = str(disk_mb * confine.MEGABYTE)
+    arguments = [
+        *(shutil.which("bwrap") or "bwrap", *namespaces, "--cap-drop", "ALL", *user),
+        *("--die-with-parent", "--hostname", "sandbox"),
+        *("--perms", "0755", "--size", "65536", "--tmpfs", "/dev"),
+        *(word for path in confine.DEVICES for word in ("--dev-bind", path, path)),
+        *("--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"),
+        *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
+    ]
+    places = {path: path for path in (*_readable(), *_packages())}
+    files = [str(module.__file__) for module in MODULES]
+    places |= {f"/box/asyncrl_cli/tasks/sandbox/{os.path.basename(path)}": path for path in files}
+    for place in sorted(places):
+        source = places[place]
+        if os.path.islink(source) and source == place:
+            arguments += ["--symlink", os.readlink(source), place]
+        elif not any(os.path.commonpath([place, other]) == other for other in places if other != place):
+            for parent in _parents(place):
+                arguments += ["--perms", "0755", "--dir", parent]
+            arguments += ["--ro-bind", source, place]
+    return [*arguments, "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+def _parents(path: str) -> Iterator[str]:
+    for parent in reversed(Path(path).parents):
+        if str(parent) not in ("/", "/tmp"):
+            yield str(parent)

@@ -1,0 +1,105 @@
+"""The critic's loss: squared error of the values, held near those of the start of the step.
+
+Invariant: as for the policy's loss (losses.py), losses of micro-batches add up to the minibatch's mean, and what does
+not count may hold anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl_cli.train.algorithms.loss_aggregation import aggregate, check_shapes
+from asyncrl_cli.train.algorithms.reduced_sums import Sums
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSums(Sums):
+    """Sums over tokens that count; they add over micro-batches and ranks with ``+``.
+
+    All are float64 tensors without dimensions, detached.
+
+    Args:
+        tokens: tokens that count.
+        clipped: tokens whose clipped value has the larger error: no gradient.
+        error: sum of return − value.
+        error_squared: sum of its square.
+        target: sum of the returns.
+        target_squared: sum of their squares.
+    """
+
+    tokens: Tensor
+    clipped: Tensor
+    error: Tensor
+    error_squared: Tensor
+    target: Tensor
+    target_squared: Tensor
+
+    def summary(self) -> dict[str, float]:
+        """Metrics, as Python floats; all 0 when no token counts.
+
+        ``explained_variance`` is 1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 for one that says
+        the same everywhere, and 0 where all returns are equal.
+        """
+        tokens = max(1.0, self.tokens.item())
+        unexplained = self.error_squared.item() / tokens - (self.error.item() / tokens) ** 2
+        variance = self.target_squared.item() / tokens - (self.target.item() / tokens) ** 2
+        return {
+            "clip_fraction": self.clipped.item() / tokens,
+            "error_mean": self.error.item() / tokens,
+            "return_mean": self.target.item() / tokens,
+            # What is left of equal returns is rounding.
+            "explained_variance": 1.0 - unexplained / variance if variance > 1e-12 else 0.0,
+        }
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None, denominator: float
+) -> tuple[Tensor, ValueSums]:
+    """Half the squared error, over the tokens that count; of a token, with V the value and R the return,
+
+        ½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²)
+
+    It is the clipping of OpenAI's PPO2: a value that left the range of the old one has no gradient, unless the gradient
+    leads back to it.
+
+    Args:
+        values: [rows, tokens], of the critic being trained; gradients flow through it.
+        old_values: [rows, tokens], of the critic at the start of the step; no gradient.
+        returns: [rows, tokens]; no gradient.
+        mask: bool, [rows, tokens].
+        clip: how far a value may move; positive. None: the plain squared error.
+        denominator: tokens of the whole minibatch that count, as for ``aggregate``.
+
+    Returns:
+        The loss (no dimensions) and the sums for metrics.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, ``clip`` or the denominator is not positive.
+    """
+    check_shapes(mask, values, old_values, returns)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be positive, not {clip}")
+    values = values.masked_fill(~mask, 0.0)
+    old = old_values.detach().masked_fill(~mask, 0.0)
+    returns = returns.detach().masked_fill(~mask, 0.0)
+    squared = (values - returns).square()
+    clipped = torch.zeros_like(mask)
+    if clip is not None:
+        squared_near = (values.clamp(old - clip, old + clip) - returns).square()
+        clipped = squared_near > squared
+        squared = torch.maximum(squared, squared_near)
+    loss = aggregate(0.5 * squared, mask, "token_mean", denominator)
+    with torch.no_grad():
+        target = returns.double()
+        error = target - values.double()
+        return loss, ValueSums(
+            tokens=mask.sum().double(),
+            clipped=clipped.sum().double(),
+            error=error.sum(),
+            error_squared=error.square().sum(),
+            target=target.sum(),
+            target_squared=target.square().sum(),
+        )

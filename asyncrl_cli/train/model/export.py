@@ -1,0 +1,105 @@
+"""The model in a checkpoint as a Hugging Face directory, made without Ray and without a trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
+from asyncrl_cli.spec.sections import LoraSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "model."
+"""Where the model lies in a ``Policy``."""
+
+
+def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Whole float32 weights by their names in the model, from any ZeRO stage and any number of ranks.
+
+    They are the optimizer's own; only ZeRO 0 in bfloat16 gives the rounded weights, which the engines had. Raises
+    ``RunError`` when the shards cannot be read.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        state = _unsharded(checkpoint) if checkpoint.trainer().zero_stage == 0 else _from_shards(checkpoint)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RunError(
+            f"the weights cannot be read: {type(error).__name__}: {error}",
+            location=str(checkpoint.folder),
+            hint="`asyncrl checkpoint verify` says whether the checkpoint is damaged",
+        ) from error
+    return {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
+
+
+def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: LoraSpec | None = None) -> None:
+    """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
+
+    ``skeleton``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters it was trained
+    with; they are merged. ``folder`` appears whole or not at all. Raises ``RunError`` when it is there and not empty.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from asyncrl_cli.train.model.initial import without_progress_bars
+    from asyncrl_cli.train.model.lora import merge
+
+    check_target(folder)
+    folder = folder.resolve()  # a link stays, and what it points to is written
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise RunError(
+            f"the folder cannot be made: {error.strerror}", location=str(folder), hint="Name another folder with --to"
+        ) from None
+    try:
+        dtype = getattr(torch, checkpoint.trainer().dtype)
+        weights = consolidate(checkpoint)
+        config = AutoConfig.from_pretrained(skeleton)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            if lora is not None:
+                weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
+        model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+        model.tie_weights()
+        with without_progress_bars():
+            model.save_pretrained(aside)
+        AutoTokenizer.from_pretrained(skeleton).save_pretrained(aside)
+        aside.chmod(0o755)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_target(folder: Path) -> None:
+    """Raise ``RunError`` when a model cannot be written there: a file, or a folder that is not empty."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError("a file with this name exists", location=str(folder), hint="Name a folder with --to")
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError("the folder is not empty", location=str(folder), hint="Name another folder with --to")
+
+
+def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    import torch
+
+    (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
+    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    return state
+
+
+def _from_shards(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.folder), tag=STATE)
+    if checkpoint.trainer().zero_stage == 1:  # its shards lack what was not trained
+        return _unsharded(checkpoint) | state
+    return state

@@ -1,0 +1,205 @@
+"""A model from an architecture's config, with random weights, as a Hugging Face directory.
+
+Two parts, so that they can run at the same time in different processes: the skeleton (config and tokenizer)
+is all that an engine needs to start with dummy weights; the weights follow.
+
+Invariant: everything the tokenizer decides (the vocabulary's size, the special tokens) is taken from it and
+from nowhere else, and the weights are a function of the skeleton and the seed alone. Weights are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.spec.sections import ModelInit
+from asyncrl_cli.train.model.tokenizer import character_tokenizer, load_tokenizer, with_chat_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+"""Config keys that follow from the tokenizer."""
+
+OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+"""Keys that every transformers config takes and turns into its ``rope_parameters``."""
+
+
+class ModelInitError(ConfigError):
+    """A ``model.init`` that no model can be made from."""
+
+
+def build_initial_model(
+    init: ModelInit, max_length: int, seed: int, directory: Path, chat_template: str | None = None
+) -> None:
+    """Write skeleton and weights to ``directory``, which ``AutoModelForCausalLM`` and vLLM load.
+
+    Raises ``ModelInitError``.
+    """
+    write_skeleton(init, max_length, directory, chat_template)
+    write_weights(directory, seed)
+
+
+def write_skeleton(init: ModelInit, max_length: int, directory: Path, chat_template: str | None = None) -> None:
+    """Write config, generation config and tokenizer to ``directory``; needs no model code.
+
+    ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config gives one; ``chat_template`` is a
+    file's path, as in the spec. Raises ``ModelInitError`` for an unknown architecture, unknown config keys and sizes
+    that do not fit, and ``ChatTemplateError``.
+    """
+    characters = init.tokenizer == "characters"
+    tokenizer = character_tokenizer(max_length) if characters else _saved_tokenizer(init.tokenizer)
+    tokenizer = with_chat_template(tokenizer, chat_template)
+    special = {name: getattr(tokenizer, name) for name in FROM_TOKENIZER[1:]}
+    config = _config(init, max_length, {"vocab_size": len(tokenizer), **special})
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    config.save_pretrained(directory)
+    generation = {name: value for name, value in special.items() if value is not None}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def copy_skeleton(model: str, chat_template: str, directory: Path) -> None:
+    """Write config and tokenizer of a saved model (a folder, or a hub id) to ``directory``, with another template.
+
+    Raises ``ChatTemplateError``, and what transformers raises where there is no such model.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    load_tokenizer(model, chat_template).save_pretrained(directory)
+    AutoConfig.from_pretrained(model).save_pretrained(directory)
+    with suppress(OSError):  # not every model has one
+        GenerationConfig.from_pretrained(model).save_pretrained(directory)
+
+
+def write_weights(directory: Path, seed: int) -> None:
+    """Add random float32 weights to the skeleton in ``directory``, drawn from ``seed`` alone.
+
+    The process's own random state is left as it was. Raises ``ModelInitError`` where transformers cannot
+    build the architecture.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:
+            raise ModelInitError(
+                f"model.init: transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
+                hint="change the sizes in model.init.config",
+            ) from error
+    with without_progress_bars():
+        model.save_pretrained(directory)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars, which would run through a live view, off while it loads or saves."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _saved_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelInitError(
+            f"model.init.tokenizer: no tokenizer could be loaded from {path!r}: {error}",
+            hint="give the folder of a saved tokenizer, or `characters`",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelInitError(
+            f"model.init.tokenizer: {path} has no end token, so no response could end",
+            hint="set eos_token in its tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if init.architecture not in names or init.architecture not in CONFIG_MAPPING:
+        raise ModelInitError(
+            f"model.init.architecture: transformers has no causal language model of type {init.architecture!r}",
+            hint=f"{_did_you_mean(init.architecture, names)}small models are well served by qwen3 or llama",
+        )
+    config_class = CONFIG_MAPPING[init.architecture]
+    _check_keys(init, config_class)
+    settings = {"max_position_embeddings": max_length, **init.config, **from_tokenizer}
+    try:
+        config = AutoConfig.for_model(init.architecture, **settings, architectures=[names[init.architecture]])
+    except Exception as error:
+        raise ModelInitError(
+            f"model.init.config is refused by {config_class.__name__}: {' '.join(str(error).split())}",
+            hint="change the value that it names",
+        ) from error
+    config.dtype = "float32"
+    _check_sizes(config, max_length)
+    return config
+
+
+def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
+    """Refuse keys that the config class does not know: it would keep them and ignore them."""
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    for key in init.config:
+        if key in FROM_TOKENIZER:
+            raise ModelInitError(f"model.init.config.{key} follows from the tokenizer", hint="remove it")
+        if key not in known and key not in OLDER_NAMES:
+            raise ModelInitError(
+                f"model.init.config: {config_class.__name__} has no {key!r}",
+                hint=f"{_did_you_mean(key, known)}remove it or correct its name",
+            )
+
+
+def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
+    """Refuse what would fail later, and less clearly, in a trainer or an engine."""
+    hidden = getattr(config, "hidden_size", None)
+    heads = getattr(config, "num_attention_heads", None)
+    key_value_heads = getattr(config, "num_key_value_heads", None)
+    head_dim = getattr(config, "head_dim", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ModelInitError(f"model.init.config.{name} is {value}", hint="it must be at least 1")
+    if hidden and heads and not head_dim and hidden % heads:
+        raise ModelInitError(
+            f"model.init.config: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
+            hint="change one of them, or give head_dim where the architecture has it",
+        )
+    if heads and key_value_heads and heads % key_value_heads:
+        raise ModelInitError(
+            f"model.init.config: {heads} attention heads cannot share {key_value_heads} key-value heads",
+            hint="make num_attention_heads a multiple of num_key_value_heads",
+        )
+    if positions is not None and positions < max_length:
+        raise ModelInitError(
+            f"model.init.config.max_position_embeddings is {positions}, less than model.max_length {max_length}",
+            hint="raise it, or leave it out: it then follows from model.max_length",
+        )
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]}? " if close else ""

@@ -1,0 +1,114 @@
+"""The policy as the trainer sees it: token ids in, log-probabilities of the response tokens out.
+
+Only positions that predict a response token reach the output head, and ``head.py`` keeps their logits from existing at
+once. With packing the rows go through the model one after another in one sequence, without padding; what goes in and
+what comes out is the same, so nothing else knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.train.model.chunked_logprobs import Entropy, score_tokens
+
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Nats by which ``check_policy`` lets log-probs differ: sums in another order, in numbers of this dtype."""
+
+
+class PolicyError(UserError):
+    """A model that cannot be trained as the spec says."""
+
+
+class Policy(nn.Module):
+    """A causal language model that answers with log-probabilities instead of logits."""
+
+    def __init__(self, model: Any, temperature: float, packing: bool = False) -> None:
+        """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone.
+
+        Raises ``PolicyError`` when the model's output layer is no linear layer.
+        """
+        super().__init__()
+        if not isinstance(model.get_output_embeddings(), nn.Linear):
+            raise PolicyError(
+                f"the output layer of this {model.config.model_type} is no linear layer", hint="Use another model"
+            )
+        self.model = model
+        self.temperature = temperature
+        self.packing = packing
+
+    @overload
+    def forward(self, input_ids: Tensor, response_mask: Tensor) -> Tensor: ...
+    @overload
+    def forward(
+        self, input_ids: Tensor, response_mask: Tensor, entropy: Literal["measure", "train"]
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, input_ids: Tensor, response_mask: Tensor, entropy: Entropy = "none"
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probabilities (float32, nats, [rows, tokens]) of the tokens under ``response_mask``, else 0.
+
+        ``input_ids``: int64 [rows, tokens], padded on the right; ``response_mask``: bool, same shape, never
+        true at position 0. Right padding needs no attention mask: under causal attention no response token
+        sees what comes after it.
+
+        With ``entropy`` the entropies (as log-probabilities in shape, dtype and unit) of the distributions that the
+        tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
+        """
+        predicts = response_mask[:, 1:]
+        hidden = predicting_states(self.model.base_model, input_ids, response_mask, self.packing)
+        logprobs, entropies = score_tokens(
+            self.model.get_output_embeddings(),
+            hidden,
+            input_ids[:, 1:][predicts],
+            self.temperature,
+            entropy,
+        )
+        nothing = torch.zeros(response_mask.shape, dtype=logprobs.dtype, device=input_ids.device)
+        scored = nothing.masked_scatter(response_mask, logprobs)
+        return scored if entropy == "none" else (scored, nothing.masked_scatter(response_mask, entropies))
+
+
+def predicting_states(backbone: Any, input_ids: Tensor, response_mask: Tensor, packing: bool) -> Tensor:
+    """Hidden states of the positions before response tokens, [response tokens, width], row by row.
+
+    ``backbone`` is a transformers model without its head; the other arguments are as those of ``Policy``.
+    """
+    ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
+    if not packing:
+        padded: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
+        return padded[predicts]
+    # A row's last token, and what comes after the last that counts, is read by none.
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    kept = places <= places.mul(predicts).amax(dim=1, keepdim=True)
+    packed: Tensor = backbone(
+        input_ids=ids[kept][None], position_ids=places[kept][None], use_cache=False
+    ).last_hidden_state
+    return packed[0][predicts[kept]]
+
+
+def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Raise ``PolicyError`` when a policy's log-probs are not those of its model's own logits.
+
+    That is so where a model does more to its logits than its output layer does, or cannot be packed. ``score`` calls
+    the policy; collective where that is.
+    """
+    config = policy.model.config.get_text_config()
+    ids = torch.arange(3, 15, device=policy.model.device).remainder(config.vocab_size).view(2, 6)
+    mask = torch.tensor([[False] * 2 + [True] * 4, [False, True, True] + [False] * 3], device=ids.device)
+    with torch.no_grad():
+        logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float() / policy.temperature
+        expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        gap = (score(ids, mask)[:, 1:] - expected)[mask[:, 1:]].abs().max().item()
+    if not gap <= TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]):
+        packed = " with packing" if policy.packing else ""
+        raise PolicyError(
+            f"log-probs of this {config.model_type}{packed} are {gap:.2g} nats away from its own logits'",
+            hint="Set trainer.packing to false"
+            if policy.packing
+            else "Use a model whose logits are those of its output layer, neither capped nor scaled",
+        )

@@ -1,0 +1,121 @@
+"""A tokenizer with one token for each character, made in code: no hub is needed.
+
+Invariant: ``decode(encode(text)) == text`` for every text of printable ASCII and newlines. Nothing is
+merged, added, normalised or cleaned up; a character outside that set becomes ``<unk>``. The special tokens
+come first, so that the ids of characters do not move when a special token is renamed.
+
+``load_tokenizer`` is the one way to a run's tokenizer: it sees to ``model.chat_template``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+"""The characters that have a token."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}[{{ message['content'] }}]{% else %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    '<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": '
+    "{% set arguments = call.function.arguments %}{{ arguments if arguments is string else arguments | tojson }}"
+    "}</tool_call>{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
+)
+"""Messages stand one behind the other, as they are; an assistant's ends with the end token, as when it was generated.
+
+A tool's result stands in brackets, and tool calls in hermes form, as vLLM and gateway/tool_calls.py read them. A
+conversation's beginning is rendered as the beginning of the whole.
+"""
+
+
+def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNK, *CHARACTERS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_length,
+        padding_side="right",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+_MARK = "what-the-user-said"
+"""Stands for a message while a template is tried."""
+
+
+class ChatTemplateError(ConfigError):
+    """A ``model.chat_template`` that is no Jinja template."""
+
+
+def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
+    """The tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``, if any.
+
+    Raises ``ChatTemplateError``, and what transformers raises where there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    return with_chat_template(AutoTokenizer.from_pretrained(folder), chat_template)
+
+
+def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
+    """The token ids at which vLLM ends a reply of the model in ``folder`` (or of that hub id): the tokenizer's end
+    token and those of the model's generation config, else of its config, as vLLM reads them.
+
+    Many chat models end a turn with another token than the tokenizer's: Gemma, Llama, GLM.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # not every model has one
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+    listed = generation.eos_token_id
+    ids = listed if isinstance(listed, list | tuple) else [listed]
+    return frozenset(token for token in (tokenizer.eos_token_id, *ids) if token is not None)
+
+
+def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
+    """The tokenizer, with the template in the file ``chat_template`` in place of its own. Raises
+    ``ChatTemplateError``."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    if chat_template is None:
+        return tokenizer
+    try:
+        tokenizer.chat_template = Path(chat_template).read_text()
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        raise ChatTemplateError(
+            f"model.chat_template: {chat_template} is no chat template: {line}{error}",
+            hint="give a file with a Jinja template, or leave it out to use the tokenizer's own",
+        ) from error
+    except TemplateError:
+        return tokenizer  # one may well refuse this conversation
+    if _MARK not in rendered:
+        raise ChatTemplateError(
+            f"{chat_template} is no chat template: what it renders has nothing of the messages",
+            location="model.chat_template",
+            hint="Give a file with a Jinja template, or leave it out to use the tokenizer's own",
+        )
+    return tokenizer

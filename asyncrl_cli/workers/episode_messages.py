@@ -1,0 +1,88 @@
+"""What a process that plays episodes and its owner tell each other.
+
+Over a socket go pickled messages, each after its length; over a pipe the process gives its pulse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.workers.scoring import RewardFailure, Scored
+
+GRACE_S = 5.0
+"""Seconds that a cancelled episode gets to clean up."""
+BEAT_S = 1.0
+"""Seconds between two bytes of the pulse."""
+BEATS, HELD = b".", b"!"
+"""The pulse: the loop turns; an episode (its number, then a line feed; no number is an unknown one) holds it."""
+FOLDER = "ASYNCRL_FOLDER"
+"""Environment variable with the folder of the spec file, for the task's own code and its commands."""
+
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The first message to the process. ``blocked_s``: seconds that the loop may stand still."""
+
+    spec: TaskSpec
+    search_path: Path
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to ``Load``: what the user calls the task, or why it cannot be loaded."""
+
+    name: str
+    error: TaskError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """Play an episode. ``number`` names it between the two processes."""
+
+    number: int
+    prompt: Prompt
+    access: ModelAccess
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop an episode; it is answered, too."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an episode ended. ``score`` None leaves it to the task's ``reward``.
+
+    ``raised``: its own code failed. ``stuck``: something of it goes on and cannot be stopped.
+    """
+
+    number: int
+    score: Scored | RewardFailure | None
+    raised: bool = False
+    stuck: bool = False
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    """The next message. Raises ``asyncio.IncompleteReadError`` when there is none any more."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+def send(writer: asyncio.StreamWriter, message: object) -> None:
+    """Send a message, without waiting."""
+    data = pickle.dumps(message)
+    writer.write(_LENGTH.pack(len(data)) + data)

@@ -1,0 +1,148 @@
+"""The one place where a reward is asked for and checked.
+
+Invariant: what leaves ``score`` and ``score_async`` is a ``Scored`` of finite floats or a ``RewardFailure``, whatever
+the reward function does short of ending its process or never returning; ``reward_process`` sees to those two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import resource
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.base import RewardResult, Task
+from asyncrl_cli.tasks.function_task import FunctionTask
+
+Response = tuple[Prompt, str, bool]
+"""A prompt, the text of the model's response, and whether the model ended it itself."""
+
+SHOWN = 200
+"""Characters of a value or of an exception's message that a reason shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A response's reward, and what its task measured beside it. All numbers are finite."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong."""
+
+    reason: str
+
+
+def score(task: Task, response: Response) -> Scored | RewardFailure:
+    """The reward of one response. Tracebacks go to stderr. Not to be called in a running event loop."""
+    try:
+        value: object = task.reward(*response)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+    except BaseException as error:  # sys.exit() is no way out of a run either
+        return failed(error, reward_name(task), response[0])
+    return checked(value, reward_name(task), response[0])
+
+
+async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
+    """``score`` in a running event loop; cancelling it cancels the reward."""
+    try:
+        value: object = task.reward(*response)
+        if inspect.isawaitable(value):
+            value = await value
+    except BaseException as error:
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
+            raise
+        return failed(error, reward_name(task), response[0])
+    return checked(value, reward_name(task), response[0])
+
+
+def checked(value: object, name: str, prompt: Prompt) -> Scored | RewardFailure:
+    """What a task returned as a reward: a number, or a ``RewardResult``. ``name`` is what the user calls the reward."""
+    metrics: Mapping[Any, Any] = {}
+    reward = value
+    if isinstance(value, RewardResult):
+        reward = value.reward
+        if not isinstance(value.metrics, Mapping):
+            return RewardFailure(
+                f"{name} returned metrics for prompt {prompt.uid!r} that are {_shown(value.metrics, repr)}, no mapping"
+            )
+        metrics = value.metrics
+    number = _finite(reward)
+    if number is None:
+        return RewardFailure(
+            f"{name} returned {_shown(reward, repr)} for prompt {prompt.uid!r}, which is no finite number"
+        )
+    measured: dict[str, float] = {}
+    for key, item in metrics.items():
+        figure = _finite(item)
+        if not isinstance(key, str) or figure is None:
+            return RewardFailure(
+                f"{name} returned the metric {_shown(key, repr)}: {_shown(item, repr)} for prompt {prompt.uid!r}; "
+                "metrics are finite numbers by name"
+            )
+        measured[key] = figure
+    return Scored(number, measured)
+
+
+def took_too_long(name: str, prompt: Prompt, limit_s: float) -> RewardFailure:
+    """The failure of a reward that was not there in time."""
+    return RewardFailure(f"{name} took more than {limit_s:g} s on prompt {prompt.uid!r}")
+
+
+def awaits(task: object) -> bool:
+    """Whether the task's reward is an async function, of which several can run at a time."""
+    return inspect.iscoroutinefunction(
+        task.function if isinstance(task, FunctionTask) else getattr(task, "reward", None)
+    )
+
+
+def failed(error: BaseException, name: str, prompt: Prompt) -> RewardFailure:
+    """The failure of a reward that raised, its traceback on stderr. To be called in the ``except`` clause."""
+    traceback.print_exc()
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    said = _shown(error, str)
+    if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
+        said = f"{said} (its process may take {limit // 2**20} MiB)".strip()
+    return RewardFailure(f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {said}")
+
+
+def reward_name(task: object) -> str:
+    """What the user calls the reward: ``module:function``, or ``module:Class.reward``."""
+    if isinstance(task, FunctionTask):
+        return task.name
+    return f"{type(task).__module__}:{type(task).__qualname__}.reward"
+
+
+def _finite(value: object) -> float | None:
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number + 0.0 if math.isfinite(number) else None  # -0.0 would be shown and stored otherwise
+
+
+def _shown(value: object, show: Callable[[object], str]) -> str:
+    """A value of the user's as one short line that any file and terminal takes."""
+    try:
+        text = " ".join(show(value).split())
+    except Exception:
+        text = f"a {type(value).__name__} that cannot be shown"
+    text = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text.encode(errors="replace").decode()
+
+
+async def _awaited(value: Awaitable[object]) -> object:
+    return await value

@@ -1,0 +1,284 @@
+"""Every kind of source gives the same prompts from the same rows, lazily or not, and refuses what is no prompt."""
+
+from __future__ import annotations
+
+import csv
+import json
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.arrow_table import ArrowPrompts
+from asyncrl_cli.data.sources import kind_of, read_source
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.sections import SplitSpec
+
+Rows = list[dict[str, Any]]
+
+
+def as_parquet(rows: Rows, folder: Path) -> str:
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=2)
+    return "rows.parquet"
+
+
+def as_jsonl(rows: Rows, folder: Path) -> str:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return "rows.jsonl"
+
+
+def as_csv(rows: Rows, folder: Path) -> str:
+    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return "rows.csv"
+
+
+def as_saved(rows: Rows, folder: Path) -> str:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
+    return "saved"
+
+
+def as_function(rows: Rows, folder: Path) -> str:
+    name = f"rows_{abs(hash(str(folder)))}"
+    (folder / f"{name}.py").write_text(
+        f"def rows(split, size):\n    assert split == 'train'\n    yield from {rows!r}\n"
+    )
+    return f"{name}:rows"
+
+
+KINDS: dict[str, Callable[[Rows, Path], str]] = {
+    "jsonl": as_jsonl,
+    "parquet": as_parquet,
+    "csv": as_csv,
+    "saved": as_saved,
+    "function": as_function,
+}
+kinds = pytest.mark.parametrize("write", KINDS.values(), ids=KINDS.keys())
+QUESTIONS: Rows = [
+    {"question": "1+1", "answer": "2", "id": "a"},
+    {"question": 'a "quoted", long\nquestion', "answer": "é", "id": "b"},
+    {"question": "2+3", "answer": "5", "id": "c"},
+]
+
+
+def read(path: str, folder: Path, **keys: Any) -> Sequence[Prompt]:
+    return read_source(SplitSpec(path=path, **keys), "train", folder)
+
+
+@kinds
+def test_all_kinds_give_the_same_prompts(write: Callable[[Rows, Path], str], tmp_path: Path) -> None:
+    path = write(QUESTIONS, tmp_path)
+    assert kind_of(path) == next(kind for kind, one in KINDS.items() if one is write)
+    named = read(path, tmp_path, prompt_column="question", uid_column="id")
+    assert list(named) == [Prompt(row["id"], row["question"], {"answer": row["answer"]}) for row in QUESTIONS]
+    templated = read(path, tmp_path, template="Q: {question}\nA{{}}:", system="Be brief.", size=2)
+    assert [prompt.content for prompt in templated] == [
+        ({"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Q: {row['question']}\nA{{}}:"})
+        for row in QUESTIONS[:2]
+    ]
+    assert [prompt.fields for prompt in templated] == QUESTIONS[:2], "the columns of a template reach the task, too"
+    again = read(path, tmp_path, template="Q: {question}\nA{{}}:", system="Be brief.")
+    assert [prompt.uid for prompt in again[:2]] == [prompt.uid for prompt in templated]
+    assert len({prompt.uid for prompt in again}) == 3
+
+
+@kinds
+def test_a_uid_changes_with_its_row_and_with_no_other(write: Callable[[Rows, Path], str], tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    rows = [{"prompt": text, "answer": text} for text in "aabc"]
+    changed = [*rows[:3], {"prompt": "c", "answer": "another"}]
+    one = [prompt.uid for prompt in read(write(rows, tmp_path / "one"), tmp_path / "one")]
+    two = [prompt.uid for prompt in read(write(changed, tmp_path / "two"), tmp_path / "two")]
+    assert len(set(one)) == 4
+    assert one[:3] == two[:3]
+    assert one[3] != two[3]
+
+
+columns = st.fixed_dictionaries(
+    {"answer": st.text(max_size=5), "level": st.integers(0, 9), "notes": st.lists(st.text())}
+)
+
+
+@given(
+    rows=st.lists(st.tuples(st.text(min_size=1, max_size=9), columns), min_size=1, max_size=7), size=st.integers(1, 7)
+)
+@settings(deadline=None, max_examples=40)
+def test_rows_read_when_asked_for_are_those_of_a_file_read_whole(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, dict[str, Any]]], size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    table = [{"prompt": text, **others} for text, others in rows]
+    eager = read(as_jsonl(table, folder), folder)
+    lazy = read(as_parquet(table, folder), folder)
+    assert isinstance(lazy, ArrowPrompts)
+    assert len(lazy) == len(eager)
+    assert [(prompt.content, prompt.fields) for prompt in lazy] == [(p.content, p.fields) for p in eager]
+    for index in (0, -1, len(table) // 2):
+        assert lazy[index] == list(lazy)[index]
+    assert lazy[1:5:2] == list(lazy)[1:5:2]
+    assert lazy.field("level") == [prompt.fields["level"] for prompt in eager]
+    with pytest.raises(IndexError):
+        lazy[len(table)]
+    if size <= len(table):
+        assert list(read("rows.parquet", folder, size=size)) == list(lazy)[:size]
+    else:
+        with pytest.raises(DataError, match=f"has {len(table)} rows, {size} are asked for"):
+            read("rows.parquet", folder, size=size)
+
+
+def test_what_arrow_has_and_json_has_not(tmp_path: Path) -> None:
+    at = datetime(2026, 1, 2, tzinfo=UTC)
+    chat = [{"role": "user", "content": "hi", "name": None}, {"role": "assistant", "content": "ho", "name": "a"}]
+    rows = [{"prompt": chat, "at": at, "price": Decimal("1.50"), "image": {"bytes": b"\x00"}, "kind": "x", "uid": 7}]
+    table = pa.Table.from_pylist(rows)
+    table = table.set_column(4, "kind", table.column("kind").dictionary_encode())
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    (prompt,) = read("rows.parquet", tmp_path)
+    assert prompt == Prompt(
+        "7",
+        ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "name": "a"}),
+        {"at": at.isoformat(), "price": "1.50", "kind": "x"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "place", "said"),
+    [
+        ([{"text": "a"}], {}, "", "there is no column `prompt`.*The columns are text"),
+        ([{"text": "a"}], {"template": "{question}"}, "", "there is no column `question`"),
+        ([{"a": "x", "b": 1}, {"a": "y", "b": None}], {"template": "{a}{b}"}, ":2", "`b` that is null"),
+        ([{"prompt": "a"}], {"uid_column": "id"}, "", "there is no column `id`"),
+        ([{"prompt": 3}], {}, "", "the column `prompt` holds int64"),
+        ([{"prompt": "a"}, {"prompt": None}], {}, ":2", "`prompt` that is null"),
+        ([{"prompt": "a"}, {"prompt": "b"}, {"prompt": ""}], {}, ":3", "an empty `prompt`"),
+        ([{"prompt": "a", "uid": 1.5}], {}, "", "the column `uid` holds double"),
+        ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": None}], {"uid_column": "id"}, ":2", "`id` that is null"),
+        ([{"prompt": "a", "uid": "x"}, {"prompt": "b", "uid": "x"}], {}, ":2", "'x' stands in row 1 too"),
+    ],
+)
+def test_a_column_that_is_wrong_is_found_at_once(
+    tmp_path: Path, rows: Rows, keys: dict[str, Any], place: str, said: str
+) -> None:
+    as_parquet(rows, tmp_path)
+    with pytest.raises(DataError, match=said) as caught:
+        read("rows.parquet", tmp_path, **keys)
+    assert caught.value.location == f"{tmp_path}/rows.parquet{place}"
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("prompt,answer\na,1\nb\n", 3, "has 1 values, and there are 2 columns"),
+        ('prompt,answer\n"a\nb",1\n,2\n', 4, "an empty `prompt`"),
+        ("prompt,prompt\n", 1, "names columns twice"),
+        ('prompt\n"a"b\n', 2, "is no CSV"),
+    ],
+)
+def test_a_csv_that_is_wrong_is_blamed_by_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(DataError, match=said) as caught:
+        read("rows.csv", tmp_path)
+    assert caught.value.location == f"{tmp_path}/rows.csv:{line}"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def rows(split, size): yield 3", r":1: the row is neither a mapping nor a Prompt but a number"),
+        (
+            "def rows(split, size): yield {'prompt': 'a', 'x': {1}}",
+            r":1: the row has a value that JSON cannot say: a set",
+        ),
+        ("def rows(split, size): yield {'prompt': None}", ":1: the row has a `prompt` that is null"),
+        ("def rows(split, size): raise OSError('no disk')", r"rows\('train', 2\) failed: OSError: no disk"),
+        ("def rows(split): yield {}", r"cannot be called as f\(split, size\)"),
+        ("def rows(split, size): return 3", "returned a number"),
+        ("import nothing_like_it", "cannot be imported: ModuleNotFoundError"),
+        ("other = 1", "cannot be imported: AttributeError"),
+        ("def rows(split, size): yield {'prompt': 'a'}", "has 1 rows, 2 are asked for"),
+        ("def rows(split, size):\n while True: yield {'prompt': 'a', 'uid': 'a'}", "'a' stands in row 1 too"),
+    ],
+)
+def test_a_function_that_is_wrong_is_named(tmp_path: Path, body: str, said: str) -> None:
+    module = f"wrong_{abs(hash((body, str(tmp_path))))}"
+    (tmp_path / f"{module}.py").write_text(body)
+    with pytest.raises(DataError, match=said) as caught:
+        read(f"{module}:rows", tmp_path, size=2)
+    assert module in str(caught.value)
+
+
+def test_an_endless_function_may_yield_prompts(tmp_path: Path) -> None:
+    (tmp_path / "endless_rows.py").write_text(
+        "from asyncrl_cli.records.prompt import Prompt\nfrom itertools import count\n"
+        "def rows(split, size):\n    return (Prompt(f'{split}/{n}', str(n)) for n in count())\n"
+    )
+    assert [prompt.uid for prompt in read("endless_rows:rows", tmp_path, size=3)] == ["train/0", "train/1", "train/2"]
+
+
+def test_a_saved_data_set_with_splits_wants_one(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "saved")
+    assert [prompt.content for prompt in read("saved", tmp_path, split="test")] == ["b"]
+    with pytest.raises(DataError, match=r"has several splits\. Set `split` to one of train, test"):
+        read("saved", tmp_path)
+    with pytest.raises(DataError, match="has no split 'dev'"):
+        read("saved", tmp_path, split="dev")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        read("empty", tmp_path)
+
+
+def test_the_hub_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"hf:nobody/nothing_at_all cannot be loaded: .*without a network, save"):
+        read("hf:nobody/nothing_at_all", tmp_path, split="train")
+
+
+def test_a_missing_package_or_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("none.parquet", "none.csv"):
+        with pytest.raises(DataError, match=f"{path} cannot be read: .*No such file"):
+            read(path, tmp_path)
+    (tmp_path / "text.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match=r"text\.parquet cannot be read"):
+        read("text.parquet", tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"needs Hugging Face datasets.*pip install 'asyncrl\[data\]'"):
+        read("hf:a/b", tmp_path, split="train")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("hf:owner/name", "hub"),
+        ("hf:name", "hub"),
+        ("my.rows:make", "function"),
+        ("./rows:make", "saved"),
+        ("rows.JSONL", "jsonl"),
+        ("a/b.parquet", "parquet"),
+        ("rows.txt", None),
+    ],
+)
+def test_a_path_says_its_kind(path: str, kind: str | None) -> None:
+    assert kind_of(path) == kind

@@ -1,0 +1,508 @@
+"""A whole run without Ray, vLLM and DeepSpeed, in one thread: the driver's real code, the real buffer with its journal,
+real checkpoints; engines and trainer ranks that compute next to nothing, and die as ``Fate`` has it.
+
+A rank's weights are the digests of the batches it was trained on. A token follows from its rollout's seed, its place
+and the weights that sample it, so that every token of a batch can be worked out afterwards from the journal alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from stand_ins import Actor, Notes, StandInBuffer, StandInProcess, prompts, remote
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.data.curriculum import stages_of
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.monitors.reporter import Reporter
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.checkpoints import Checkpoints
+from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
+from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
+from asyncrl_cli.orchestrator.loop import Conductor, Parts
+from asyncrl_cli.orchestrator.metrics import batch_digest
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.orchestrator.resume import prepare
+from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.watchdog import Watchdog
+from asyncrl_cli.records.generation import (
+    Attestation,
+    Delivery,
+    EngineActivity,
+    Rollout,
+    RolloutRequest,
+    Segment,
+    segments_of,
+)
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.worker import EVALUATION
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.workers.scoring import Response, Scored
+
+Weights = tuple[str, ...]
+PROMPTS = 40
+LIMIT_S = 120.0
+"""Seconds after which a simulated run counts as hung."""
+
+
+def number(*parts: object) -> int:
+    """A number that follows from all of these."""
+    return zlib.crc32(repr(parts).encode())
+
+
+def checksum(weights: Weights) -> str:
+    """What a publish of these weights records."""
+    return f"{number(weights):08x}"
+
+
+def token(request_seed: int | None, place: int, weights: Weights) -> int:
+    """The token that these weights sample at a place of a rollout."""
+    return number(request_seed, place, weights) % 90 + 5
+
+
+def length(request_seed: int | None) -> int:
+    """Tokens of a rollout, from 1 to 8."""
+    return number("length", request_seed) % 8 + 1
+
+
+def probe(weights: Weights) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The trainer's log-probs of the probe."""
+    return np.random.default_rng(number(weights)).normal(-5.0, 1.0, 8).astype(np.float32)
+
+
+TRAINING_TURNS = 5
+"""Turns of the event loop that a step takes: time enough for engines to generate meanwhile."""
+
+
+class Fate:
+    """Decides who dies and when; at most ``faults`` times, so that every run comes to its end."""
+
+    def __init__(self, random: Random, faults: int, victims: Iterable[str] = ()) -> None:
+        self.random = random
+        self.victims = list(victims)
+        self.faults = faults
+        self.met: list[str] = []
+        self.driver = asyncio.Event()
+        self.training = 0
+        self.overlapped = False
+        """Whether an engine generated while a rank trained."""
+
+    def strikes(self, victim: str, chance: float) -> bool:
+        """Whether this is the end of it."""
+        struck = self.faults > 0 and victim in self.victims and self.random.random() < chance
+        self.faults -= struck
+        self.met += [victim] * struck
+        return struck
+
+    def pass_by(self) -> None:
+        """The driver may die at any call of one of its actors."""
+        if self.strikes("driver", 0.003):
+            self.driver.set()
+
+
+class Engine(Actor):
+    """Generates a few tokens of some rollouts at a time."""
+
+    def __init__(self, fate: Fate) -> None:
+        super().__init__()
+        self._fate = fate
+        self._version, self._weights = -1, ("none",)
+        self._running: dict[str, tuple[RolloutRequest, Rollout]] = {}
+        self._told: dict[str, int] = {}
+        self._aborted: dict[str, list[Segment]] = {}
+        self._news = asyncio.Event()
+
+    @remote
+    async def update_weights(
+        self, version: int, checksum: str, source: dict[str, Any], policy: str, probe_ids: tuple[int, ...]
+    ) -> Attestation:
+        self._may_die(0.05)
+        assert version >= self._version, "versions move forward"
+        self._version, self._weights = version, source["weights"]
+        return Attestation(version, probe(self._weights), 0.0)
+
+    @remote
+    async def submit(self, requests: list[RolloutRequest]) -> None:
+        assert self._version >= 0, "it has weights before it has requests"
+        self._may_die(0.02)
+        for request in requests:
+            self._running[request.rollout_id] = (request, _joined(request))
+            self._told[request.rollout_id] = request.generated
+        self._news.set()
+
+    @remote
+    async def cancel(self, rollout_ids: list[str]) -> None:
+        for rollout_id in rollout_ids:
+            self._running.pop(rollout_id, None)
+
+    @remote
+    async def abort(self) -> None:
+        self._may_die(0.02)
+        for name, (_, rollout) in self._running.items():
+            self._aborted[name] = self._tail(name, rollout)
+        self._running.clear()
+        self._news.set()
+
+    @remote
+    async def collect(self, timeout_s: float) -> Delivery:
+        while not (self._running or self._aborted):
+            self._news.clear()
+            await self._news.wait()
+        await asyncio.sleep(0)
+        self._fate.pass_by()
+        self._may_die(0.02)
+        before = sum(len(rollout.response_ids) for _, rollout in self._running.values())
+        for rollout_id in [name for name in self._running if self._fate.random.random() < 0.5]:
+            self._grow(rollout_id)
+        after = sum(len(rollout.response_ids) for _, rollout in self._running.values())
+        ended = [
+            rollout
+            for request, rollout in self._running.values()
+            if len(rollout.response_ids) == length(request.sampling.seed)
+        ]
+        for rollout in ended:
+            del self._running[rollout.rollout_id]
+        segments = self._untold() if self._fate.random.random() < 0.3 else []
+        aborted, self._aborted = self._aborted, {}
+        segments += [segment for tail in aborted.values() for segment in tail]
+        silent = self._fate.strikes("engine", 0.01)
+        self._fate.overlapped |= after > before and self._fate.training > 0
+        activity = EngineActivity(after - before, 0.0, 0.0, 1.0, silent_s=1e9 if silent else 0.0)
+        return Delivery(ended, [], segments, activity, list(aborted))
+
+    def _grow(self, rollout_id: str) -> None:
+        request, rollout = self._running[rollout_id]
+        place, seed = len(rollout.response_ids), request.sampling.seed
+        places = range(place, min(place + self._fate.random.randint(1, 4), length(seed)))
+        ids = [token(seed, place, self._weights) for place in places]
+        self._running[rollout_id] = (request, _extended(rollout, ids, self._version))
+
+    def _untold(self) -> list[Segment]:
+        found = []
+        for name, (_, rollout) in self._running.items():
+            if not name.startswith(EVALUATION):
+                found += self._tail(name, rollout)
+        return found
+
+    def _tail(self, name: str, rollout: Rollout) -> list[Segment]:
+        """The tokens of a rollout that nobody has been told of."""
+        start, self._told[name] = self._told[name], len(rollout.response_ids)
+        tail = replace(
+            rollout,
+            response_ids=rollout.response_ids[start:],
+            logprobs=rollout.logprobs[start:],
+            versions=rollout.versions[start:],
+        )
+        return [replace(segment, start=segment.start + start) for segment in segments_of(tail)]
+
+    def _may_die(self, chance: float) -> None:
+        if self._fate.strikes("engine", chance):
+            self.die()
+
+
+def _joined(request: RolloutRequest) -> Rollout:
+    rollout = Rollout(
+        rollout_id=request.rollout_id,
+        prompt_ids=request.prompt_ids,
+        response_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        versions=np.empty(0, np.int32),
+        text="",
+        finish_reason="stop",
+    )
+    for segment in request.prefix:
+        assert segment.start == len(rollout.response_ids), "a prefix has no gaps"
+        rollout = _extended(rollout, segment.response_ids.tolist(), segment.version)
+    return rollout
+
+
+def _extended(rollout: Rollout, ids: list[int], version: int) -> Rollout:
+    response_ids = np.concatenate([rollout.response_ids, np.array(ids, np.int32)])
+    return replace(
+        rollout,
+        response_ids=response_ids,
+        logprobs=np.concatenate([rollout.logprobs, np.full(len(ids), -0.5, np.float32)]),
+        versions=np.concatenate([rollout.versions, np.full(len(ids), version, np.int32)]),
+        text=Encoder().decode(response_ids),
+    )
+
+
+class Rank(Actor):
+    """A trainer rank. One call runs at a time, as in Ray."""
+
+    def __init__(self, fate: Fate, rank: int) -> None:
+        super().__init__()
+        self._fate = fate
+        self._rank = rank
+        self._turn = asyncio.Lock()
+        self._weights: Weights = ()
+
+    @remote
+    async def preload(self) -> tuple[str, int, str]:
+        return "127.0.0.1", 1, "node"
+
+    @remote
+    async def progress(self) -> tuple[int, int, float]:
+        if self._fate.strikes("trainer", 0.01):
+            self.die()
+        return 0, 0, 0.0
+
+    @remote
+    async def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:
+        self._weights = () if checkpoint is None else tuple(json.loads(Path(checkpoint, "state/weights").read_text()))
+
+    @remote
+    async def train_step(self, batch: TrainingBatch) -> StepReport:
+        async with self._turn:
+            await self._work(0.05)
+            assert batch.step == len(self._weights), "each batch once, and in order"
+            self._fate.training += 1
+            try:
+                for _ in range(TRAINING_TURNS):
+                    await asyncio.sleep(0)
+            finally:
+                self._fate.training -= 1
+            self._weights = (*self._weights, batch_digest(batch))
+            await self._work(0.05)
+            return StepReport({}, 0.001, 1)
+
+    @remote
+    async def publish(self, version: int) -> Publication:
+        async with self._turn:
+            await self._work(0.05)
+            source = {"path": str(id(self)), "weights": self._weights}
+            return Publication(version, checksum(self._weights), source, (1, 2), probe(self._weights))
+
+    @remote
+    async def save_checkpoint(self, folder: str) -> None:
+        async with self._turn:
+            await self._work(0.1)
+            Path(folder, "state").mkdir(exist_ok=True)
+            Path(folder, "state/weights").write_text(json.dumps(self._weights))
+
+    @remote
+    async def save_model(self, folder: str) -> None:
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "config.json").write_text(json.dumps(self._weights))
+
+    async def _work(self, chance: float) -> None:
+        for _ in range(self._fate.random.randint(1, 20)):
+            await asyncio.sleep(0)
+        self._fate.pass_by()
+        if self._fate.strikes("trainer", chance):
+            self.die()
+            await asyncio.sleep(0)
+
+
+class Buffer(StandInBuffer):
+    """The real buffer; dies before or after any of its calls."""
+
+    def __init__(self, path: Path, spec: ExperimentSpec, fate: Fate) -> None:
+        super().__init__(path, spec)
+        self._fate = fate
+        self._is_open = False
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        self._fate.pass_by()
+        if self._is_open and self._fate.strikes("buffer", 0.02):
+            return self.die()
+        answer = await super()._call(method, *arguments)
+        if self._is_open and self._fate.strikes("buffer", 0.02):
+            return self.die()
+        self._is_open = True
+        return answer
+
+
+class Encoder:
+    """Prompt ``p7`` has the tokens (7, 7); a text is its tokens' numbers."""
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return (int(prompt.uid[1:]),) * 2
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Scorer:
+    """Scores what is generated, in a while."""
+
+    async def score(self, responses: list[Response]) -> list[Scored]:
+        for _ in range(len(responses)):
+            await asyncio.sleep(0)
+        return [Scored(float(number(text) % 3) / 2) for _, text, _ in responses]
+
+
+def loader_of(spec: ExperimentSpec) -> PromptLoader:
+    """The training prompts of a simulated run; prompt ``p7`` has the difficulty 7."""
+    data = prompts(PROMPTS)
+    return PromptLoader(data, spec.seed, spec.data.shuffle, stages_of(data, spec.data.curriculum))
+
+
+class View:
+    """Keeps what a person would see."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def status(self, text: str) -> None:
+        self.shown.append(text)
+
+    def doing(self, text: str, counts: Counts) -> None:
+        self.shown.append(text)
+
+    def warn(self, text: str) -> None:
+        self.shown.append(f"! {text}")
+
+    def stepped(self, step: int, version: int, metrics: Any) -> None:
+        pass
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        pass
+
+
+class Simulation:
+    """A run in a folder, driven by one driver after the other until it is finished."""
+
+    def __init__(self, folder: Path, spec: ExperimentSpec, fate: Fate) -> None:
+        self.run = RunDirectory.create(folder, "simulated")
+        self.spec = spec
+        self.fate = fate
+        self.view = View()
+        self.drivers = 0
+        self._actors: list[Actor] = []
+
+    def play(self) -> None:
+        """To the last step, through the deaths of drivers."""
+        with _in_one_thread():
+            asyncio.run(asyncio.wait_for(self._play(), LIMIT_S))
+
+    async def _play(self) -> None:
+        start = Start()
+        while not await self._drive(start):
+            start = prepare(self.run, self.spec, None, "", without_journal=False).carry_out(self.run)
+
+    async def _drive(self, start: Start) -> bool:
+        """One driver's life; whether it reached the end."""
+        self.drivers += 1
+        self.fate.driver.clear()
+        before = asyncio.all_tasks()
+        conductor = await self._start(start)
+        running = asyncio.create_task(conductor.run())
+        dying = asyncio.create_task(self.fate.driver.wait())
+        await asyncio.wait([running, dying], return_when=asyncio.FIRST_COMPLETED)
+        finished = running.done()
+        if finished:
+            running.result()
+        else:
+            running.cancel()
+            await asyncio.wait([running])
+            if self.fate.random.random() < 0.5:  # Ctrl-C, and no SIGKILL
+                await _save_before_leaving(conductor, self.view)
+        dying.cancel()
+        for actor in self._actors:
+            actor.die()
+        left = asyncio.all_tasks() - before  # a dead driver starts no other buffer
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        self.recorder.update(phase="finished" if finished else "interrupted")
+        assert self.recorder.close() == ""
+        return finished
+
+    async def _start(self, start: Start) -> Conductor:
+        spec, run = self.spec, self.run
+        self.recorder = Recorder(run, self.view.warn)
+        reporter = Reporter(self.recorder, self.view, None)
+        buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0)
+        buffer.faults = faults = Notes().faults(max_restarts=1000)
+        opening = await buffer.open(start.kind, start.note, start.base)
+        ranks = TrainerRanks(
+            lambda rank: self._noted(Rank(self.fate, rank)),
+            spec.trainer.ranks,
+            Path(),
+            600.0,
+            {},
+            share=lambda batch: batch,
+        )
+        await ranks.preload()
+        await ranks.start(start.checkpoint and start.checkpoint.folder)
+        watchdog = Watchdog(600.0, reporter.warn)
+        processes: list[Any] = [
+            StandInProcess(f"engine-{index}", lambda: self._noted(Engine(self.fate)))
+            for index in range(spec.rollout.engines)
+        ]
+        client = GenerationClient(
+            processes,
+            slots=spec.rollout.max_running_rollouts,
+            retries=spec.rollout.retries,
+            hang_s=spec.rollout.hang_seconds,
+            decode=Encoder().decode,
+            on_progress=watchdog.progress,
+        )
+        scorer: Any = Scorer()
+        encoder, data = Encoder(), prompts(PROMPTS)
+        held_out = [(prompt, encoder.encode(prompt)) for prompt in data[:2]]
+        parts = Parts(
+            run=run,
+            buffer=buffer,
+            ranks=ranks,
+            client=client,
+            scoring=scorer,
+            prompts=PromptSource(
+                loader_of(spec),
+                encoder,  # type: ignore[arg-type]
+                opening.waiting,
+            ),
+            episodes=None,
+            evaluator=Evaluator(
+                spec,
+                run.write_text,
+                client,
+                HeldOut(held_out, scorer),
+                {name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
+            ),
+            checkpoints=Checkpoints(run, ranks, spec),
+            reporter=reporter,
+            faults=faults,
+            watchdog=watchdog,
+            skeleton=Path(),
+            model_folder=run.path / MODEL,
+        )
+        return Conductor(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
+
+    def _noted(self, actor: Any) -> Any:
+        self._actors.append(actor)
+        return actor
+
+
+@contextmanager
+def _in_one_thread() -> Iterator[None]:
+    async def here(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    with (
+        patch("asyncio.to_thread", here),
+        patch("ray.kill", Actor.die),
+        patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+        patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
+        patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
+        patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
+        patch("asyncrl_cli.orchestrator.checkpoints.sync", lambda path: None),
+    ):
+        yield

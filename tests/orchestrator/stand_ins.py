@@ -1,0 +1,396 @@
+"""Actors without Ray: engines and the buffer, whose methods have ``.remote()`` and which can die.
+
+The buffer behind its stand-in is the real one, with its journal on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Executor, Future
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from asyncrl_cli.buffer.actor import Buffer
+from asyncrl_cli.gateway.actor import GatewayActor, GatewaySetup
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.crossing import News, Orders
+from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.orchestrator.actors import buffer_settings
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.records.generation import (
+    Delivery,
+    EngineActivity,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Sampling,
+    Segment,
+)
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+T = TypeVar("T")
+LIMIT_S = 60.0
+"""Seconds after which a test counts as hung."""
+
+
+def run(test: Coroutine[Any, Any, T]) -> T:
+    """Run a test to its end, in a loop of its own."""
+    return asyncio.run(asyncio.wait_for(test, LIMIT_S))
+
+
+async def turns(count: int = 10) -> None:
+    """Let everything that can go on go on."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Actor:
+    """Calls begin in their order, and go on when nobody waits for them any more. After ``die`` every call fails, also
+    one that is under way."""
+
+    def __init__(self) -> None:
+        self.dead = False
+        self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """Begin a call; the answer can be awaited, as Ray's can."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call = self._calls[answer] = asyncio.ensure_future(work)
+        call.add_done_callback(partial(self._ended, answer))
+        if self.dead:
+            self.die()
+        return answer
+
+    def die(self) -> None:
+        """End at once."""
+        self.dead = True
+        calls, self._calls = self._calls, {}
+        for answer, call in calls.items():
+            _fail(answer, ActorDiedError())
+            call.cancel()
+
+    def _ended(self, answer: asyncio.Future[Any], call: asyncio.Future[Any]) -> None:
+        self._calls.pop(answer, None)
+        if call.cancelled():
+            _fail(answer, ActorDiedError())
+        elif (error := call.exception()) is not None:
+            _fail(answer, RayTaskError("method", "traceback", error).as_instanceof_cause())
+        elif not answer.done():
+            answer.set_result(call.result())
+
+
+def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # nobody may be waiting, which is no reason to complain
+
+
+class RemoteMethod:
+    def __init__(self, actor: Actor, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._actor = actor
+        self._function = function
+
+    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+        return self._actor.begin(self._function(*arguments))
+
+    def options(self, **_: Any) -> RemoteMethod:
+        return self
+
+
+class remote:
+    """Makes an actor's method a remote one."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._function = function
+
+    def __get__(self, actor: Actor, owner: type) -> RemoteMethod:
+        return RemoteMethod(actor, partial(self._function, actor))
+
+
+# -- the gateway
+
+
+class StandInGateway(Actor):
+    """The real gateway in the test's own loop, but for its server: agents find their sessions in ``sessions``."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        super().__init__()
+        with patch("asyncrl_cli.gateway.actor.redirect_output"):
+            self.inner = GatewayActor("")
+        self.inner._chat = chat
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.inner._sessions
+
+    @remote
+    async def start(self, setup: GatewaySetup, port: int) -> tuple[None, str]:
+        return None, f"http://host:{port or 7}"
+
+    @remote
+    async def tell(self, orders: Orders) -> None:
+        await self.inner.tell(orders)
+
+    @remote
+    async def collect(self, timeout_s: float) -> News:
+        return await self.inner.collect(timeout_s)
+
+    @remote
+    async def stop(self) -> None:
+        await self.inner.stop()
+
+
+# -- engines
+
+
+class StandInEngine(Actor):
+    """Records what it is told; ``deliver`` says what ``collect`` brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submits = 0
+        self.submitted: list[RolloutRequest] = []
+        self.cancelled: list[str] = []
+        self.aborts = 0
+        self.takes = asyncio.Event()
+        self.takes.set()
+        self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._collecting: asyncio.Future[Delivery] | None = None
+        self._idle = asyncio.Event()
+
+    @remote
+    async def submit(self, requests: list[RolloutRequest]) -> None:
+        await self.takes.wait()
+        self.submits += 1
+        self.submitted += requests
+
+    @remote
+    async def cancel(self, rollout_ids: list[str]) -> None:
+        self.cancelled += rollout_ids
+
+    @remote
+    async def abort(self) -> None:
+        await self.takes.wait()
+        self.aborts += 1
+
+    @remote
+    async def collect(self, timeout_s: float) -> Delivery:
+        if self._deliveries.empty():
+            self._idle.set()
+        self._collecting = asyncio.ensure_future(self._deliveries.get())
+        return await self._collecting
+
+    def put(
+        self,
+        *ended: Rollout | RolloutFailure,
+        segments: Iterable[Segment] = (),
+        activity: EngineActivity | None = None,
+        aborted: Iterable[str] = (),
+    ) -> None:
+        """Have these delivered."""
+        rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
+        failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
+        self._idle.clear()
+        activity = activity or EngineActivity()
+        self._deliveries.put_nowait(Delivery(rollouts, failures, list(segments), activity, list(aborted)))
+
+    async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:
+        """Have these delivered, and wait until the caller of ``collect`` has dealt with them."""
+        self.put(*ended, **more)
+        await self.dealt_with()
+
+    async def dealt_with(self) -> None:
+        """Return when everything is delivered, and ``collect`` is called again, and what follows has been sent."""
+        await self._idle.wait()
+        await turns()
+
+    def forget_collector(self) -> None:
+        """Whoever called ``collect`` is gone, and gets nothing any more."""
+        if self._collecting is not None:
+            self._collecting.cancel()
+
+    @property
+    def ids(self) -> list[str]:
+        """What was submitted, in order."""
+        return [request.rollout_id for request in self.submitted]
+
+
+class StandInProcess:
+    """An engine's actors, one after another."""
+
+    def __init__(self, name: str, make_actor: Callable[[], Actor] = StandInEngine) -> None:
+        self.name = name
+        self._make_actor = make_actor
+        self.actor: Any = make_actor()
+
+    async def replace(self, folder: Path) -> None:
+        self.kill()
+        self.actor = self._make_actor()
+
+    def kill(self) -> None:
+        self.actor.die()
+
+
+def client_over(
+    engines: int,
+    retries: int = 0,
+    hang_s: float = 600.0,
+    on_progress: Callable[[], None] = lambda: None,
+    make_actor: Callable[[], Actor] = StandInEngine,
+    slots: int = 256,
+) -> GenerationClient:
+    """A client whose engines are called ``engine-0`` and so on, and serve."""
+    processes: list[Any] = [StandInProcess(f"engine-{index}", make_actor) for index in range(engines)]
+    client = GenerationClient(
+        processes, slots=slots, retries=retries, hang_s=hang_s, decode=text_of, on_progress=on_progress
+    )
+    for engine in client.engines:
+        engine.serving = True
+    return client
+
+
+def text_of(ids: Iterable[int]) -> str:
+    """A text in which every token has its place."""
+    return "".join(f"<{token}>" for token in ids)
+
+
+def actors(client: GenerationClient) -> list[Any]:
+    """The present actors of the engines."""
+    return [engine.process.actor for engine in client.engines]
+
+
+@asynccontextmanager
+async def collecting(client: GenerationClient) -> AsyncIterator[None]:
+    """Collects from every engine, for the length of the block."""
+    async with asyncio.TaskGroup() as tasks:
+        collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
+        yield
+        for collector, actor in zip(collectors, actors(client), strict=True):
+            collector.cancel()
+            actor.forget_collector()
+
+
+# -- the buffer
+
+
+class _Here(Executor):
+    """Does at once what it is given, so that no thread decides what comes first."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*arguments, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+class StandInBuffer(Actor):
+    """The real buffer. ``dies_at`` names a call in which it dies, before or after its work."""
+
+    def __init__(self, path: Path, spec: ExperimentSpec) -> None:
+        super().__init__()
+        with patch("asyncrl_cli.buffer.actor.redirect_output"):
+            self._buffer = Buffer(str(path), buffer_settings(spec), "")
+        self._buffer._disk = _Here()  # type: ignore[assignment]
+        self.dies_at = ""
+        self.does_it_first = False
+
+    def __getattr__(self, method: str) -> RemoteMethod:
+        return RemoteMethod(self, partial(self._call, method))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if method == self.dies_at and not self.does_it_first:
+            return self.die()
+        answer = await getattr(self._buffer, method)(*arguments)
+        return self.die() if method == self.dies_at else answer
+
+    def die(self) -> None:
+        """End at once; what is not committed is lost."""
+        super().die()
+        if hasattr(self._buffer, "_book"):
+            self._buffer._book.journal.close()
+
+
+class Notes(list[tuple[str, str, str]]):
+    """What became durable of faults; ``warnings`` is what was shown of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] = []
+
+    def faults(self, max_restarts: int = 10) -> Faults:
+        return Faults(max_restarts, self._record, self.warnings.append)
+
+    async def _record(self, kind: str, part: str, message: str) -> None:
+        self.append((kind, part, message))
+
+
+class BufferActors:
+    """Makes a buffer's actors, one after another on the same journal."""
+
+    def __init__(self, path: Path, spec: ExperimentSpec) -> None:
+        self._path = path
+        self._spec = spec
+        self.made: list[StandInBuffer] = []
+
+    def __call__(self) -> StandInBuffer:
+        self.made.append(StandInBuffer(self._path, self._spec))
+        return self.made[-1]
+
+    @property
+    def last(self) -> StandInBuffer:
+        return self.made[-1]
+
+    def client(self, notes: Notes | None = None, max_restarts: int = 10) -> BufferClient:
+        """A client, of which deaths of the buffer are counted in ``notes``."""
+        client = BufferClient(self, limit_s=600.0)
+        client.faults = (notes if notes is not None else Notes()).faults(max_restarts)
+        return client
+
+
+# -- records
+
+
+def request(rollout_id: str, max_tokens: int = 8, **more: Any) -> RolloutRequest:
+    return RolloutRequest(rollout_id, (1, 2), Sampling(1.0, max_tokens), **more)
+
+
+def rollout(
+    rollout_id: str, versions: tuple[int, ...] = (0, 0), ids: tuple[int, ...] | None = None, finished: bool = True
+) -> Rollout:
+    return Rollout(
+        rollout_id=rollout_id,
+        prompt_ids=(1, 2),
+        response_ids=np.array(ids or range(5, 5 + len(versions)), dtype=np.int32),
+        logprobs=np.full(len(versions), -0.5, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        text=f"text of {rollout_id}",
+        finish_reason="stop" if finished else "length",
+    )
+
+
+def segment(rollout_id: str, start: int, count: int, version: int = 0) -> Segment:
+    """Tokens ``start``, ``start + 1``, ... of ``rollout(rollout_id, ...)``."""
+    ids = np.arange(5 + start, 5 + start + count, dtype=np.int32)
+    return Segment(rollout_id, start, version, ids, np.full(count, -0.5, dtype=np.float32))
+
+
+def spec(**sections: Any) -> ExperimentSpec:
+    """The smallest spec, with sections changed."""
+    smallest: dict[str, Any] = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 10}}
+    return ExperimentSpec.model_validate(smallest | sections)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"p{i}", f"text {i}", {"answer": i}) for i in range(count)]

@@ -1,0 +1,196 @@
+"""Calls to the buffer survive its death: each is answered once, by an actor that has read the journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from stand_ins import BufferActors, Notes, StandInBuffer, prompts, run, spec
+
+from asyncrl_cli.buffer.records import Admitted, Candidate, Opening
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.schema import JournalError
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.system.remote import ActorDied
+
+SPEC = spec(pipeline={"groups_per_step": 4, "max_staleness": 0})
+CANDIDATES = [
+    Candidate(serial, prompt, (1, 2), {"epoch": 0, "position": serial}) for serial, prompt in enumerate(prompts(9), 1)
+]
+
+
+class Scene:
+    """A client of an open buffer, and what it tells."""
+
+    def __init__(self, path: Path, max_restarts: int) -> None:
+        self.notes = Notes()
+        self.actors = BufferActors(path / "journal.db", SPEC)
+        self.client = self.actors.client(self.notes, max_restarts)
+        self.reopened: list[Opening] = []
+        self.client.on_reopen = self.reopened.append
+
+
+Test = Callable[[Scene], Awaitable[None]]
+
+
+def play(path: Path, test: Test, max_restarts: int = 10) -> None:
+    async def opened() -> None:
+        scene = Scene(path, max_restarts)
+        await scene.client.open("train", "", None)
+        try:
+            await test(scene)
+        finally:
+            scene.actors.last.die()
+
+    run(opened())
+
+
+async def admit(client: BufferClient, first: int, count: int) -> list[int]:
+    """Offer prompts; returns the indices of the groups admitted."""
+    admitted: Admitted = await client.call("admit", CANDIDATES[first : first + count])
+    return [admission.group_id for admission in admitted.admissions]
+
+
+def test_answers_are_passed_on(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        assert await admit(scene.client, 0, 3) == [0, 1, 2]
+        assert await admit(scene.client, 0, 9) == [3]
+        assert (len(scene.actors.made), scene.reopened, scene.notes) == (1, [], [])
+
+    play(tmp_path, test)
+
+
+@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
+def test_a_call_that_died_is_made_again_after_the_driver_heard_of_the_opening(
+    tmp_path: Path, does_it_first: bool
+) -> None:
+    async def test(scene: Scene) -> None:
+        await admit(scene.client, 0, 1)
+        first = scene.actors.last
+        first.dies_at, first.does_it_first = "admit", does_it_first
+        admitted = asyncio.create_task(admit(scene.client, 1, 2))
+        heard: list[int] = []
+        scene.client.on_reopen = lambda opening: heard.extend(
+            group.admission.group_id for group in opening.groups if not admitted.done()
+        )
+        # Groups of which the answer got lost are in the opening; the others are in the answer.
+        assert (await admitted, heard) == (([], [0, 1, 2]) if does_it_first else ([1, 2], [0]))
+        assert await admit(scene.client, 3, 9) == [3]
+        assert scene.notes == [("buffer", "buffer", "the process died")]
+        assert len(scene.actors.made) == 2
+
+    play(tmp_path, test)
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_a_buffer_that_dies_while_the_run_starts_is_made_again_a_few_times(tmp_path: Path, deaths: int) -> None:
+    async def check() -> None:
+        actors = BufferActors(tmp_path / "journal.db", SPEC)
+
+        def make() -> StandInBuffer:
+            actor = actors()
+            if len(actors.made) <= deaths:
+                actor.dies_at, actor.does_it_first = "open", True
+            return actor
+
+        client = BufferClient(make, 600.0)
+        if deaths == 3:
+            with pytest.raises(ActorDied):
+                await client.open("train", "", None)
+        else:
+            assert (await client.open("train", "", None)).serial == 0
+            assert await admit(client, 0, 1) == [0]
+            assert len(actors.made) == deaths + 1
+        actors.last.die()
+
+    run(check())
+
+
+def test_calls_wait_until_the_journal_is_open(tmp_path: Path) -> None:
+    async def check() -> None:
+        actors = BufferActors(tmp_path / "journal.db", SPEC)
+        client = actors.client()
+        early = asyncio.create_task(admit(client, 0, 1))
+        await asyncio.sleep(0)
+        await client.open("train", "", None)
+        assert await early == [0]
+        actors.last.die()
+
+    run(check())
+
+
+def test_callers_that_lose_the_same_buffer_replace_it_once(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.actors.last.dies_at = "admit"
+        admitting = [admit(scene.client, index, 1) for index in range(3)]
+        answers = await asyncio.gather(*admitting, scene.client.call("pid"), scene.client.call("pid"))
+        assert answers[:3] == [[0], [1], [2]]
+        assert len(scene.actors.made) == 2
+        assert len(scene.reopened) == len(scene.notes) == 1
+
+    play(tmp_path, test)
+
+
+def test_a_buffer_that_dies_while_it_opens_is_replaced_like_any_other(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        make, broken = scene.client._make_actor, 2
+
+        def make_broken() -> object:
+            nonlocal broken
+            actor = make()
+            if broken:
+                broken -= 1
+                actor.dies_at, actor.does_it_first = "open", True
+            return actor
+
+        scene.client._make_actor = make_broken
+        scene.actors.last.dies_at = "admit"
+        assert await admit(scene.client, 0, 2) == [0, 1]
+        assert len(scene.actors.made) == 4
+        assert len(scene.notes) == 3
+        assert [opening.serial for opening in scene.reopened] == [0], "only of the one that opened"
+
+    play(tmp_path, test)
+
+
+def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        for _ in range(2):
+            scene.actors.last.die()
+            await scene.client.call("pid")
+        scene.actors.last.die()
+        with pytest.raises(RunError, match=r"restarted 2 times in 6 hours, .* the first cause: buffer: the proc"):
+            await scene.client.call("pid")
+        assert len(scene.notes) == 3
+
+    play(tmp_path, test, max_restarts=2)
+
+
+def test_a_fault_of_the_journal_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(scene: Scene) -> None:
+        def full(*_: object) -> None:
+            raise JournalError("the journal failed: database or disk is full")
+
+        monkeypatch.setattr("asyncrl_cli.buffer.journal.Journal.commit", full)
+        for _ in range(2):
+            with pytest.raises(JournalError, match="disk is full"):
+                await admit(scene.client, 0, 1)
+        assert len(scene.actors.made) == 1
+
+    play(tmp_path, test)
+
+
+def test_a_journal_that_cannot_be_opened_again_ends_the_run(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await admit(scene.client, 0, 1)
+        scene.actors.last.die()
+        journal = tmp_path / "journal.db"
+        whole = journal.read_bytes()
+        journal.write_bytes(b"no database " * 2000)
+        with pytest.raises(JournalError, match="not a database"):
+            await admit(scene.client, 1, 1)
+        journal.write_bytes(whole)
+
+    play(tmp_path, test)

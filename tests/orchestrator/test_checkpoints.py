@@ -1,0 +1,232 @@
+"""Saving while a run goes on: whole or not at all, and the driver's loop never waits for a disk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl_cli.orchestrator.checkpoints as subject
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.schema import FILE, open_for_writing
+from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
+from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, complete_checkpoints, newest_sound, verify
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+class StandInRanks:
+    """Trainer ranks that save one file, or die half way."""
+
+    def __init__(self, size: int = 10) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.dies = False
+        self._size = size
+
+    async def call(self, method: str, *arguments: str) -> list[Any]:
+        self.calls.append((method, *arguments))
+        (Path(arguments[0]) / "state").mkdir()
+        (Path(arguments[0]) / "state/shard").write_bytes(b"%d" % len(self.calls) * self._size)
+        if self.dies:
+            raise RunError("the process died", location="trainer-0")
+        return [None]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "test")
+
+
+@pytest.fixture
+def ranks() -> StandInRanks:
+    return StandInRanks()
+
+
+def checkpoints_of(run: RunDirectory, ranks: StandInRanks, **retention: int) -> Checkpoints:
+    spec = ExperimentSpec.model_validate(
+        {
+            "model": {"path": "org/model"},
+            "task": {"use": "chain_sum"},
+            "stop": {"steps": 100},
+            "trainer": {"ranks": 3, "zero_stage": 2},
+            "checkpoints": retention,
+        }
+    )
+    return Checkpoints(run, ranks, spec)  # type: ignore[arg-type]
+
+
+def save(run: RunDirectory, ranks: StandInRanks, step: int) -> Checkpoint:
+    return asyncio.run(checkpoints_of(run, ranks).save(step, {"step": step, "waiting": ["é", None]}))
+
+
+def names(run: RunDirectory) -> list[str]:
+    return sorted(path.name for path in (run.path / "checkpoints").iterdir())
+
+
+def test_what_is_saved_comes_back(run: RunDirectory, ranks: StandInRanks) -> None:
+    saved = save(run, ranks, 40)
+    assert saved.folder == run.path / "checkpoints/step-000040"
+    assert ranks.calls == [("save_checkpoint", str(run.path / "checkpoints/.saving-step-000040"))]
+    found = newest_sound(RunDirectory(run.path))
+    assert found == saved
+    assert found is not None
+    assert {key: found.state()[key] for key in ("step", "waiting")} == {"step": 40, "waiting": ["é", None]}
+    assert found.trainer() == TrainerLayout(3, 2, "float32")
+
+
+def test_a_save_that_fails_leaves_the_older_one(run: RunDirectory, ranks: StandInRanks) -> None:
+    first = save(run, ranks, 1)
+    ranks.dies = True
+    with pytest.raises(RunError, match="trainer-0"):
+        save(run, ranks, 2)
+    assert complete_checkpoints(run.path / "checkpoints") == [first]
+    ranks.dies = False
+    assert save(run, ranks, 2).folder.name == "step-000002", "the remains of the failed one are no hindrance"
+    assert names(run) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("dies_at", ["write", "seal", "rename"])
+def test_a_driver_that_dies_leaves_no_half_checkpoint(
+    run: RunDirectory, ranks: StandInRanks, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        if dies_at == "write":
+            patched.setattr(Path, "write_text", die)
+        else:
+            patched.setattr(*{"seal": (subject, "seal", die), "rename": (subject.os, "rename", die)}[dies_at])
+        with pytest.raises(Killed):
+            save(run, ranks, 40)
+    assert newest_sound(run) is None
+    assert names(run) == [".saving-step-000040"]
+    assert verify(save(run, ranks, 40)) == []
+    assert names(run) == ["step-000040"]
+
+
+def test_a_step_is_saved_once_unless_it_is_damaged(run: RunDirectory, ranks: StandInRanks) -> None:
+    saved = save(run, ranks, 40)
+    assert save(run, ranks, 40) == saved
+    assert len(ranks.calls) == 1
+    (saved.folder / "state/shard").write_text("damaged")
+    assert save(run, ranks, 40) == saved
+    assert len(ranks.calls) == 2
+    assert verify(saved) == []
+
+
+def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
+    seal = subject.seal
+
+    def seal_slowly(folder: Path, check: Any) -> None:
+        def check_slowly() -> None:
+            reading.set()
+            assert cancelled.wait(60)
+            check()
+
+        try:
+            seal(folder, check_slowly)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(subject, "seal", seal_slowly)
+
+    async def go() -> None:
+        saving = asyncio.create_task(checkpoints_of(run, StandInRanks()).save(40, {}))
+        await asyncio.to_thread(reading.wait, 60)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        cancelled.set()
+        assert await asyncio.to_thread(ended.wait, 60)
+
+    asyncio.run(go())
+    assert names(run) == [".saving-step-000040"]
+
+
+def test_a_checkpoint_that_the_journal_does_not_know_is_found(run: RunDirectory, ranks: StandInRanks) -> None:
+    for step in (1, 2, 3, 4):
+        save(run, ranks, step)
+    with closing(open_for_writing(run.path / FILE)) as journal, journal:
+        rows = [
+            (1, 0.0, "step-000001", 0.5, None),
+            (2, 0.0, "step-000002", 0.5, 9.0),
+            (9, 0.0, "step-000009", 0.5, None),
+        ]
+        journal.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?)", rows)
+    assert [found.step for found in unrecorded(run)] == [2, 3, 4]
+
+
+def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> None:
+    checkpoints = checkpoints_of(run, ranks, keep_last=2, keep_every=4, keep_best=1)
+
+    async def go() -> list[list[int]]:
+        removed = []
+        for step in range(1, 10):
+            await checkpoints.save(step, {})
+            accuracies = {at: value for at, value in {1: 0.2, 3: 0.9, 5: 0.9, 6: 0.4}.items() if at < step}
+            removed.append(await checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
+        return removed
+
+    removed = asyncio.run(go())
+    assert names(run) == [f"step-{step:06d}" for step in (4, 5, 8, 9)]
+    assert list(itertools.chain(*removed)) == [1, 2, 3, 6, 7]
+
+
+def test_the_best_are_not_gone_before_they_are_known(run: RunDirectory, ranks: StandInRanks) -> None:
+    checkpoints = checkpoints_of(run, ranks, keep_last=1, keep_best=1)
+
+    async def go() -> None:
+        for step in (1, 2, 3):
+            await checkpoints.save(step, {})
+            await checkpoints.prune({}, awaited=[1])
+        await checkpoints.prune({1: 0.5})
+
+    asyncio.run(go())
+    assert names(run) == ["step-000001", "step-000003"]
+
+
+def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = StandInRanks(size=50_000_000)
+    slow = threading.Event()
+    sync, ticks = subject.sync, []
+
+    def sync_slowly(path: Path) -> None:
+        slow.wait(1.0)
+        sync(path)
+
+    monkeypatch.setattr(subject, "sync", sync_slowly)
+    checkpoints = checkpoints_of(run, ranks, keep_last=1)
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.005)
+
+    async def go() -> float:
+        await asyncio.sleep(0)
+        ticking = asyncio.create_task(tick())
+        started = time.monotonic()
+        for step in (1, 2):
+            await checkpoints.save(step, {})
+            await checkpoints.prune({})
+        ticking.cancel()
+        return time.monotonic() - started
+
+    seconds = asyncio.run(go())
+    assert seconds > 2.0
+    assert max(after - before for before, after in itertools.pairwise(ticks)) < 0.8

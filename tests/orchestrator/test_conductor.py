@@ -1,0 +1,251 @@
+"""Whole runs, simulated: whatever dies at whatever moment, the three promises of the design hold.
+
+Nothing finished is lost or trained twice, no group is staler than the bound, and every token is the one that the
+weights of its version sample.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from simulation import Fate, Simulation, Weights, checksum, length, loader_of, number, token
+from stand_ins import spec
+
+from asyncrl_cli.journal.rollout_rows import read_batch
+from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.orchestrator.metrics import batch_digest
+from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
+from asyncrl_cli.records.generation import place_of
+from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.runs.checkpoints import complete_checkpoints
+from asyncrl_cli.runs.directory import MODEL
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+STEPS = 6
+EXHAUSTIVE = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a smaller number is no simpler fate
+)
+
+
+class Finished:
+    """What a finished run left on disk."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.path = simulation.run.path
+        self.spec = simulation.spec
+        with closing(open_for_reading(self.path / FILE)) as connection:
+            self.batches = list(self._batches(connection))
+            self.digests = [digest for (digest,) in connection.execute("SELECT digest FROM batches ORDER BY step")]
+            self.evaluations = connection.execute("SELECT step, kind, oldest, newest FROM evaluations").fetchall()
+            self.published = dict(connection.execute("SELECT version, checksum FROM publishes"))
+            self.prompts = [
+                uid for (uid,) in connection.execute("SELECT uid FROM groups WHERE serial IS NOT NULL ORDER BY id")
+            ]
+            self.untrained = connection.execute("SELECT count(*) FROM batches WHERE trained_at IS NULL").fetchone()[0]
+
+    def _batches(self, connection: sqlite3.Connection) -> Iterator[TrainingBatch]:
+        """The batches whose tokens the journal has: all, or those that checkpoints need."""
+        for step in range(STEPS):
+            try:
+                yield read_batch(connection, step)
+            except LookupError:
+                assert self.spec.journal.keep != "all"
+                checkpoints = complete_checkpoints(self.path / "checkpoints")
+                assert all(checkpoint.step > step for checkpoint in checkpoints)
+
+    @property
+    def weights(self) -> Weights:
+        """What the run ends with, as the saved model has it."""
+        return tuple(json.loads((self.path / MODEL / "config.json").read_text()))
+
+    def weights_of(self, version: int) -> Weights:
+        """The weights of a version, worked out from the journal's batches."""
+        return tuple(self.digests)[: version * self.spec.pipeline.publish_every]
+
+    def check(self) -> None:
+        """Everything that must hold of any run, however it went."""
+        assert self.weights == tuple(self.digests), "each batch is trained once, in order"
+        assert len(self.digests) == STEPS
+        assert self.untrained == 0
+        assert all(self.digests[batch.step] == batch_digest(batch) for batch in self.batches)
+        groups = [group.group_id for batch in self.batches for group in batch.groups]
+        assert len(set(groups)) == len(groups) == len(self.batches) * self.spec.pipeline.groups_per_step
+        loader = loader_of(self.spec)
+        assert self.prompts == [loader.next().uid for _ in self.prompts], "none left out, none twice"
+        assert self.published == {version: checksum(self.weights_of(version)) for version in self.published}
+        assert sorted(self.published) == list(range(STEPS // self.spec.pipeline.publish_every + 1))
+        for batch in self.batches:
+            assert max(batch.staleness) <= self.spec.pipeline.max_staleness
+            for group in batch.groups:
+                for rollout in group.rollouts:
+                    self._check_tokens(batch, group.version, rollout)
+        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "every step is reported once"
+        state = self.simulation.run.state
+        assert (state.phase, state.step) == ("finished", STEPS)
+        sets = {f"{name}:greedy" for name in self.spec.evaluation.sets}
+        assert set(state.accuracy) == {"greedy", "sampled", *sets}
+        self._check_evaluations()
+
+    def _check_evaluations(self) -> None:
+        """Of those that were under way when a driver died, some are missing, if the run was past their step by then."""
+        evaluation, every = self.spec.evaluation, self.spec.pipeline.publish_every
+        intervals = {"greedy": evaluation.every, "sampled": evaluation.every if evaluation.samples > 1 else 0}
+        intervals |= {f"{name}:greedy": chosen.every or 0 for name, chosen in evaluation.sets.items()}
+        due = {
+            (step, kind)
+            for kind, interval in intervals.items()
+            for step in range(STEPS + 1)
+            if step in (0, STEPS) or (interval and step % interval == 0)
+        }
+        done = {(step, kind) for step, kind, *_ in self.evaluations}
+        assert {(step, kind) for step, kind in due if step == STEPS} <= done <= due
+        assert done == due or self.simulation.drivers > 1
+        for step, kind, oldest, newest in self.evaluations:
+            assert step // every <= oldest <= newest
+            if evaluation.pin or step in (0, STEPS):
+                assert oldest == newest == step // every, f"the {kind} evaluation after step {step} is of one version"
+
+    def _check_tokens(self, batch: TrainingBatch, admitted_at: int, rollout: Any) -> None:
+        seed = rollout_seed(self.spec.seed, *place_of(rollout.rollout_id))
+        versions = rollout.versions.tolist()
+        assert versions == sorted(versions)
+        assert admitted_at <= versions[0]
+        assert versions[-1] <= batch.version
+        assert rollout.response_ids.tolist() == [
+            token(seed, place, self.weights_of(version)) for place, version in enumerate(versions)
+        ]
+        assert len(versions) == length(seed)
+
+
+def simulated(folder: Path, of: ExperimentSpec, fate: Fate) -> Finished:
+    """A run, played to its end and checked."""
+    simulation = Simulation(folder, of, fate)
+    simulation.play()
+    finished = Finished(simulation)
+    finished.check()
+    return finished
+
+
+def small_spec(**sections: Any) -> ExperimentSpec:
+    """A small run; sections are merged one level deep."""
+    usual: dict[str, Any] = {
+        "data": {"shuffle": False},
+        "rollout": {"group_size": 2, "max_running_rollouts": 8, "engines": 2},
+        "pipeline": {"groups_per_step": 2, "max_staleness": 1},
+        "stop": {"steps": STEPS},
+    }
+    return spec(**{name: {**usual.get(name, {}), **sections.get(name, {})} for name in usual | sections})
+
+
+specs = st.builds(
+    lambda partial, staleness, every, on_stale, engines, slots, ranks, checkpoints, keep, tokens, evaluation, data: (
+        small_spec(
+            data=data,
+            pipeline={"max_staleness": staleness, "publish_every": every, "on_stale": on_stale}
+            | ({"mode": "sync", "partial_rollouts": True} if partial else {}),
+            rollout={"engines": engines, "max_running_rollouts": slots},
+            trainer={"ranks": ranks},
+            checkpoints={"every": checkpoints, "keep_last": keep},
+            journal={"keep": tokens},
+            evaluation=evaluation,
+        )
+    ),
+    partial=st.booleans(),
+    staleness=st.sampled_from([0, 1, 1, 3]),
+    every=st.integers(1, 3),
+    on_stale=st.sampled_from(["wait", "requeue"]),
+    engines=st.integers(1, 3),
+    slots=st.integers(2, 12),
+    ranks=st.integers(1, 2),
+    checkpoints=st.integers(0, 3),
+    keep=st.integers(1, 2),
+    tokens=st.sampled_from(["all", "all", 1, 2]),
+    evaluation=st.sampled_from(
+        [
+            {},
+            {"every": 2},
+            {"every": 2, "samples": 3, "pin": True},
+            {"sets": {"more": {"data": {"size": 2}, "every": 3}}, "pin": True},
+        ]
+    ),
+    data=st.sampled_from(
+        [
+            {},
+            {"shuffle": True},
+            {
+                "shuffle": True,
+                "curriculum": {"field": "answer", "stages": [{"until_prompt": 7, "max": 2}, {"min": 30}]},
+            },
+        ]
+    ),
+)
+fates = st.builds(
+    lambda seed, faults, victims: (seed, faults, victims),
+    seed=st.integers(0, 2**32),
+    faults=st.integers(1, 12),
+    victims=st.lists(st.sampled_from(["engine", "trainer", "buffer", "driver"]), min_size=1, max_size=4, unique=True),
+)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_an_undisturbed_run(tmp_path: Path, every: int) -> None:
+    finished = simulated(
+        tmp_path, small_spec(pipeline={"publish_every": every}, checkpoints={"every": 2}), Fate(Random(every), 0)
+    )
+    assert finished.simulation.drivers == 1
+    assert not [text for text in finished.simulation.view.shown if text.startswith("!")]
+
+
+def test_partial_rollouts_go_on_after_the_publish_and_nothing_is_generated_while_the_trainer_trains(
+    tmp_path: Path,
+) -> None:
+    fates = {partial: Fate(Random(0), 0) for partial in (False, True)}
+    few = {"engines": 1, "max_running_rollouts": 4}
+    partial = small_spec(pipeline={"mode": "sync", "partial_rollouts": True}, rollout=few)
+    finished = simulated(tmp_path / "partial", partial, fates[True])
+    simulated(tmp_path / "async", small_spec(rollout=few), fates[False])
+    assert not fates[True].overlapped
+    assert fates[False].overlapped, "or there would be nothing to see"
+    rollouts = [rollout for batch in finished.batches for group in batch.groups for rollout in group.rollouts]
+    assert any(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts)
+
+
+@given(of=specs, fate=fates)
+@settings(EXHAUSTIVE, max_examples=100)
+def test_whatever_dies_when_the_promises_hold(
+    tmp_path_factory: pytest.TempPathFactory, of: ExperimentSpec, fate: tuple[int, int, list[str]]
+) -> None:
+    seed, faults, victims = fate
+    simulated(tmp_path_factory.mktemp("runs"), of, Fate(Random(seed), faults, victims))
+
+
+@given(fate=fates, every=st.integers(1, 3), engines=st.integers(1, 3))
+@settings(EXHAUSTIVE, max_examples=20)
+def test_without_staleness_all_runs_are_the_same_run(
+    tmp_path_factory: pytest.TempPathFactory, fate: tuple[int, int, list[str]], every: int, engines: int
+) -> None:
+    """However many engines, in whatever order they end, and whatever dies: the same batches and the same weights."""
+    seed, faults, victims = fate
+    pipeline = {"max_staleness": 0, "publish_every": every}
+    runs = [
+        simulated(
+            tmp_path_factory.mktemp("runs"),
+            small_spec(pipeline=pipeline, rollout={"engines": count}),
+            Fate(Random(number(seed, count)), faults if count == engines else 0, victims),
+        )
+        for count in (1, engines)
+    ]
+    assert runs[0].digests == runs[1].digests

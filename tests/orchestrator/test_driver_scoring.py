@@ -1,0 +1,314 @@
+"""Scoring goes on whatever befalls the scorer: first with stand-ins for the actor, then with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError
+
+from asyncrl_cli.core.errors import RunError, TaskError
+from asyncrl_cli.orchestrator import scoring
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.workers.scorer import Scorer
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+
+SPEC = TaskSpec(use="user_rewards:reward")
+
+
+def responses(*texts: str) -> list[Response]:
+    return [(Prompt(f"uid of {text}", "?"), text, True) for text in texts]
+
+
+class StandIn:
+    """An actor whose ``score`` is what ``answer`` makes of the texts. As Ray's, no answer is there at once."""
+
+    def __init__(self, answer: Callable[[list[str]], Awaitable[list[Any]]], start: BaseException | None = None) -> None:
+        self._answer = answer
+        self._start = start
+        self.start = self.score = self
+        self.ping: Any = self
+        self.calls: list[list[str]] = []
+
+    def remote(self, asked: list[Response] | None = None) -> Awaitable[Any]:
+        if asked is None:
+            return self._started()
+        self.calls.append([text for _, text, _ in asked])
+        return self._answered(self.calls[-1])
+
+    async def _answered(self, texts: list[str]) -> list[Any]:
+        await asyncio.sleep(0)  # the other callers come to ask
+        return await self._answer(texts)
+
+    async def _started(self) -> None:
+        await asyncio.sleep(0)
+        if self._start is not None:
+            raise self._start
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The actors that were killed."""
+    actors: list[Any] = []
+    monkeypatch.setattr("ray.kill", actors.append)
+    return actors
+
+
+def plain(scored: list[Scored | RewardFailure]) -> list[float | RewardFailure]:
+    return [score.reward if isinstance(score, Scored) else score for score in scored]
+
+
+async def lengths(texts: list[str]) -> list[Any]:
+    return [Scored(float(len(text))) for text in texts]
+
+
+async def dies(texts: list[str]) -> list[Any]:
+    raise ActorDiedError()
+
+
+async def dies_of(deadly: str, texts: list[str]) -> list[Any]:
+    return await (dies if deadly in texts else lengths)(texts)
+
+
+class Notes(list[tuple[str, str, str]]):
+    """What becomes durable of faults."""
+
+    def faults(self, max_restarts: int = 10) -> Faults:
+        return Faults(max_restarts, self._record, lambda text: None)
+
+    async def _record(self, kind: str, part: str, message: str) -> None:
+        self.append((kind, part, message))
+
+
+def scoring_with(*actors: StandIn, max_restarts: int = 10, spec: TaskSpec = SPEC) -> tuple[Scoring, Notes]:
+    notes = Notes()
+    return Scoring(spec, iter(actors).__next__, notes.faults(max_restarts)), notes
+
+
+def test_callers_take_turns_and_get_their_own_in_order(killed: list[Any]) -> None:
+    actor = StandIn(lengths)
+    many = [("x" * i) for i in range(2 * AT_ONCE + 1)]
+
+    async def both() -> list[list[Scored | RewardFailure]]:
+        asked, _ = scoring_with(actor)
+        return list(await asyncio.gather(asked.score(responses(*many)), asked.score(responses("one", "three"))))
+
+    assert list(map(plain, asyncio.run(both()))) == [[float(i) for i in range(2 * AT_ONCE + 1)], [3.0, 5.0]]
+    assert [len(call) for call in actor.calls] == [AT_ONCE, 2, AT_ONCE, 1]
+    assert killed == []
+
+
+def test_as_many_calls_as_the_actor_has_places_are_under_way(killed: list[Any]) -> None:
+    """Six rewards that are there when all six have been asked for: three workers, with two places each."""
+    everything = asyncio.Event()
+
+    async def when_all_are_there(texts: list[str]) -> list[Any]:
+        if sum(map(len, actor.calls)) == 6:
+            everything.set()
+        await everything.wait()
+        return await lengths(texts)
+
+    actor = StandIn(when_all_are_there)
+    spec = TaskSpec(use="a:b", reward_workers=3, reward_concurrency=2)
+
+    async def both() -> list[list[Scored | RewardFailure]]:
+        asked, _ = scoring_with(actor, spec=spec)
+        calls = asyncio.gather(asked.score(responses("a", "bb", "ccc", "dddd")), asked.score(responses("a", "bb")))
+        return list(await asyncio.wait_for(calls, 30))
+
+    assert list(map(plain, asyncio.run(both()))) == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0]]
+
+
+def test_calls_that_lose_one_actor_together_are_tried_again_one_by_one(killed: list[Any]) -> None:
+    async def deadly(texts: list[str]) -> list[Any]:
+        await asyncio.sleep(0)
+        return await dies_of("bad", texts)
+
+    async def all_die(texts: list[str]) -> list[Any]:
+        await asyncio.sleep(0.01)
+        raise ActorDiedError()
+
+    asked, notes = scoring_with(
+        StandIn(all_die), *(StandIn(deadly) for _ in range(2)), spec=TaskSpec(use="a:b", reward_concurrency=16)
+    )
+    scored = plain(asyncio.run(asked.score(responses("a", "bad", "ccc", "dddd"))))
+    assert scored == [1.0, RewardFailure("scorer: the process died, twice with prompt 'uid of bad'"), 3.0, 4.0]
+    assert len(notes) == 2
+
+
+def test_nothing_to_score() -> None:
+    asked, _ = scoring_with()
+    assert asyncio.run(asked.score([])) == []
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("full")])
+def test_a_dead_actor_is_replaced_and_everything_scored(killed: list[Any], error: Exception) -> None:
+    async def fails(texts: list[str]) -> list[Any]:
+        raise error
+
+    first, second = StandIn(fails), StandIn(lengths)
+    asked, notes = scoring_with(first, second)
+    assert plain(asyncio.run(asked.score(responses("a", "bb")))) == [1.0, 2.0]
+    assert second.calls == [["a"], ["bb"]]
+    assert (killed, notes) == ([first], [("scorer", "scorer", "the process died")])
+
+
+def test_the_response_that_kills_twice_has_no_reward(killed: list[Any]) -> None:
+    async def deadly(texts: list[str]) -> list[Any]:
+        return await dies_of("bad", texts)
+
+    actors = [StandIn(deadly) for _ in range(3)]
+    asked, notes = scoring_with(*actors)
+    scored = plain(asyncio.run(asked.score(responses("a", "bad", "ccc"))))
+    assert scored == [1.0, RewardFailure("scorer: the process died, twice with prompt 'uid of bad'"), 3.0]
+    assert killed == actors[:2]
+    assert len(notes) == 2
+
+
+def test_a_silent_actor_is_replaced(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(texts: list[str]) -> list[Any]:
+        never: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        return await never
+
+    monkeypatch.setattr(scoring, "ACTOR_S", 0.01)
+    silent = StandIn(never)
+    silent.ping = SimpleNamespace(remote=lambda: never([]))
+    asked, notes = scoring_with(silent, StandIn(lengths), spec=TaskSpec(use="a:b", reward_timeout_s=0.01))
+    assert plain(asyncio.run(asked.score(responses("a")))) == [1.0]
+    assert killed == [silent]
+    assert notes == [("scorer", "scorer", "no answer within 0 s")]
+
+
+def test_one_restart_too_many_ends_the_run_with_the_first_cause(killed: list[Any]) -> None:
+    asked, notes = scoring_with(StandIn(dies), StandIn(dies), StandIn(dies), max_restarts=1)
+    with pytest.raises(RunError, match="the first cause: scorer: the process died"):
+        asyncio.run(asked.score(responses("a")))
+    assert len(notes) == len(killed) == 2
+
+
+def test_a_task_that_cannot_be_loaded_ends_the_call(killed: list[Any]) -> None:
+    from ray.exceptions import RayTaskError
+
+    refused = StandIn(lengths, RayTaskError("start", "", TaskError("no such module")).as_instanceof_cause())
+    asked, notes = scoring_with(refused)
+    with pytest.raises(TaskError, match="no such module"):
+        asyncio.run(asked.start())
+    assert (killed, notes) == ([refused], [])
+
+
+def test_actors_lost_while_they_start_count(killed: list[Any]) -> None:
+    lost = [StandIn(lengths, ActorDiedError()) for _ in range(3)]
+    asked, notes = scoring_with(*lost, StandIn(lengths))
+    assert plain(asyncio.run(asked.score(responses("a")))) == [1.0]
+    assert len(notes) == 3
+    asked, notes = scoring_with(*lost, max_restarts=2)
+    with pytest.raises(RunError, match="restarted 2 times"):
+        asyncio.run(asked.start())
+
+
+# -- with Ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie below it, and their paths must be short
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    yield
+    ray.shutdown()
+
+
+def actors(task: TaskSpec, folder: Path) -> Callable[[], Any]:
+    import ray
+
+    return lambda: ray.remote(Scorer).options(num_cpus=0).remote(task, str(folder), str(folder))
+
+
+REWARDS = """
+    import ctypes, os, time
+
+    def reward(prompt, response):
+        if response == "owner":
+            return os.getppid()
+        exec(response)
+        return 1.0
+"""
+
+
+@pytest.fixture
+def real(cluster: None, tmp_path: Path) -> tuple[Scoring, Notes]:
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
+    task = TaskSpec(use="user_rewards:reward", reward_timeout_s=1.0)
+    notes = Notes()
+    return Scoring(task, actors(task, tmp_path), notes.faults()), notes
+
+
+@pytest.mark.stack
+def test_every_fault_of_a_reward_is_a_failure_with_its_reason(real: tuple[Scoring, Notes]) -> None:
+    asked, notes = real
+    faults = {
+        "raise RuntimeError('no such answer')": "RuntimeError: no such answer",
+        "while True: pass": "took more than 1 s",
+        "ctypes.PyDLL(None).sleep(600)": "took more than 1 s",
+        "os._exit(3)": "ended its process twice (exit status 3)",
+    }
+    texts = [text for fault in faults for text in ("1", fault)]
+
+    async def score_all() -> list[list[Scored | RewardFailure]]:
+        await asked.start()
+        return list(await asyncio.gather(asked.score(responses(*texts, "1")), asked.score(responses("1", "1"))))
+
+    training, evaluation = asyncio.run(score_all())
+    assert plain(training)[::2] == [1.0] * (len(faults) + 1)
+    assert plain(evaluation) == [1.0, 1.0]
+    for (fault, says), failure in zip(faults.items(), training[1::2], strict=True):
+        assert isinstance(failure, RewardFailure)
+        assert failure.reason.startswith("user_rewards:reward ")
+        assert says in failure.reason
+        assert repr(f"uid of {fault}") in failure.reason
+    assert notes == [], "the actor itself never died"
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_the_actor_itself_may_be_killed_at_any_time(
+    real: tuple[Scoring, Notes], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, notes = real
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(scoring, "ACTOR_S", 5.0)
+
+    async def kill_and_score() -> tuple[psutil.Process, list[Scored | RewardFailure]]:
+        [pid] = await asked.score(responses("owner"))
+        assert isinstance(pid, Scored)
+        owner = psutil.Process(int(pid.reward))
+        calls = asyncio.gather(asked.score(responses("1", "time.sleep(0.5)", "1")), asked.score(responses("1")))
+        await asyncio.sleep(0)  # the calls are under way
+        os.kill(owner.pid, number)
+        return owner, [reward for scored in await calls for reward in scored]
+
+    owner, scored = asyncio.run(kill_and_score())
+    assert plain(scored) == [1.0] * 4
+    assert len(notes) == 1
+    assert psutil.wait_procs([owner], 30)[1] == []
+
+
+@pytest.mark.stack
+def test_a_task_that_is_missing_is_known_at_the_start(cluster: None, tmp_path: Path) -> None:
+    task = TaskSpec(use="absent:reward")
+    asked = Scoring(task, actors(task, tmp_path), Notes().faults())
+    with pytest.raises(TaskError, match="no module 'absent'"):
+        asyncio.run(asked.start())

@@ -1,0 +1,243 @@
+"""Engines are kept serving: a lost one is started again alone, and its requests lose no token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, run, segment, spec, turns
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.orchestrator.publisher import Publisher
+from asyncrl_cli.records.generation import Attestation, EngineActivity
+from asyncrl_cli.records.training import Publication
+from asyncrl_cli.rollout.client import GenerationClient
+
+PROBE = np.zeros(3, np.float32)
+
+
+class LoadingEngine(StandInEngine):
+    """Loads weights, too; ``off`` nats are between what it serves and what it should."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        super().__init__()
+        self.off = off
+        self.loaded: list[int] = []
+
+    @remote
+    async def update_weights(self, version: int, *_: Any) -> Attestation:
+        self.loaded.append(version)
+        return Attestation(version, PROBE + np.float32(self.off), 0.0)
+
+
+class FailingProcess(StandInProcess):
+    """Can be told to fail at its next starts, or to start engines that serve something else."""
+
+    def __init__(self, name: str) -> None:
+        self.offs: list[float] = []
+        self.made: list[LoadingEngine] = []
+        self.failing_starts = 0
+        super().__init__(name, self._make)
+
+    def _make(self) -> LoadingEngine:
+        self.made.append(LoadingEngine(self.offs.pop(0) if self.offs else 0.0))
+        return self.made[-1]
+
+    async def replace(self, folder: Path) -> None:
+        assert folder == Path("skeleton")
+        await super().replace(folder)
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise RunError("it does not start", location=self.name)
+
+
+class Scene:
+    """Engines under a keeper, with a trainer that has published version 0."""
+
+    def __init__(self, engines: int, max_restarts: int) -> None:
+        self.notes = Notes()
+        self.processes = [FailingProcess(f"engine-{index}") for index in range(engines)]
+        processes: list[Any] = [*self.processes]
+        self.client = GenerationClient(processes, slots=8, retries=0, hang_s=600.0, decode=str)
+        self.publisher = Publisher(spec(), self._publish)
+        self.serving = asyncio.Semaphore(0)
+        self.keeper = EngineKeeper(
+            self.client,
+            self.publisher,
+            self.notes.faults(max_restarts),
+            Path("skeleton"),
+            on_serving=self.serving.release,
+        )
+        self.ended: list[str] = []
+
+    async def _publish(self, version: int) -> Publication:
+        return Publication(version, f"sum {version}", {}, (1, 2, 3, 4), PROBE)
+
+    async def publish(self, version: int) -> None:
+        await self.publisher.serve(
+            version,
+            lambda: [(engine.name, engine.process.actor) for engine in self.client.serving()],
+            self.client.condemn,
+        )
+
+    async def ask(self, *names: str) -> None:
+        for name in names:
+            self.client.enqueue(
+                [request(name)],
+                lambda ended: self.ended.extend(asked.rollout_id for asked, _ in ended),
+            )
+        await self.client.flush()
+
+
+@asynccontextmanager
+async def kept(engines: int, max_restarts: int = 10) -> AsyncIterator[Scene]:
+    """Kept engines that serve version 0."""
+    scene = Scene(engines, max_restarts)
+    async with asyncio.TaskGroup() as tasks:
+        keeping = [tasks.create_task(scene.keeper.keep(engine)) for engine in scene.client.engines]
+        await scene.publish(0)
+        for _ in keeping:
+            await scene.serving.acquire()
+        yield scene
+        for task in keeping:
+            task.cancel()
+
+
+def ended_by(error: ExceptionGroup[Exception]) -> Exception:
+    (cause,) = error.exceptions
+    return cause
+
+
+def test_engines_prove_the_weights_before_they_get_a_request() -> None:
+    async def check() -> None:
+        scene = Scene(1, 0)
+        await scene.ask("a")
+        keeping = asyncio.create_task(scene.keeper.keep(scene.client.engines[0]))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        (engine,) = scene.processes[0].made
+        assert (engine.loaded, engine.ids) == ([], [])
+        await scene.publish(0)
+        await scene.serving.acquire()
+        await turns()
+        assert (engine.loaded, engine.ids) == ([0], ["a"])
+        keeping.cancel()
+
+    run(check())
+
+
+def test_a_dead_engine_is_started_again_while_the_other_goes_on_with_its_requests() -> None:
+    async def check() -> None:
+        async with kept(2) as scene:
+            first, second = (process.actor for process in scene.processes)
+            await scene.ask("a", "b")
+            await first.deliver(segments=[segment("a", 0, 3)])
+            first.die()
+            await scene.serving.acquire()
+            assert scene.notes == [("engine", "engine-0", "the process died")]
+            assert second.ids == ["b", "a"]
+            assert [(part.start, part.end) for part in second.submitted[-1].prefix] == [(0, 3)]
+            restarted = scene.processes[0].actor
+            assert (restarted.loaded, restarted.ids) == ([0], [])
+            await scene.ask("c")
+            assert restarted.ids == ["c"], "it serves again"
+            await second.deliver(rollout("a"), rollout("b"))
+            await restarted.deliver(rollout("c"))
+            assert scene.ended == ["a", "b", "c"]
+
+    run(check())
+
+
+def test_the_only_engine_goes_on_with_its_own_requests_under_the_present_weights() -> None:
+    async def check() -> None:
+        async with kept(1) as scene:
+            await scene.ask("a")
+            await scene.publish(1)
+            await scene.processes[0].actor.deliver(segments=[segment("a", 0, 2, version=1)])
+            scene.processes[0].actor.put(activity=EngineActivity(silent_s=601.0))
+            await scene.serving.acquire()
+            await turns()
+            old, new = scene.processes[0].made
+            assert old.dead, "one that hangs is ended before another takes its place"
+            assert (old.loaded, new.loaded) == ([0, 1], [1])
+            assert [(part.start, part.end, part.version) for part in new.submitted[0].prefix] == [(0, 2, 1)]
+            assert scene.notes[0][2] == "it has made no token for 601 s"
+
+    run(check())
+
+
+def test_an_engine_that_does_not_load_new_weights_is_replaced() -> None:
+    async def check() -> None:
+        async with kept(2) as scene:
+            await scene.ask("a")
+            scene.processes[0].actor.off = 1.0
+            await scene.publish(1)
+            assert [engine.name for engine in scene.client.serving()] == ["engine-1"]
+            await scene.serving.acquire()
+            ((kind, name, cause),) = scene.notes
+            assert (kind, name) == ("engine", "engine-0")
+            assert cause.startswith("it does not serve weight version 1")
+            assert scene.processes[0].actor.loaded == [1]
+            assert scene.processes[1].actor.ids == ["a"]
+
+    run(check())
+
+
+def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
+    async def check() -> None:
+        async with kept(1) as scene:
+            await scene.ask("a")
+            scene.processes[0].failing_starts = 1
+            scene.processes[0].actor.die()
+            await scene.serving.acquire()
+            causes = [cause.split(":")[0] for _, _, cause in scene.notes]
+            assert causes == ["the process died", "it does not start"]
+            scene.processes[0].offs = [1.0]
+            scene.processes[0].actor.die()
+            await scene.serving.acquire()
+            assert [cause.split(":")[0] for _, _, cause in scene.notes[2:]] == [
+                "the process died",
+                "it does not serve weight version 0",
+            ]
+            await turns()
+            assert scene.processes[0].actor.ids == ["a"], "the request has come through all of that"
+
+    run(check())
+
+
+def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
+    async def check() -> None:
+        async with kept(2, max_restarts=1) as scene:
+            scene.client.condemn("engine-1", "it is slow")
+            await scene.serving.acquire()
+            scene.processes[0].actor.die()
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(ExceptionGroup) as error:
+        run(check())
+    cause = ended_by(error.value)
+    assert isinstance(cause, RunError)
+    assert "restarted 1 times in 6 hours, and it failed again; the first cause: engine-1: it is slow" in str(cause)
+
+
+def test_while_the_trainer_is_lost_a_restarted_engine_waits_for_its_weights() -> None:
+    async def check() -> None:
+        async with kept(2) as scene:
+            scene.publisher.lost()
+            scene.processes[0].actor.die()
+            while len(scene.processes[0].made) < 2:
+                await asyncio.sleep(0)
+            await scene.ask("a")
+            assert scene.processes[1].actor.ids == ["a"]
+            await scene.publish(0)
+            await scene.serving.acquire()
+            assert [actor.loaded for actor in scene.processes[0].made] == [[0], [0]]
+            assert scene.processes[1].actor.loaded == [0]
+
+    run(check())

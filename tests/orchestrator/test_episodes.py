@@ -1,0 +1,388 @@
+"""Episodes from the driver: what is kept from one playing to the next, what is tried again, and what it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import patch
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from stand_ins import StandInGateway, run, spec
+from stand_ins import turns as turns_of_the_loop
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.gateway.actor import GatewaySetup
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.keys import session_key
+from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError
+from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.orchestrator.episodes import Episodes, _Told
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.continuation import cut, join
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
+from asyncrl_cli.workers.episode_owner import Played
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from tests.rollout.conversation_stand_ins import end_of
+
+CHAT = ChatFormat(character_tokenizer(4096))
+PROMPT = Prompt("row/1", "begin")
+SAMPLING = Sampling(temperature=1.0, max_tokens=8, seed=5)
+SECRET = b"secret"
+FINE = Played(Scored(1.0, {"turns": 2.0}))
+
+Agent = Callable[[Session], Awaitable[Played]]
+
+
+class Model:
+    """Replies with letters that follow from the seed; ``held`` lets it reply."""
+
+    def __init__(self) -> None:
+        self.asked: list[RolloutRequest] = []
+        self.held = asyncio.Event()
+        self.held.set()
+
+    async def generate(self, request: RolloutRequest, on_segments: Any = None) -> Rollout:
+        self.asked.append(request)
+        assert request.sampling.seed is not None
+        letters = [97 + (request.sampling.seed // 7**place) % 26 for place in range(4)]
+        ids = np.array([*CHAT.encode("".join(map(chr, letters))), end_of(CHAT)], np.int32)
+        logprobs = np.full(len(ids), -1.0, np.float32)
+        done = join(request.prefix)
+        assert done.response_ids.tolist() == ids[: len(done.response_ids)].tolist()
+        if on_segments is not None:
+            on_segments(cut(request.rollout_id, 0, ids[:2], logprobs[:2], [(3, 0)]))
+        await self.held.wait()
+        text = CHAT.decode(ids.tolist())
+        return Rollout(request.rollout_id, request.prompt_ids, ids, logprobs, np.full(5, 3, np.int32), text, "stop")
+
+
+class Scene:
+    """Episodes whose playings are these agents, one after another."""
+
+    def __init__(self, *agents: Agent, retries: int = 2, **limits: Any) -> None:
+        self.agents = list(agents)
+        self.model = Model()
+        self.played: list[tuple[str, bool]] = []
+        self.judged: list[Response] = []
+        self.told: list[Segment] = []
+        self.actors: list[StandInGateway] = []
+        self.faults: list[str] = []
+        anyone: Any = self
+        setup = GatewaySetup(spec(), lambda: CHAT, "policy", SECRET)
+        restarts = Faults(limits.pop("max_restarts", 2), self._record, lambda _: None)
+        self.gateway = GatewayClient(setup, self._gateway_actor, self.generate, restarts)
+        limit = Limits(max_length=limits.pop("max_length", 200), max_call_tokens=1, **limits)
+        self.episodes = Episodes(anyone, self.gateway, anyone, anyone, limits=limit, retries=retries)
+
+    def _gateway_actor(self) -> StandInGateway:
+        self.actors.append(StandInGateway(CHAT))
+        return self.actors[-1]
+
+    async def _record(self, kind: str, part: str, message: str) -> None:
+        self.faults.append(f"{part}: {message}")
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.actors[-1].sessions
+
+    def generate(self, *arguments: Any) -> Awaitable[Rollout]:
+        return self.model.generate(*arguments)
+
+    @asynccontextmanager
+    async def place(self, apart: bool) -> AsyncIterator[Any]:
+        self.apart = apart
+        yield self
+
+    async def play_at(self, name: str) -> Played:
+        return await self.agents.pop(0)(self.sessions.get(name))
+
+    async def play(self, name: str, prompt: Prompt, access: ModelAccess) -> Played:
+        url = f"http://host:7/sessions/{quote(name, safe='')}/v1"
+        assert access == ModelAccess(url, session_key(SECRET, name), "policy", "12-3")
+        self.played.append((name, self.apart))
+        return await self.play_at(name)
+
+    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
+        self.judged += responses
+        return [Scored(0.5)]
+
+    async def run(self, **options: Any) -> tuple[Rollout | None, Scored | RewardFailure]:
+        with patch("ray.kill"):
+            await self.gateway.start()
+            keeping = asyncio.create_task(self.gateway.keep())
+            try:
+                return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.told.extend, **options)
+            finally:
+                await turns_of_the_loop()
+                keeping.cancel()
+
+
+def turns(count: int, then: Played = FINE) -> Agent:
+    """Talks for so many turns."""
+
+    async def agent(session: Session) -> Played:
+        messages: list[Any] = [{"role": "user", "content": "begin"}]
+        for turn in range(count):
+            (reply,) = await session.chat(messages, None, CallOptions())
+            messages += [reply.message, {"role": "user", "content": f"turn {turn}"}]
+        return then
+
+    return agent
+
+
+def failed(reason: str, again: Any) -> Played:
+    return Played(RewardFailure(reason), again)
+
+
+def test_an_episode_is_one_rollout_with_its_score() -> None:
+    async def test() -> None:
+        scene = Scene(turns(2))
+        rollout, score = await scene.run()
+        assert score == FINE.score
+        assert rollout is not None and rollout.rollout_id == "12-3" and rollout.prompt_ids == ()
+        assert rollout.versions.tolist() == [GIVEN] * 5 + [3] * 5 + [GIVEN] * 6 + [3] * 5
+        assert np.array_equal(join(scene.told).response_ids, rollout.response_ids), "all of it is told"
+        assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1"]
+        assert {request.priority for request in scene.model.asked} == {12}
+        assert {request.sampling.max_tokens for request in scene.model.asked} == {8}
+        assert len(scene.sessions) == scene.episodes.resting == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize(("again", "apart"), [("on", False), ("apart", True)])
+def test_what_was_generated_is_kept_when_the_process_was_lost(again: str, apart: bool) -> None:
+    async def test() -> None:
+        whole, _ = await Scene(turns(3)).run()
+        scene = Scene(turns(2, failed("lost", again)), turns(3), retries=0)
+        rollout, score = await scene.run()
+        assert score == FINE.score
+        assert rollout is not None and whole is not None
+        assert np.array_equal(rollout.response_ids, whole.response_ids)
+        assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
+        assert scene.played == [("12-3", False), ("12-3~1", apart)]
+
+    run(test())
+
+
+def test_a_reply_that_was_under_way_goes_on() -> None:
+    async def test() -> None:
+        async def lost(session: Session) -> Played:
+            scene.model.held.clear()
+            talking = asyncio.ensure_future(turns(1)(session))
+            while not scene.model.asked:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            talking.cancel()
+            await asyncio.gather(talking, return_exceptions=True)
+            scene.model.held.set()
+            return failed("lost", "on")
+
+        scene = Scene(lost, turns(1))
+        rollout, _ = await scene.run()
+        assert rollout is not None
+        first, second = scene.model.asked
+        assert (first.generated, second.generated) == (0, 2)
+
+    run(test())
+
+
+def test_an_agent_that_fails_is_tried_again_with_other_numbers() -> None:
+    async def test() -> None:
+        scene = Scene(*(turns(1, failed(f"reason {attempt}", "anew")) for attempt in range(3)), retries=2)
+        _, score = await scene.run()
+        assert score == RewardFailure("reason 2"), "the last reason is kept"
+        assert len({request.sampling.seed for request in scene.model.asked}) == 3
+        assert [request.generated for request in scene.model.asked] == [0, 0, 0]
+        assert [name for name, _ in scene.played] == ["12-3", "12-3~1", "12-3~2"]
+
+    run(test())
+
+
+def test_what_has_its_time_is_not_tried_again() -> None:
+    async def test() -> None:
+        scene = Scene(turns(1, failed("late", "no")))
+        assert (await scene.run())[1] == RewardFailure("late")
+
+    run(test())
+
+
+def test_what_an_earlier_driver_recorded_is_not_generated_again() -> None:
+    async def test() -> None:
+        before = Scene(turns(2))
+        whole, _ = await before.run()
+        again = Scene(turns(3))
+        rollout, _ = await again.run(recorded={0: tuple(before.told)})
+        assert rollout is not None and whole is not None
+        assert np.array_equal(rollout.response_ids[: len(whole.response_ids)], whole.response_ids)
+        assert [request.rollout_id for request in again.model.asked] == ["12-3/2"]
+
+    run(test())
+
+
+def test_branches_are_kept_too() -> None:
+    async def other_histories(session: Session) -> Played:
+        for text in ("one", "two", "three"):
+            await session.chat([{"role": "user", "content": text}], None, CallOptions())
+        return FINE
+
+    async def lost(session: Session) -> Played:
+        await other_histories(session)
+        return failed("lost", "on")
+
+    async def test() -> None:
+        scene = Scene(lost, other_histories)
+        rollout, _ = await scene.run()
+        assert rollout is not None
+        assert [one.rollout_id for one in rollout.sequences] == ["12-3", "12-3.1", "12-3.2"]
+        assert len(scene.model.asked) == 3, "none is sampled again"
+
+    run(test())
+
+
+def test_without_a_reply_there_is_no_rollout() -> None:
+    async def too_long(session: Session) -> Played:
+        with pytest.raises(SessionError):
+            await session.chat([{"role": "user", "content": "x" * 300}], None, CallOptions())
+        return FINE
+
+    async def test() -> None:
+        rollout, score = await Scene(turns(0)).run()
+        assert rollout is None
+        assert score == RewardFailure("the episode of prompt 'row/1' got no reply of the model")
+        _, score = await Scene(too_long).run()
+        assert isinstance(score, RewardFailure) and "maximum context length is 200 tokens" in score.reason
+
+    run(test())
+
+
+def test_without_a_score_the_last_reply_is_judged() -> None:
+    async def test() -> None:
+        scene = Scene(turns(2, Played(None)))
+        rollout, score = await scene.run()
+        assert score == Scored(0.5)
+        assert rollout is not None
+        assert scene.judged == [(PROMPT, CHAT.decode(rollout.response_ids[-5:].tolist()), True)]
+
+    run(test())
+
+
+def test_a_cancelled_episode_leaves_no_session() -> None:
+    async def test() -> None:
+        async def waits(session: Session) -> Played:
+            scene.model.held.clear()
+            return await turns(1)(session)
+
+        scene = Scene(waits)
+        playing = asyncio.ensure_future(scene.run())
+        while not scene.model.asked:
+            await asyncio.sleep(0)
+        assert scene.episodes.resting == 0, "it asks for something"
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        assert len(scene.sessions) == 0
+        with pytest.raises(SessionError, match="has ended"):
+            scene.sessions.get("12-3")
+
+    run(test())
+
+
+def test_a_gateway_that_dies_is_replaced_and_its_episodes_go_on() -> None:
+    async def test() -> None:
+        whole, _ = await Scene(turns(3)).run()
+
+        async def killed(session: Session) -> Played:
+            await turns(2)(session)
+            await turns_of_the_loop(20)  # the driver has heard of it
+            scene.actors[-1].die()
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def fails_with_it(session: Session) -> Played:
+            await turns(2)(session)
+            scene.actors[-1].die()
+            return failed("no connection", "anew")
+
+        scene = Scene(killed, fails_with_it, turns(3), retries=0)
+        rollout, score = await scene.run()
+        assert score == FINE.score
+        assert rollout is not None and whole is not None
+        assert np.array_equal(rollout.response_ids, whole.response_ids)
+        assert np.array_equal(rollout.logprobs, whole.logprobs) and np.array_equal(rollout.versions, whole.versions)
+        assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
+        assert [name for name, _ in scene.played] == ["12-3", "12-3~1", "12-3~2"]
+        assert scene.faults == ["gateway: the process died"] * 2
+
+    run(test())
+
+
+def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
+    async def test() -> None:
+        async def killed(session: Session) -> Played:
+            scene.actors[-1].die()
+            return FINE
+
+        scene = Scene(killed, killed, max_restarts=1)
+        with pytest.raises(RunError, match="gateway: restarted 1 times"):
+            await scene.run()
+
+    run(test())
+
+
+def test_what_was_asked_for_by_a_gateway_that_died_is_not_generated_any_more() -> None:
+    async def test() -> None:
+        async def killed(session: Session) -> Played:
+            scene.model.held.clear()
+            asyncio.ensure_future(turns(1)(session)).add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )
+            while not scene.model.asked:
+                await asyncio.sleep(0)
+            scene.actors[-1].die()
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def goes_on(session: Session) -> Played:
+            assert scene.episodes.resting == 1, "nothing is asked for"
+            scene.model.held.set()
+            return await turns(1)(session)
+
+        scene = Scene(killed, goes_on)
+        rollout, _ = await scene.run()
+        assert rollout is not None
+        first, second = scene.model.asked
+        assert first.rollout_id == second.rollout_id
+        assert (first.generated, second.generated) == (0, 0), "what it had was not told yet"
+
+    run(test())
+
+
+def test_what_is_recorded_grows_without_being_copied_and_what_is_told_again_replaces_it() -> None:
+    looked = 0
+
+    class Counted:
+        """A segment that counts how often its start is looked at."""
+
+        def __init__(self, rollout_id: str, start: int) -> None:
+            self.rollout_id, self._start = rollout_id, start
+
+        @property
+        def start(self) -> int:
+            nonlocal looked
+            looked += 1
+            return self._start
+
+    told = _Told("3-1", {}, None)
+    segments: list[Any] = [Counted("3-1", start) for start in range(1000)]
+    for segment in segments:
+        told.add([segment])
+    assert told.recorded == {0: tuple(segments)} and looked < 3000
+    again: Any = Counted("3-1", 10)
+    told.add([again])
+    assert told.recorded == {0: (*segments[:10], again)}

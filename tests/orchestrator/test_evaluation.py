@@ -1,0 +1,177 @@
+"""Evaluations: what is asked for, how it is counted, and what is kept of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_ins import StandInEngine, actors, client_over, collecting, prompts, remote, rollout, run, spec
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
+from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+
+VERSIONS = (3, 3, 4)
+"""Of a rollout's tokens."""
+
+
+class Engine(StandInEngine):
+    """Answers at once."""
+
+    @remote
+    async def submit(self, requests: list[RolloutRequest]) -> None:
+        self.submitted += requests
+        self.put(*(rollout(request.rollout_id, VERSIONS) for request in requests))
+
+
+class FailingEngine(StandInEngine):
+    @remote
+    async def submit(self, requests: list[RolloutRequest]) -> None:
+        self.put(*(RolloutFailure(request.rollout_id, "out of memory") for request in requests))
+
+
+class Scorer:
+    """The response at place 3 of an evaluation is right, that at place 5 has no reward, ..."""
+
+    def __init__(self, right: set[int], failed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.right, self.failed = right, failed
+
+    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
+        places = [int(text.rpartition(":")[2]) for _, text, _ in responses]
+        return [
+            RewardFailure("no reward") if place in self.failed else Scored(float(place in self.right), {"place": place})
+            for place in places
+        ]
+
+
+class Player:
+    """Plays an episode of two sequences; in every third one the policy says nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, Sampling]] = []
+
+    async def play(self, rollout_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Rollout | None, Any]:
+        self.asked.append((rollout_id, prompt.uid, sampling))
+        if prompt.uid == "p2":
+            return None, RewardFailure("the agent never called")
+        whole = rollout(rollout_id, (GIVEN, GIVEN, 1, GIVEN, 2))
+        return replace(whole, branches=(rollout(f"{rollout_id}.1", (GIVEN, 5)),)), Scored(1.0)
+
+
+def evaluator(folder: Path, scorer: Any, sets: dict[str, HeldOut] | None = None, **sections: Any) -> Any:
+    of = spec(**sections)
+    directory = RunDirectory.create(folder, "run")
+    client = client_over(1, make_actor=FailingEngine if scorer is None else Engine)
+    held_out = HeldOut([(prompt, (1, 2)) for prompt in prompts(3)], scorer)
+    return Evaluator(of, directory.write_text, client, held_out, sets or {}), client, directory
+
+
+def evaluated(parts: Any, kind: str, step: int) -> EvaluationResult:
+    async def test() -> EvaluationResult:
+        (series,) = [series for series in parts[0].due(step) if series.kind == kind]
+        async with collecting(parts[1]):
+            evaluating = asyncio.ensure_future(parts[0].evaluate(series, step))
+            await asyncio.wait([evaluating])
+        result: EvaluationResult = evaluating.result()
+        return result
+
+    return run(test())
+
+
+def rows(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory.path / "evaluations" / name).read_text().splitlines()]
+
+
+def test_several_samples_of_each_prompt_are_counted_as_pass_at_k(tmp_path: Path) -> None:
+    evaluation = {"samples": 4, "temperature": 0.5, "every": 2}
+    parts = evaluator(tmp_path, Scorer(right={0, 5, 6}, failed={1}), evaluation=evaluation)
+    result = evaluated(parts, "sampled", 2)
+    assert (result.prompts, result.samples, result.oldest, result.newest) == (3, 4, 3, 4)
+    assert result.accuracy == result.mean_reward == pytest.approx(3 / 12)
+    # One of 4, two of 4 and none are right.
+    assert result.pass_at == pytest.approx(((1 / 4 + 2 / 4) / 3, (1 / 2 + 5 / 6) / 3, (3 / 4 + 1) / 3, 2 / 3))
+    assert result.metrics == {"place": pytest.approx((66 - 1) / 11)}
+    assert result.mean_length == 3.0
+    (engine,) = actors(parts[1])
+    asked = [request.sampling for request in engine.submitted]
+    assert [request.rollout_id for request in engine.submitted] == [f"eval:2:sampled:{place}" for place in range(12)]
+    assert {sampling.temperature for sampling in asked} == {0.5}
+    assert len({sampling.seed for sampling in asked}) == 12
+    head, *samples = rows(parts[2], "step-000002-sampled.jsonl")
+    assert EvaluationResult(**{**head, "pass_at": tuple(head["pass_at"])}) == result
+    assert [(row["uid"], row["sample"]) for row in samples] == [(f"p{n}", k) for n in range(3) for k in range(4)]
+    assert (samples[1]["reward"], samples[1]["failure"]) == (0.0, "no reward")
+    assert (samples[5]["reward"], samples[5]["metrics"]) == (1.0, {"place": 5})
+    assert (samples[0]["oldest"], samples[0]["newest"]) == (3, 4)
+    assert [row["answer"] for row in samples[::4]] == [0, 1, 2], "the prompts have reference answers"
+
+
+def test_greedy_responses_need_no_seed_and_no_more_than_one(tmp_path: Path) -> None:
+    parts = evaluator(tmp_path, Scorer(right={0}), evaluation={"every": 1, "prompts": 2, "samples": 8})
+    assert evaluated(parts, "greedy", 1).prompts == 2
+    assert [(r.sampling.temperature, r.sampling.seed) for r in actors(parts[1])[0].submitted] == [(0.0, None)] * 2
+    whole = evaluated(evaluator(tmp_path, Scorer(right={0})), "greedy", 10)
+    assert (whole.prompts, whole.pass_at) == (3, ()), "after training on all"
+
+
+def test_what_is_due_when(tmp_path: Path) -> None:
+    def due(**evaluation: Any) -> dict[int, set[str]]:
+        names = evaluation.get("sets", {})
+        sets = {name: HeldOut([], Scorer(set())) for name in names}  # type: ignore[arg-type]
+        found = evaluator(tmp_path, Scorer(set()), sets, evaluation=evaluation)[0]
+        return {step: kinds for step in range(11) if (kinds := {series.kind for series in found.due(step)})}
+
+    both = {"greedy", "sampled"}
+    assert due() == {0: both, 10: both}
+    assert due(every=4) == {0: both, 4: {"greedy"}, 8: {"greedy"}, 10: both}
+    assert due(every=4, samples=2) == {0: both, 4: both, 8: both, 10: both}
+    data = {"size": 1}
+    sets = {"a": {"data": data}, "b": {"data": data, "every": 5, "greedy": False}, "c": {"data": data, "every": 0}}
+    ends = {*both, "a:greedy", "b:sampled", "c:greedy"}
+    assert due(every=4, sets=sets) == {
+        0: ends,
+        4: {"greedy", "a:greedy"},
+        5: {"b:sampled"},
+        8: {"greedy", "a:greedy"},
+        10: ends,
+    }
+
+
+def test_a_set_of_episodes_is_played(tmp_path: Path) -> None:
+    player = Player()
+    data = HeldOut([(prompt, ()) for prompt in prompts(3)], Scorer(set()), player)  # type: ignore[arg-type]
+    sets = {"tools": {"data": {"size": 3}}}
+    parts = evaluator(tmp_path, Scorer(set()), {"tools": data}, evaluation={"sets": sets})
+    result = evaluated(parts, "tools:greedy", 0)
+    assert [(name, uid) for name, uid, _ in player.asked] == [(f"eval:0:tools:greedy:{n}", f"p{n}") for n in range(3)]
+    assert result.accuracy == pytest.approx(2 / 3)
+    assert (result.oldest, result.newest) == (1, 5), "of what was sampled, in all sequences"
+    assert result.mean_length == pytest.approx(2 * 3 / 3), "given tokens do not count"
+    *_, silent = rows(parts[2], "step-000000-tools-greedy.jsonl")
+    assert (silent["response"], silent["failure"]) == ("", "the agent never called")
+
+
+def test_a_rollout_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="an evaluation rollout failed: out of memory"):
+        evaluated(evaluator(tmp_path, None), "greedy", 0)
+
+
+def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
+    class Silent(Player):
+        async def play(self, rollout_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Rollout | None, Any]:
+            return rollout(rollout_id, (GIVEN,)), RewardFailure("nothing was sampled")
+
+    data = HeldOut([(prompt, ()) for prompt in prompts(2)], Scorer(set()), Silent())  # type: ignore[arg-type]
+    parts = evaluator(tmp_path, Scorer(set()), {"x": data}, evaluation={"sets": {"x": {"data": {"size": 2}}}})
+    assert np.all(rollout("1-0", (GIVEN,)).versions == GIVEN)
+    with pytest.raises(RunError, match="no episode of an evaluation came to a reply; the first: nothing was sampled"):
+        evaluated(parts, "x:greedy", 0)

@@ -1,0 +1,43 @@
+"""A run ends for a share of its recent groups, however long it has been running."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.orchestrator.failure_share import LEAST, WINDOW, RecentFailures
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.problems import SpecError
+
+
+def ended(failures: RecentFailures, groups: int, every: int) -> int | None:
+    """After how many groups, of which one in ``every`` fails, the run ends."""
+    for number in range(1, groups + 1):
+        failures.failed(f"group {number}") if number % every == 0 else failures.finished()
+        if failures.too_many():
+            return number
+    return None
+
+
+def test_rare_failures_end_no_run_however_long_it_is() -> None:
+    assert ended(RecentFailures(0.25), 100_000, every=4) is None
+    assert ended(RecentFailures(0.01), 100_000, every=100) is None
+
+
+def test_a_cause_that_stays_ends_the_run_soon() -> None:
+    assert ended(RecentFailures(0.25), 1_000, every=1) == LEAST
+    assert ended(RecentFailures(0.25), 1_000, every=2) == 2 * LEAST
+    failures = RecentFailures(0.25)
+    assert ended(failures, 9_500, every=1_000) is None
+    assert ended(failures, WINDOW, every=1) == WINDOW // 4 + 1, "after a long good time"
+    assert failures.too_many() == "26 of the last 100 groups were lost to failed rollouts; the first of them: group 1"
+
+
+def test_none_and_all_may_be_allowed() -> None:
+    assert ended(RecentFailures(0.0), 10, every=1) == 1
+    assert ended(RecentFailures(0.0), 1_000, every=700) == 700
+    assert ended(RecentFailures(1.0), 1_000, every=1) is None
+
+
+def test_the_earlier_key_names_its_successor() -> None:
+    with pytest.raises(SpecError, match=r"rollout\.max_failed_share"):
+        load_spec("specs/quickstart.yaml", ["rollout.max_failures=16"])

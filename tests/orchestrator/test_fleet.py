@@ -1,0 +1,263 @@
+"""Engines and trainer start side by side; what dies meanwhile is started again, what fails is named."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stand_ins import Actor, Notes, remote, run
+
+from asyncrl_cli.core.errors import ConfigError, RunError, UserError
+from asyncrl_cli.orchestrator import actors
+from asyncrl_cli.orchestrator.actors import EngineProcess, start_fleet
+from asyncrl_cli.orchestrator.trainers import TrainerLost
+
+
+class EngineActor(Actor):
+    """``fate`` may end it, or raise, when it is told to start."""
+
+    def __init__(self, name: str, pid: int, fate: Callable[[EngineActor], None]) -> None:
+        super().__init__()
+        self.name = name
+        self.pid = pid
+        self.node = "node-0"
+        self.started_on = ""
+        self._fate = fate
+
+    @remote
+    async def ping(self) -> None:
+        pass
+
+    @remote
+    async def preload(self) -> int:
+        return self.pid
+
+    @remote
+    async def start(self, model_dir: str, version: int | None) -> str:
+        self._fate(self)
+        await asyncio.sleep(0)
+        self.started_on = model_dir
+        return self.node
+
+
+class Factory:
+    """Makes the actors of engines; their process ids are 1001, 1002, ..."""
+
+    def __init__(self, fate: Callable[[EngineActor], None] = lambda actor: None, address: str | None = None) -> None:
+        self.spec = SimpleNamespace(
+            cluster=SimpleNamespace(address=address),
+            rollout=SimpleNamespace(threads_per_engine=1, gpus_per_engine=0),
+        )
+        self.made: list[EngineActor] = []
+        self._fate = fate
+
+    def engine(self, name: str) -> EngineActor:
+        self.made.append(EngineActor(name, 1001 + len(self.made), self._fate))
+        return self.made[-1]
+
+    def process(self, name: str) -> EngineProcess:
+        return EngineProcess(self, name)  # type: ignore[arg-type]
+
+
+class Trainers:
+    """Trainer ranks; ``dies_at`` are the calls in which they die, one after the other."""
+
+    def __init__(self, *dies_at: str) -> None:
+        self.node = ""
+        self.calls: list[str] = []
+        self._dies_at = list(dies_at)
+
+    async def placed(self, warn: Callable[[str], None]) -> None:
+        self._note("placed")
+
+    async def preload(self) -> None:
+        self._note("preload")
+        self.node = "node-0"
+
+    async def prepare_model(self, progress: Callable[[str], None]) -> str:
+        self._note("prepare_model")
+        return "/models/one"
+
+    async def start(self, checkpoint: Path | None) -> None:
+        self._note(f"start {checkpoint}")
+
+    def renew(self) -> None:
+        self.calls.append("renew")
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self._dies_at and call.startswith(self._dies_at[0]):
+            raise TrainerLost("trainer-0", f"died at {self._dies_at.pop(0)}")
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Processes and actors that were killed."""
+    found: list[Any] = []
+
+    def kill(actor: EngineActor) -> None:
+        found.append(actor)
+        actor.die()
+
+    monkeypatch.setattr("ray.kill", kill)
+    monkeypatch.setattr(actors.os, "kill", lambda pid, number: found.append((pid, number)))
+    return found
+
+
+def started(
+    factory: Factory,
+    trainers: Trainers,
+    engines: int = 2,
+    max_restarts: int = 10,
+    skeleton: Callable[[], Path] = lambda: Path("/skeleton"),
+    notes: Notes | None = None,
+) -> tuple[str, Notes, list[str]]:
+    """Start such a fleet; returns the model's folder, what was noted of faults, and what was shown."""
+
+    async def start() -> tuple[str, Notes, list[str]]:
+        noted, shown = Notes() if notes is None else notes, list[str]()
+        processes = [factory.process(f"engine-{index}") for index in range(engines)]
+        folder = await start_fleet(
+            processes,
+            trainers,  # type: ignore[arg-type]
+            skeleton,
+            Path("/step-000004"),
+            shown.append,
+            noted.faults(max_restarts),
+        )
+        assert all(process.actor.started_on == "/skeleton" for process in processes)
+        return folder, noted, shown
+
+    return run(start())
+
+
+def once(name: str) -> Callable[[EngineActor], None]:
+    """The first start of an engine of this name is its end."""
+    left = [name]
+
+    def fate(actor: EngineActor) -> None:
+        if actor.name in left:
+            left.remove(actor.name)
+            actor.die()
+
+    return fate
+
+
+def test_everything_starts_from_the_skeleton_and_the_checkpoint() -> None:
+    trainers = Trainers()
+    folder, notes, shown = started(Factory(), trainers)
+    assert folder == "/models/one"
+    assert trainers.calls == ["placed", "preload", "prepare_model", "start /step-000004"]
+    assert shown == ["starting engines and trainer", "starting trainer", "starting engines"]
+    assert notes == []
+
+
+def test_an_engine_that_dies_while_it_starts_is_started_again(killed: list[Any]) -> None:
+    factory = Factory(once("engine-1"))
+    _, notes, _ = started(factory, Trainers())
+    assert notes == [("engine", "engine-1", "the process died")]
+    assert [actor.name for actor in factory.made] == ["engine-0", "engine-1", "engine-1"]
+    assert killed == [(1002, signal.SIGKILL), factory.made[1]]
+
+
+def test_a_trainer_that_dies_while_it_starts_is_started_again() -> None:
+    trainers = Trainers("preload", "prepare_model", "start")
+    folder, notes, _ = started(Factory(), trainers)
+    assert folder == "/models/one"
+    assert [cause for _, _, cause in notes] == ["died at preload", "died at prepare_model", "died at start"]
+    assert trainers.calls.count("renew") == 3
+    assert trainers.calls[-4:] == ["placed", "preload", "prepare_model", "start /step-000004"]
+
+
+def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
+    def dies(actor: EngineActor) -> None:
+        actor.die()
+
+    with pytest.raises(RunError, match="restarted 2 times in 6 hours, and it failed again; the first cause: engine-0"):
+        started(Factory(dies), Trainers(), engines=1, max_restarts=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("block_size must be a multiple of 8"), "engine-1: ValueError: block_size must be a multiple of 8"),
+        (
+            ConfigError("vLLM has no engine argument 'nosuch'", location="rollout"),
+            "rollout: vLLM has no engine argument",
+        ),
+    ],
+)
+def test_an_error_that_would_come_back_is_not_retried(error: Exception, said: str, killed: list[Any]) -> None:
+    def fails(actor: EngineActor) -> None:
+        if actor.name == "engine-1":
+            raise error
+
+    factory, notes = Factory(fails), Notes()
+    with pytest.raises(UserError, match=said):
+        started(factory, Trainers(), notes=notes)
+    assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "none was started a second time"
+    assert (notes, killed) == ([], [])
+
+
+def test_a_skeleton_that_cannot_be_made_ends_the_start() -> None:
+    def fails() -> Path:
+        raise RunError("no such model", location="model.path")
+
+    with pytest.raises(RunError, match=r"model\.path: no such model"):
+        started(Factory(), Trainers(), skeleton=fails)
+
+
+def test_an_engine_on_another_host_is_refused() -> None:
+    def elsewhere(actor: EngineActor) -> None:
+        actor.node = "node-1" if actor.name == "engine-1" else "node-0"
+
+    with pytest.raises(RunError, match="an engine runs on another host than trainer rank 0"):
+        started(Factory(elsewhere), Trainers())
+
+
+# -- one engine's process
+
+
+@pytest.mark.parametrize("address", [None, "ray://there:10001"])
+def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any], address: str | None) -> None:
+    async def check() -> None:
+        process = Factory(address=address).process("engine-0")
+        first = process.actor
+        await process.preload()
+        await process.replace(Path("/skeleton"))
+        assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
+        assert process.actor.started_on == "/skeleton"
+
+    run(check())
+
+
+def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
+    """The number may be another process's by the second time."""
+
+    async def check() -> None:
+        process = Factory().process("engine-0")
+        await process.preload()
+        process.kill()
+        process.kill()
+        assert [entry for entry in killed if isinstance(entry, tuple)] == [(1001, signal.SIGKILL)]
+
+    run(check())
+
+
+def test_a_process_that_is_gone_already_can_be_killed(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    async def check() -> None:
+        process = Factory().process("engine-0")
+        await process.preload()
+        monkeypatch.setattr(actors.os, "kill", gone)
+        process.kill()
+        assert process.actor.dead
+
+    run(check())

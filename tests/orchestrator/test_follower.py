@@ -1,0 +1,347 @@
+"""The trainer is kept level with the ledger: whatever dies when, its weights are those of the batches in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stand_ins import run
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.trainer_recovery import Follower
+from asyncrl_cli.orchestrator.trainers import TrainerLost
+from asyncrl_cli.records.training import StepReport, TrainingBatch
+
+Step = tuple[int, ...]
+
+
+def batch(step: int) -> TrainingBatch:
+    return TrainingBatch(step, step, ())
+
+
+class Ranks:
+    """Trainer ranks whose weights are the steps that they were trained on. ``dies(call)`` says when they do.
+
+    ``call`` is ``method:step`` for what is about to happen, and ``after method:step`` for what has.
+    """
+
+    def __init__(self, weights: Step = (), dies: Callable[[str], bool] = lambda call: False) -> None:
+        self.weights = weights
+        self.checkpoints: dict[int, Step] = {}
+        self.down = False
+        self.dies = dies
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        assert not self.down, "nobody calls ranks that are gone"
+        call = f"{method}:{len(self.weights)}"
+        self._die_at(call)
+        answer: Any = None
+        if method == "train_step":
+            (trained,) = arguments
+            assert trained.step == len(self.weights), "batches come in order, and each once"
+            self.weights = (*self.weights, trained.step)
+            answer = StepReport({"step": float(trained.step)})
+        if method == "save":
+            self.checkpoints[len(self.weights)] = self.weights
+        self._die_at(f"after {call}")
+        return [answer, None]
+
+    async def check(self) -> None:
+        await self.call("check")
+
+    async def restart(self, folder: Path | None) -> None:
+        self.weights = self.checkpoints[int(folder.name)] if folder else ()
+        self.down = False
+        self._die_at(f"restart:{len(self.weights)}")
+
+    def _die_at(self, call: str) -> None:
+        if self.dies(call):
+            self.down = True
+            raise TrainerLost("trainer-1", call)
+
+
+class Scene:
+    """A follower over such ranks, and all that it tells."""
+
+    def __init__(self, ranks: Ranks, max_deaths: int = 100) -> None:
+        self.ranks = ranks
+        self.read: list[int] = []
+        self.passed: list[int] = []
+        self.trained: list[int] = []
+        self.lost: list[str] = []
+        self._max_deaths = max_deaths
+        self.follower = Follower(
+            ranks,  # type: ignore[arg-type]
+            len(ranks.weights),
+            newest=self._newest,
+            read_batch=self._read,
+            passed=self._passed,
+            trained=self._trained,
+            lost=self._lost,
+        )
+
+    async def _newest(self) -> tuple[int, Path | None]:
+        step = max(self.ranks.checkpoints, default=0)
+        return step, Path(str(step)) if step else None
+
+    async def _read(self, step: int) -> TrainingBatch:
+        self.read.append(step)
+        return batch(step)
+
+    async def _passed(self, step: int) -> None:
+        assert len(self.ranks.weights) == step
+        self.passed.append(step)
+
+    async def _trained(self, again: TrainingBatch, report: StepReport) -> None:
+        assert report.metrics == {"step": again.step}
+        self.trained.append(again.step)
+
+    async def _lost(self, lost: TrainerLost) -> None:
+        self.lost.append(lost.cause)
+        if len(self.lost) > self._max_deaths:
+            raise RunError("too many deaths")
+
+
+def once(*calls: str) -> Callable[[str], bool]:
+    """Dies at each of these once."""
+    left = list(calls)
+
+    def dies(call: str) -> bool:
+        if call in left:
+            left.remove(call)
+            return True
+        return False
+
+    return dies
+
+
+def test_a_trainer_that_is_level_just_works() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks())
+        for step in range(3):
+            report = await scene.follower.train(batch(step))
+            assert report.metrics == {"step": step}
+            assert scene.follower.step == step + 1
+        assert await scene.follower.call(3, "publish", 1) == [None, None]
+        assert scene.ranks.weights == (0, 1, 2)
+        assert (scene.read, scene.trained, scene.lost) == ([], [], [])
+        assert scene.passed == [0, 1, 2, 3], "before every work"
+
+    run(check())
+
+
+def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(weights=(0, 1)))
+        done: list[Step] = []
+
+        async def work() -> str:
+            done.append(scene.ranks.weights)
+            return "done"
+
+        assert await scene.follower.at(5, work) == "done"
+        assert done == [(0, 1, 2, 3, 4)], "only at the right step"
+        assert scene.read == scene.trained == [2, 3, 4]
+        assert scene.passed == [2, 3, 4, 5]
+        assert scene.follower.step == 5
+
+    run(check())
+
+
+@pytest.mark.parametrize("death", ["train_step:5", "after train_step:5"])
+def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(death: str) -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(dies=once(death)))
+        for step in range(3):
+            await scene.follower.train(batch(step))
+        await scene.follower.call(3, "save")
+        for step in range(3, 6):
+            await scene.follower.train(batch(step))
+        assert scene.ranks.weights == (0, 1, 2, 3, 4, 5)
+        assert scene.lost == [death]
+        assert scene.read == scene.trained == [3, 4], "and the step that was asked for is the caller's own"
+        assert scene.passed[-3:] == [3, 4, 5]
+
+    run(check())
+
+
+def test_without_a_checkpoint_everything_is_repeated() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(dies=once("publish:4")))
+        for step in range(4):
+            await scene.follower.train(batch(step))
+        await scene.follower.call(4, "publish")
+        assert scene.ranks.weights == (0, 1, 2, 3)
+        assert scene.read == [0, 1, 2, 3]
+
+    run(check())
+
+
+def test_deaths_while_catching_up_begin_it_anew() -> None:
+    async def check() -> None:
+        deaths = ("publish:4", "restart:2", "train_step:3", "after train_step:3", "after publish:4")
+        scene = Scene(Ranks())
+        await scene.follower.call(2, "save")
+        await scene.follower.train(batch(2))
+        await scene.follower.train(batch(3))
+        scene.ranks.dies = once(*deaths)
+        await scene.follower.call(4, "publish")
+        assert scene.lost == list(deaths)
+        assert scene.ranks.weights == (0, 1, 2, 3)
+
+    run(check())
+
+
+def test_a_death_in_a_callback_of_catching_up_counts_too() -> None:
+    """The weights that engines serve are written while the trainer catches up: ``passed`` may lose it."""
+
+    async def check() -> None:
+        scene = Scene(Ranks(dies=once("serve:1")))
+        passed = scene.follower._passed
+
+        async def serve(step: int) -> None:
+            await passed(step)
+            if step == 1:
+                await scene.ranks.call("serve")
+
+        scene.follower._passed = serve
+        await scene.follower.call(2, "save")
+        assert scene.lost == ["serve:1"]
+        assert scene.ranks.checkpoints == {2: (0, 1)}
+
+    run(check())
+
+
+def test_too_many_deaths_end_the_work() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
+        with pytest.raises(RunError, match="too many deaths"):
+            await scene.follower.train(batch(0))
+        assert len(scene.lost) == 4
+
+    run(check())
+
+
+def test_an_error_that_is_no_death_comes_out() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks())
+
+        async def work() -> None:
+            raise RunError("the loss is not finite")
+
+        with pytest.raises(RunError, match="not finite"):
+            await scene.follower.at(2, work)
+        assert scene.lost == []
+        await scene.follower.train(batch(2))
+
+    run(check())
+
+
+def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks())
+        await scene.follower.call(1, "save")
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        call = scene.ranks.call
+
+        async def slow(method: str, *arguments: Any) -> list[Any]:
+            begun.set()
+            await go_on.wait()
+            return await call(method, *arguments)
+
+        scene.ranks.call = slow  # type: ignore[method-assign]
+        catching_up = asyncio.create_task(scene.follower.call(3, "publish"))
+        await begun.wait()
+        assert not scene.follower.between_steps
+        catching_up.cancel()
+        await asyncio.wait([catching_up])
+        assert (scene.follower.step, scene.follower.between_steps) == (1, False), "the ranks are still at it"
+        scene.ranks.call = call  # type: ignore[method-assign]
+        await scene.ranks.call("train_step", batch(1))
+        await scene.follower.call(2, "look")
+        assert scene.ranks.weights == (0, 1), "from the checkpoint on, and not twice"
+        assert (scene.follower.step, scene.follower.between_steps) == (2, True)
+
+    run(check())
+
+
+def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
+
+    async def check() -> None:
+        scene = Scene(Ranks(dies=once("check:2")))
+        await scene.follower.train(batch(0))
+        await scene.follower.call(1, "save")
+        await scene.follower.train(batch(1))
+        passed = len(scene.passed)
+        guarding = asyncio.create_task(scene.follower.guard())
+        while scene.passed[passed:][-2:] != [1, 2]:
+            await asyncio.sleep(0)
+        assert scene.lost == ["check:2"]
+        await scene.follower.train(batch(2))
+        assert scene.ranks.weights == (0, 1, 2)
+        guarding.cancel()
+
+    run(check())
+
+
+def test_weights_of_a_later_step_are_refused() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(weights=(0, 1, 2)))
+        with pytest.raises(RuntimeError, match="the weights are those after 3 steps, not after 2"):
+            await scene.follower.call(2, "save")
+        assert scene.ranks.checkpoints == {}
+
+    run(check())
+
+
+def test_one_piece_of_work_at_a_time() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks())
+        going_on = 0
+
+        async def work() -> None:
+            nonlocal going_on
+            going_on += 1
+            await asyncio.sleep(0)
+            assert going_on == 1
+            going_on -= 1
+
+        await asyncio.gather(*(scene.follower.at(2, work) for _ in range(5)))
+        assert scene.ranks.weights == (0, 1)
+
+    run(check())
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_whatever_dies_when_the_weights_are_those_of_the_batches_in_order(data: st.DataObject) -> None:
+    deaths_left = data.draw(st.integers(0, 6))
+
+    def dies(call: str) -> bool:
+        nonlocal deaths_left
+        died = deaths_left > 0 and data.draw(st.booleans(), label=call)
+        deaths_left -= died
+        return died
+
+    async def check() -> None:
+        behind = data.draw(st.integers(0, 4))
+        ranks = Ranks(tuple(range(data.draw(st.integers(0, behind)))), dies)
+        ranks.checkpoints[len(ranks.weights)] = ranks.weights
+        scene = Scene(ranks)
+        saved = {**ranks.checkpoints}
+        await scene.follower.at(behind, lambda: ranks.call("look"))
+        for step in range(behind, behind + data.draw(st.integers(1, 5))):
+            await scene.follower.train(batch(step))
+            assert ranks.weights == tuple(range(step + 1))
+            if data.draw(st.booleans()):
+                await scene.follower.call(step + 1, "save")
+                assert ranks.checkpoints[step + 1] == tuple(range(step + 1))
+        assert ranks.checkpoints.items() >= saved.items()
+
+    run(check())

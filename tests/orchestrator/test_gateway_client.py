@@ -1,0 +1,223 @@
+"""What crosses between the driver and the gateway's process: in bulk, in order, each answer to its own question."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from stand_ins import StandInGateway, remote, run, spec, turns
+from test_episodes import CHAT, PROMPT, SAMPLING, Model
+
+from asyncrl_cli.gateway.actor import GatewaySetup
+from asyncrl_cli.gateway.crossing import MOST_TOKENS, Crossing, Orders, SessionOpening
+from asyncrl_cli.gateway.session import CallOptions, Limits
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
+from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.client import GenerationFailed
+
+HELLO: Any = [{"role": "user", "content": PROMPT.content}]
+
+
+def request(name: str, tokens: int = 1) -> RolloutRequest:
+    return RolloutRequest(name, (1,) * tokens, Sampling(1.0, 4))
+
+
+def rollout(name: str, token: int) -> Rollout:
+    one = np.full(1, token, np.int32)
+    return Rollout(name, (1,), one, np.zeros(1, np.float32), np.zeros(1, np.int32), "", "stop")
+
+
+class HeldGateway(StandInGateway):
+    """Takes orders when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(CHAT)
+        self.let = asyncio.Event()
+        self.let.set()
+        self.tells: list[Orders] = []
+
+    @remote
+    async def tell(self, orders: Orders) -> None:
+        self.tells.append(orders)
+        await self.let.wait()
+        await self.inner.tell(orders)
+
+
+class Scene:
+    """A client with its actor."""
+
+    def __init__(self) -> None:
+        self.actor = HeldGateway()
+        self.model = Model()
+        self.told: list[Segment] = []
+        faults = Faults(0, self._record, lambda _: None)
+        setup = GatewaySetup(spec(), lambda: CHAT, "policy", b"secret")
+        self.client = GatewayClient(setup, lambda: self.actor, self.model.generate, faults)
+
+    async def _record(self, *fault: str) -> None:
+        """Nothing is made durable here."""
+
+    def session(self, name: str) -> Any:
+        opening = SessionOpening(name, name.partition("~")[0], SAMPLING, Limits(200, 8))
+        return self.client.session(opening, self.told.extend, self.model.generate)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Scene]:
+    scene = Scene()
+    with patch("ray.kill"):
+        await scene.client.start()
+        keeping = asyncio.create_task(scene.client.keep())
+        try:
+            yield scene
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
+    async def test() -> None:
+        async with running() as scene:
+            scene.actor.let.clear()
+            entered: list[RemoteSession] = []
+
+            async def enter(name: str) -> None:
+                async with scene.session(name) as session:
+                    entered.append(session)
+                    await asyncio.Event().wait()
+
+            first = asyncio.create_task(enter("1-0"))
+            await turns()
+            others = [asyncio.create_task(enter(f"1-{place}")) for place in (1, 2)]
+            await turns()
+            assert len(scene.actor.tells) == 1 and not entered
+            scene.actor.let.set()
+            await turns()
+            scene.actor.let.clear()
+            assert [len(orders.sessions) for orders in scene.actor.tells] == [1, 2], "what waits goes together"
+            assert len(entered) == len(scene.actor.sessions) == 3
+            for task in (first, *others):
+                task.cancel()
+
+    run(test())
+
+
+def test_a_session_that_is_given_up_leaves_nothing_and_its_name_can_be_used_again() -> None:
+    async def test() -> None:
+        async with running() as scene:
+            scene.model.held.clear()
+            async with scene.session("1-0"):
+                call = asyncio.create_task(scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
+                while not scene.model.asked:
+                    await asyncio.sleep(0)
+            async with scene.session("1-0") as second:
+                await asyncio.gather(call, return_exceptions=True)
+                assert "has ended" in str(call.exception())
+                scene.model.held.set()
+                (reply,) = await scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
+                end = await second.finish()
+            assert end.rollout is not None and end.last_text == reply.text
+            assert [one.rollout_id for one in scene.model.asked] == ["1-0/0", "1-0/0"]
+            assert len(scene.actor.sessions) == 0
+
+    run(test())
+
+
+def test_an_error_that_nobody_foresaw_costs_its_call() -> None:
+    async def test() -> None:
+        async with running() as scene:
+            generate = scene.model.generate
+
+            async def broken(*_: Any) -> Rollout:
+                raise ZeroDivisionError("a bug")
+
+            scene.model.generate = broken  # type: ignore[method-assign]
+            async with scene.session("1-0"):
+                with pytest.raises(GenerationFailed, match="ZeroDivisionError in the driver"):
+                    await scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
+            scene.model.generate = generate  # type: ignore[method-assign]
+            async with scene.session("1-1"):
+                await scene.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
+
+    run(test())
+
+
+def test_an_answer_belongs_to_its_question_though_the_name_is_the_same() -> None:
+    async def test() -> None:
+        crossing = Crossing()
+        first = asyncio.create_task(crossing.generate(0, request("1-0/0")))
+        (old,) = (await crossing.collect(1)).requests
+        first.cancel()
+        await turns()
+        second = asyncio.create_task(crossing.generate(1, request("1-0/0")))
+        await turns()
+        news = await crossing.collect(1)
+        (new,) = news.requests
+        assert news.cancelled == [old] and new != old
+        crossing.answer(Orders(results=[(old, rollout("1-0/0", 7))]))
+        await turns()
+        assert not second.done()
+        crossing.answer(Orders(results=[(new, rollout("1-0/0", 8))]))
+        assert (await second).response_ids.tolist() == [8]
+        third = asyncio.create_task(crossing.generate(1, request("1-0/1")))
+        await turns()
+        third.cancel()
+        await turns()
+        news = await crossing.collect(0)
+        assert not news.requests and not news.cancelled, "what was never asked for need not be cancelled"
+        failed = asyncio.create_task(crossing.generate(1, request("1-0/2")))
+        (number,) = (await crossing.collect(1)).requests
+        crossing.answer(Orders(results=[(number, RolloutFailure("1-0/2", "no engine"))]))
+        with pytest.raises(GenerationFailed, match="no engine"):
+            await failed
+
+    run(test())
+
+
+def test_no_answer_has_more_requests_than_the_driver_can_read_at_once() -> None:
+    async def test() -> None:
+        crossing = Crossing()
+        calls = [asyncio.create_task(crossing.generate(0, request(f"1-0/{n}", MOST_TOKENS // 2))) for n in range(5)]
+        await turns()
+        counts = [len((await crossing.collect(1)).requests) for _ in range(3)]
+        assert counts == [2, 2, 1]
+        assert not (await crossing.collect(0)).requests
+        for call in calls:
+            call.cancel()
+
+    run(test())
+
+
+def test_a_call_of_a_session_that_the_driver_no_longer_knows_is_refused() -> None:
+    async def test() -> None:
+        async with running() as scene:
+            with pytest.raises(GenerationFailed, match="the session has ended"):
+                await scene.actor.inner._crossing.generate(17, request("1-0/0"))
+            async with scene.session("1-1"):
+                await scene.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
+
+    run(test())
+
+
+def test_an_error_of_the_link_is_a_lost_gateway_and_ends_nothing_else() -> None:
+    async def test() -> None:
+        async with running() as scene:
+            link = scene.client._link.result()
+
+            def broken(_: Any) -> None:
+                raise ZeroDivisionError("a bug")
+
+            with patch.object(link, "_begin", broken):
+                async with scene.session("1-0") as session:
+                    call = asyncio.create_task(scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
+                    with pytest.raises(GatewayLost, match="ZeroDivisionError"):
+                        await session.end
+                    call.cancel()
+
+    run(test())

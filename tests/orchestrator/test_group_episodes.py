@@ -1,0 +1,162 @@
+"""Groups of episodes: played instead of requested, recorded as they grow, settled with their score, given up whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from stand_ins import run, segment
+from test_groups import Scene
+
+from asyncrl_cli.buffer.records import Waiting
+from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
+from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.workers.scoring import RewardFailure, Scored
+
+
+class NoTokens:
+    """An encoder for a task whose rollouts are episodes."""
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return ()
+
+
+class Episodes:
+    """Plays episodes until the test ends them."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, tuple[Prompt, Sampling, int, Any]] = {}
+        self.open: dict[str, asyncio.Future[Any]] = {}
+        self.record: dict[str, Callable[[list[Segment]], None]] = {}
+        self.cancelled: list[str] = []
+
+    @property
+    def resting(self) -> int:
+        return len(self.open)
+
+    async def play(
+        self, rollout_id: str, prompt: Prompt, sampling: Sampling, priority: int, recorded: Any, record: Any
+    ) -> Any:
+        self.asked[rollout_id] = prompt, sampling, priority, recorded
+        self.record[rollout_id] = record
+        self.open[rollout_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await self.open[rollout_id]
+        except asyncio.CancelledError:
+            self.cancelled.append(rollout_id)
+            raise
+        finally:
+            del self.open[rollout_id]
+
+
+def episode(rollout_id: str) -> Rollout:
+    versions = np.array([GIVEN, GIVEN, 0, 0], np.int32)
+    logprobs = np.where(versions == GIVEN, 0, -0.5).astype(np.float32)
+    return Rollout(rollout_id, (), np.arange(5, 9, dtype=np.int32), logprobs, versions, "text", "stop")
+
+
+def play(folder: Path, test: Callable[[Scene, Episodes], Coroutine[Any, Any, None]], **sections: Any) -> None:
+    async def scenes() -> None:
+        scene, episodes = Scene(folder, 1, **sections), Episodes()
+        scene.episodes, scene.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
+        with (
+            patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+            patch("asyncrl_cli.orchestrator.rollout_scheduler.TELL_S", 0.0),
+            patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
+        ):
+            async with asyncio.TaskGroup() as tasks:
+                await scene.start(tasks)
+                await test(scene, episodes)
+                for task in scene.spawned:
+                    task.cancel()
+        scene.buffers.last.die()
+
+    run(scenes())
+
+
+async def end(scene: Scene, episodes: Episodes, rollout_id: str, score: Scored | RewardFailure) -> None:
+    episodes.open[rollout_id].set_result((episode(rollout_id), score))
+    await scene.settled()
+
+
+def test_each_place_of_a_group_is_an_episode(tmp_path: Path) -> None:
+    async def test(scene: Scene, episodes: Episodes) -> None:
+        assert sorted(episodes.asked) == [f"{group}-{place}" for group in range(4) for place in range(2)]
+        assert scene.requests == []
+        prompt, sampling, priority, recorded = episodes.asked["2-1"]
+        assert (prompt.uid, sampling.seed, priority, recorded) == ("p2", rollout_seed(7, 2, 1), 2, {})
+        for place in range(2):
+            await end(scene, episodes, f"1-{place}", Scored(float(place), {"turns": 2.0}))
+            await end(scene, episodes, f"0-{place}", Scored(float(place)))
+        assert await scene.train() == [0, 1]
+        assert scene.table("rollouts", "place, reward, metrics, tokens")[-1] == (1, 1.0, '{"turns": 2.0}', 2)
+        assert {"4-0", "5-1"} <= set(episodes.open), "their room is filled"
+
+    play(tmp_path, test, seed=7)
+
+
+def test_episodes_that_rest_take_room(tmp_path: Path) -> None:
+    async def test(scene: Scene, episodes: Episodes) -> None:
+        assert sorted(episodes.open) == ["0-0", "0-1", "1-0", "1-1"]
+        scene.groups.fill()
+        await scene.settled()
+        assert len(episodes.asked) == 4
+        for place in range(2):
+            await end(scene, episodes, f"0-{place}", Scored(1.0))
+        assert sorted(episodes.open) == ["1-0", "1-1", "2-0", "2-1"]
+
+    play(tmp_path, test, rollout={"group_size": 2, "max_running_rollouts": 5}, pipeline={"groups_per_step": 8})
+
+
+def test_a_failed_episode_takes_its_group_with_it(tmp_path: Path) -> None:
+    async def test(scene: Scene, episodes: Episodes) -> None:
+        await end(scene, episodes, "0-0", Scored(1.0))
+        await end(scene, episodes, "0-1", RewardFailure("it never returned"))
+        assert episodes.cancelled == ["0-2"]
+        assert scene.states()[0] == "rejected"
+        assert scene.groups.failures.reasons == ["it never returned"]
+        assert "4-0" in episodes.open, "its room is given back"
+
+    play(tmp_path, test, rollout={"group_size": 3})
+
+
+def test_overdue_episodes_are_given_up(tmp_path: Path) -> None:
+    async def test(scene: Scene, episodes: Episodes) -> None:
+        for group in (2, 3):
+            for place in range(2):
+                await end(scene, episodes, f"{group}-{place}", Scored(1.0))
+        assert await scene.train() == [2, 3]
+        for group in (4, 5):
+            for place in range(2):
+                await end(scene, episodes, f"{group}-{place}", Scored(1.0))
+        waiting = await scene.take()
+        assert isinstance(waiting, Waiting)
+        await scene.groups.requeue(waiting.overdue)
+        await scene.settled()
+        assert sorted(episodes.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
+        assert {"6-0", "6-1", "7-0", "7-1"} <= set(episodes.open)
+
+    play(tmp_path, test, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"})
+
+
+def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path) -> None:
+    async def before(scene: Scene, episodes: Episodes) -> None:
+        for part in (segment("2-1", 0, 3, GIVEN), segment("2-1", 3, 2), segment("2-1.1", 0, 1, GIVEN)):
+            episodes.record["2-1"]([part])
+        await end(scene, episodes, "2-0", Scored(1.0))
+        assert len(scene.table("segments", "group_id")) == 3 + 2
+
+    async def after(scene: Scene, episodes: Episodes) -> None:
+        assert "2-0" not in episodes.asked
+        recorded = episodes.asked["2-1"][-1]
+        found = {number: [(one.start, one.version) for one in parts] for number, parts in recorded.items()}
+        assert found == {0: [(0, GIVEN), (3, 0)], 1: [(0, GIVEN)]}
+        assert episodes.asked["3-0"][-1] == {}
+
+    play(tmp_path, before)
+    play(tmp_path, after)

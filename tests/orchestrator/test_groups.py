@@ -1,0 +1,579 @@
+"""Groups from admission to their end, with the real buffer and stand-in engines.
+
+A prompt is trained on once and none is left out, whatever dies; what is recorded is not generated again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stand_ins import (
+    BufferActors,
+    StandInEngine,
+    actors,
+    client_over,
+    collecting,
+    prompts,
+    rollout,
+    run,
+    segment,
+    spec,
+)
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.buffer.records import PublishRecord, Taken, Waiting
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.journal.schema import open_for_reading
+from asyncrl_cli.orchestrator.failure_share import LEAST
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.orchestrator.rollout_scheduler import GroupSource, rollout_seed
+from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, place_of
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+
+TURNS = 100
+"""Turns of the loop after which everything has happened that can."""
+STEPS = 4
+"""Steps of a run that is played to its end."""
+
+
+class Encoder:
+    """Prompt ``p7`` has the tokens (7, 7)."""
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return (int(prompt.uid[1:]),) * 2
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return f"decoded {' '.join(map(str, ids))}"
+
+
+class Scorer:
+    """Scores by ``rule``, at first the last character of the response; ``held`` lets nobody have a score."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.rule: Callable[[str], float | RewardFailure] = lambda text: float(text[-1])
+        self.held: asyncio.Event = asyncio.Event()
+        self.held.set()
+
+    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
+        self.asked += [(prompt.uid, text) for prompt, text, _ in responses]
+        await self.held.wait()
+        judged = [self.rule(text) for _, text, _ in responses]
+        return [score if isinstance(score, RewardFailure) else Scored(score) for score in judged]
+
+
+class Scene:
+    """A group source with everything round it."""
+
+    def __init__(
+        self, folder: Path, engines: int, dies_at: str = "", does_it_first: bool = False, **sections: Any
+    ) -> None:
+        """``dies_at``: the call in which the first buffer dies, before or after its work."""
+        sections = {"rollout": {"group_size": 2}, "pipeline": {"groups_per_step": 2, "max_staleness": 1}} | sections
+        self.spec = spec(**sections)
+        self.journal = folder / "journal.db"
+        self.buffers = BufferActors(self.journal, self.spec)
+        self.buffer = self.buffers.client()
+        self.client = client_over(engines, slots=self.spec.rollout.max_running_rollouts)
+        self.scorer = Scorer()
+        self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), Encoder())  # type: ignore[arg-type]
+
+        self.spawned: list[asyncio.Task[None]] = []
+        self.episodes: Any = None
+        self.buffers.last.dies_at, self.buffers.last.does_it_first = dies_at, does_it_first
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Open the journal and go on from there."""
+        self.groups = GroupSource(
+            self.spec,
+            self.buffer,
+            self.client,
+            self.scorer,  # type: ignore[arg-type]
+            self.stream,
+            lambda work: self.spawned.append(tasks.create_task(work)),
+            self.episodes,
+        )
+        self.buffer.on_reopen = self.groups.reopened
+        self.client.on_segments = self.groups.note_segments
+        self.client.on_room = self.groups.fill
+        self.groups.resume(await self.buffer.open("train", "", None))
+        self.spawned.append(tasks.create_task(self.groups.keep_full()))
+        await self.settled()
+
+    async def settled(self) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    @property
+    def engines(self) -> list[StandInEngine]:
+        return actors(self.client)
+
+    @property
+    def requests(self) -> list[RolloutRequest]:
+        return [request for engine in self.engines for request in engine.submitted]
+
+    @property
+    def ids(self) -> list[str]:
+        return [request.rollout_id for request in self.requests]
+
+    async def end(self, *results: Any) -> None:
+        """Engines deliver these: the names of rollouts, or rollouts and failures."""
+        for result in results:
+            ended = rollout(result) if isinstance(result, str) else result
+            for engine, state in zip(self.engines, self.client.engines, strict=True):
+                if ended.rollout_id in state.pending:
+                    await engine.deliver(ended)
+        await self.settled()
+
+    async def finish(self, *group_ids: int) -> None:
+        await self.end(*(f"{group_id}-{place}" for group_id in group_ids for place in range(2)))
+
+    async def take(self) -> Taken | Waiting:
+        """The batch of the next step, or why there is none."""
+        answer: Taken | Waiting = await self.buffer.call("take", self.table("batches", "count(*)")[0][0], 0.0)
+        return answer
+
+    async def train(self) -> list[int]:
+        """Take the next batch and publish; returns its groups, none when there is no batch."""
+        taken = await self.take()
+        if isinstance(taken, Waiting):
+            return []
+        version = taken.batch.step + 1
+        await self.buffer.call("publish", PublishRecord(version, version, "sum", 0.0, 0.0, 0.0, 0.0))
+        self.groups.fill()
+        await self.settled()
+        return [group.group_id for group in taken.batch.groups]
+
+    def table(self, name: str, columns: str) -> list[tuple[Any, ...]]:
+        """What the journal has."""
+        with closing(open_for_reading(self.journal)) as connection:
+            return connection.execute(f"SELECT {columns} FROM {name} ORDER BY 1").fetchall()
+
+    def states(self) -> dict[int, str]:
+        return dict(self.table("groups", "id, state"))
+
+    async def counts(self) -> Counts:
+        return (await self.buffer.call("record", [], [], [])).counts  # type: ignore[no-any-return]
+
+
+@asynccontextmanager
+async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterator[Scene]:
+    """A group source at work; at the end it dies as it stands."""
+    scene = Scene(folder, engines, **sections)
+    with (
+        patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+        patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
+    ):
+        async with asyncio.TaskGroup() as tasks, collecting(scene.client):
+            await scene.start(tasks)
+            yield scene
+            for task in scene.spawned:
+                task.cancel()
+    scene.buffers.last.die()
+
+
+Test = Callable[[Scene], Coroutine[Any, Any, None]]
+
+
+def play(folder: Path, test: Test, engines: int = 1, **sections: Any) -> None:
+    async def scenes() -> None:
+        async with source(folder, engines, **sections) as scene:
+            await test(scene)
+
+    run(scenes())
+
+
+def play_to_its_end(folder: Path, test: Test, **sections: Any) -> RunError:
+    """The error that ends the run."""
+    with pytest.raises(ExceptionGroup) as error:
+        play(folder, test, **sections)
+    cause: Any = error.value
+    while isinstance(cause, ExceptionGroup):
+        (cause,) = cause.exceptions
+    assert isinstance(cause, RunError)
+    return cause
+
+
+# -- seeds
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 10**6), st.integers(0, 999)), unique=True))
+@settings(deadline=None)
+def test_seeds_are_distinct_and_fit_into_63_bits(triples: list[tuple[int, int, int]]) -> None:
+    seeds = [rollout_seed(*triple) for triple in triples]
+    assert len(set(seeds)) == len(triples)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [rollout_seed(*triple) for triple in triples]
+
+
+def test_seeds_do_not_run_numbers_together() -> None:
+    triples = [(seed, group, index) for seed in range(12) for group in range(120) for index in range(12)]
+    assert len({rollout_seed(*triple) for triple in triples}) == len(triples)
+    assert rollout_seed(0, 0, 0) == 759540517790923586, "a run must be repeatable by later releases"
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_a_request_depends_on_what_it_is_not_on_where_it_runs(tmp_path: Path, engines: int) -> None:
+    async def test(scene: Scene) -> None:
+        requests = sorted(scene.requests, key=lambda request: request.rollout_id)
+        assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(4) for i in range(2)]
+        for request in requests:
+            group_id, index = place_of(request.rollout_id)
+            assert request.prompt_ids == (group_id, group_id)
+            assert request.sampling.seed == rollout_seed(7, group_id, index)
+            assert (request.sampling.temperature, request.sampling.max_tokens) == (1.0, 512)
+            assert request.sampling.stop == (";",)
+            assert request.prefix == ()
+
+    play(tmp_path, test, engines, seed=7, rollout={"group_size": 2, "sampling": {"stop": [";"]}})
+
+
+# -- filling
+
+
+def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        assert [engine.ids for engine in scene.engines] == [["0-0", "0-1", "2-0", "2-1"], ["1-0", "1-1", "3-0", "3-1"]]
+        scene.groups.fill()
+        await scene.settled()
+        assert len(scene.ids) == 8
+        await scene.finish(1, 0)
+        assert len(scene.ids) == 8, "finished is not trained"
+        assert await scene.train() == [0, 1]
+        assert scene.ids[-4:] == ["3-0", "3-1", "5-0", "5-1"]
+
+    play(tmp_path, test, engines=2)
+
+
+def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        assert sorted(scene.states()) == [0, 1, 2, 3]
+        scene.client.engines[0].serving = False
+        await scene.finish(0)
+        assert sorted(scene.states()) == [0, 1, 2, 3]
+        await scene.finish(1)
+        assert sorted(scene.states()) == [0, 1, 2, 3], "two groups run, if need be on the one that serves"
+        await scene.finish(3)
+        assert sorted(scene.states()) == [0, 1, 2, 3, 4]
+        assert scene.engines[1].ids[-2:] == ["4-0", "4-1"]
+
+    small = {"group_size": 2, "max_running_rollouts": 4}
+    play(tmp_path, test, engines=2, rollout=small, pipeline={"groups_per_step": 8})
+
+
+# -- ending
+
+
+@given(order=st.permutations(range(4)))
+@settings(deadline=None, max_examples=24)
+def test_a_group_is_in_order_however_its_rollouts_end(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int]
+) -> None:
+    async def test(scene: Scene) -> None:
+        for place in order:
+            assert isinstance(await scene.take(), Waiting)
+            await scene.end(f"0-{place}")
+        taken = await scene.take()
+        assert isinstance(taken, Taken)
+        (group,) = taken.batch.groups
+        assert (group.group_id, group.uid, group.version) == (0, "p0", 0)
+        assert group.rewards == (0.0, 1.0, 2.0, 3.0)
+        assert [one.rollout_id for one in group.rollouts] == ["0-0", "0-1", "0-2", "0-3"]
+        assert sorted(scene.scorer.asked) == [("p0", f"text of 0-{place}") for place in range(4)]
+
+    pipeline = {"groups_per_step": 1, "max_staleness": 0}
+    play(tmp_path_factory.mktemp("run"), test, rollout={"group_size": 4}, pipeline=pipeline)
+
+
+def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.end("0-0", RolloutFailure("0-1", "out of memory"))
+        assert scene.states()[0] == "rejected"
+        assert scene.engines[0].cancelled == ["0-2"], "what is left of it is not generated"
+        assert scene.groups.failures.reasons == ["out of memory"]
+        assert scene.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is given back"
+        await scene.end(RolloutFailure("1-0", "another"))
+        assert scene.groups.failures.reasons == ["out of memory", "another"]
+        assert scene.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
+        assert ("0-1", "out of memory") in scene.table("rollouts", "group_id || '-' || place, failure")
+
+    play(tmp_path, test, rollout={"group_size": 3})
+
+
+def test_a_reward_that_fails_takes_the_group_with_it(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
+        await scene.end("0-0", "0-1", "1-0")
+        assert scene.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
+        assert scene.groups.failures.reasons == ["reward failed"]
+
+    play(tmp_path, test)
+
+
+def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.held.clear()
+        await scene.end("0-0")
+        await scene.end(RolloutFailure("0-1", "no"))
+        assert scene.states()[0] == "rejected"
+        scene.scorer.held.set()
+        await scene.settled()
+        scene.groups._on_end([(scene.requests[0], rollout("0-0"))])  # it was on its way when it was cancelled
+        await scene.settled()
+        assert scene.scorer.asked == [("p0", "text of 0-0")]
+        assert len(scene.groups.failures.reasons) == 1
+
+    play(tmp_path, test)
+
+
+@pytest.mark.parametrize(("policy", "rejected"), [("reject", True), ("skip", False), ("train", False)])
+def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, rejected: bool) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.rule = lambda text: float(text[-1]) if "1-" in text else 1.0
+        await scene.finish(0)
+        assert scene.groups.rejected_in_a_row == (1 if rejected else 0)
+        await scene.finish(1)
+        assert scene.groups.rejected_in_a_row == 0
+        assert scene.states()[0] == ("rejected" if rejected else "finished")
+        assert scene.states()[1] == "finished"
+        assert len(scene.states()) == (5 if rejected else 4)
+        assert scene.groups.failures.too_many() == ""
+
+    play(tmp_path, test, algorithm={"uniform_groups": policy})
+
+
+def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        for group_id in range(LEAST):
+            await scene.end(RolloutFailure(f"{group_id}-0", f"cause {group_id}"))
+        raise AssertionError("it goes on")
+
+    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
+    assert error.location == "rollout"
+    assert error.message == "8 of the last 8 groups were lost to failed rollouts; the first of them: cause 0"
+    assert "rollout.max_failed_share" in error.hint
+
+
+def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.scorer.rule = lambda text: 1.0
+        for group_id in range(4):
+            await scene.finish(group_id)
+        raise AssertionError("it goes on")
+
+    error = play_to_its_end(
+        tmp_path,
+        test,
+        algorithm={"uniform_groups": "reject"},
+        pipeline={"groups_per_step": 2, "max_rejected_in_a_row": 3},
+    )
+    assert error.location == "algorithm.uniform_groups"
+    assert error.message.startswith("the last 3 groups were all rejected")
+
+
+# -- requeue
+
+
+def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(2, 3)
+        assert await scene.train() == [2, 3]
+        await scene.finish(4, 5)
+        waiting = await scene.take()
+        assert isinstance(waiting, Waiting)
+        assert waiting.overdue == (0, 1)
+        await scene.groups.requeue(waiting.overdue)
+        await scene.settled()
+        assert sorted(name for engine in scene.engines for name in engine.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
+        again = [request for request in scene.requests if place_of(request.rollout_id)[0] in (6, 7)]
+        assert sorted((request.prompt_ids, request.sampling.seed) for request in again) == sorted(
+            ((old, old), rollout_seed(7, new, place)) for old, new in ((0, 6), (1, 7)) for place in range(2)
+        )
+        assert [scene.states()[group_id] for group_id in range(8)] == [
+            *("requeued", "requeued", "taken", "taken", "finished", "finished", "running", "running")
+        ]
+        assert await scene.train() == [4, 5]
+
+    pipeline = {"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"}
+    play(tmp_path, test, engines=2, seed=7, pipeline=pipeline)
+
+
+# -- what is recorded, and a run that is resumed
+
+
+def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
+        await scene.settled()
+        assert scene.table("segments", "group_id, place, start, length(tokens) / 4") == [(0, 1, 0, 3), (2, 0, 0, 1)]
+
+    play(tmp_path, test)
+
+
+def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
+    async def before(scene: Scene) -> None:
+        await scene.finish(1)
+        await scene.end("0-0")
+        scene.scorer.held.clear()
+        with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_PATIENCE_S", 0.0):
+            await scene.end("2-0")
+        await scene.engines[0].deliver(segments=[segment("2-1", 0, 3), segment("2-1", 3, 1, version=1)])
+        await scene.settled()
+
+    async def after(scene: Scene) -> None:
+        asked = {request.rollout_id: request for request in scene.requests}
+        assert sorted(asked) == ["0-1", "2-1", "3-0", "3-1"]
+        assert [(part.start, part.end, part.version) for part in asked["2-1"].prefix] == [(0, 3, 0), (3, 4, 1)]
+        assert all(not asked[name].prefix for name in ("0-1", "3-0", "3-1"))
+        assert asked["2-1"].sampling.seed == rollout_seed(0, 2, 1), "as it was asked for at first"
+        assert scene.scorer.asked == [("p2", "decoded 5 6")], "it had no reward yet"
+        await scene.end("0-1", "2-1")
+        assert await scene.train() == [0, 1]
+        assert scene.states() == dict(enumerate(["taken", "taken", "finished", "running", "running", "running"]))
+        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(6)]
+
+    play(tmp_path, before)
+    play(tmp_path, after)
+
+
+# -- a buffer that dies
+
+
+@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
+def test_an_admission_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path, does_it_first: bool) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(0, 1)
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "admit", does_it_first
+        assert await scene.train() == [0, 1]
+        assert len(scene.buffers.made) == 2
+        assert scene.ids == [f"{group_id}-{place}" for group_id in range(6) for place in range(2)]
+        await scene.finish(2, 3)
+        await scene.train()
+        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(8)]
+
+    play(tmp_path, test)
+
+
+@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
+def test_a_reward_whose_answer_is_lost_counts_once(tmp_path: Path, does_it_first: bool) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.end("0-0")
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "record", does_it_first
+        await scene.end("0-1")
+        assert scene.states()[0] == "finished"
+        await scene.finish(1)
+        assert await scene.train() == [0, 1]
+        assert len(scene.ids) == len(set(scene.ids)) == 12
+
+    play(tmp_path, test)
+
+
+def test_a_failure_whose_answer_is_lost_stops_the_rest_of_the_group(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "record", True
+        await scene.end(RolloutFailure("0-0", "no"))
+        assert scene.states()[0] == "rejected"
+        assert scene.engines[0].cancelled == ["0-1"]
+
+    play(tmp_path, test)
+
+
+def test_a_requeue_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(2, 3)
+        await scene.train()
+        await scene.finish(4, 5)
+        waiting = await scene.take()
+        assert isinstance(waiting, Waiting)
+        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "requeue", True
+        await scene.groups.requeue(waiting.overdue)
+        await scene.settled()
+        assert [state for _, state in sorted(scene.states().items())][-2:] == ["running", "running"]
+        assert scene.ids[-4:] == ["6-0", "6-1", "7-0", "7-1"]
+        assert sorted(scene.engines[0].cancelled) == ["0-0", "0-1", "1-0", "1-1"]
+
+    play(tmp_path, test, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"})
+
+
+@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
+def test_the_very_first_admission_may_be_lost(tmp_path: Path, does_it_first: bool) -> None:
+    async def test(scene: Scene) -> None:
+        await scene.finish(0, 1)
+        await scene.train()
+        assert len(scene.buffers.made) == 2
+        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(4)]
+
+    small = {"group_size": 2, "max_running_rollouts": 4}
+    play(tmp_path, test, rollout=small, dies_at="admit", does_it_first=does_it_first)
+
+
+@given(data=st.data(), slots=st.integers(2, 8), dies_at=st.sampled_from(["", "admit"]))
+@settings(deadline=None, max_examples=40)
+def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no_step_waits_for_ever(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, slots: int, dies_at: str
+) -> None:
+    async def disturb(scene: Scene) -> None:
+        buffer = scene.buffers.last
+        buffer.dies_at = data.draw(st.sampled_from(["", "", "admit", "record", "take", "publish"]))
+        buffer.does_it_first = data.draw(st.booleans())
+        event = data.draw(st.sampled_from(["grow", "fail", "die", "nothing"]))
+        pending = scene.client.engines[0].pending
+        chosen = data.draw(st.sampled_from(sorted(pending))) if pending else ""
+        if event == "die":
+            buffer.die()
+        elif event == "grow" and chosen:
+            start = sum(len(part.response_ids) for part in pending[chosen].segments)
+            await scene.engines[0].deliver(segments=[segment(chosen, start, 2)])
+        elif event == "fail" and chosen:
+            await scene.end(RolloutFailure(chosen, "no"))
+
+    async def test(scene: Scene) -> None:
+        trained: list[int] = []
+        for _ in range(200):
+            if data.draw(st.integers(0, 2)) == 0:
+                await disturb(scene)
+            pending = sorted(scene.client.engines[0].pending)
+            if pending:
+                await scene.end(*pending[: data.draw(st.integers(1, len(pending)))])
+            groups = await scene.train()
+            trained += groups
+            if len(trained) == STEPS * 2:
+                break
+        assert len(trained) == len(set(trained)) == STEPS * 2
+        uids = [uid for _, uid in scene.table("groups", "id, uid")]
+        assert uids == [f"p{i}" for i in range(len(uids))]
+        assert len(scene.ids) == len(set(scene.ids)), "nothing is generated twice"
+
+    rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failed_share": 1.0}
+    play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS}, dies_at=dies_at)
+
+
+def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_the_buffer_died(tmp_path: Path) -> None:
+    async def test(scene: Scene) -> None:
+        pools = scene.stream.pools = Pools(1, 0.0, 0)
+        scene.scorer.rule = lambda text: 0.5 if "3-" in text else 1.0
+        await scene.finish(0, 3)
+        await scene.end(RolloutFailure("1-0", "no"))
+        assert pools.leaves_out("p0", 0)
+        assert not pools.leaves_out("p3", 0), "one that is not solved"
+        assert not pools.leaves_out("p1", 0), "one that failed"
+        pools.restore({"p3": 1})
+        scene.buffers.last.die()
+        await scene.end("2-0")
+        await scene.settled()
+        assert len(scene.buffers.made) == 2
+        assert pools.leaves_out("p0", 0)
+        assert pools.retired == 1, "what the journal knows, and nothing else"
+
+    play(tmp_path, test, data={"pools": {}})

@@ -1,0 +1,203 @@
+"""How a run is interrupted: what is under way ends, and where the run stands is saved if there is time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stand_ins import run
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator import launch
+from asyncrl_cli.orchestrator.interrupts import SIGNALS, Interrupted, Stop, until_stopped
+from asyncrl_cli.orchestrator.launch import _save_before_leaving
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import NotifySpec
+
+
+def test_work_that_ends_first_has_its_result_or_its_error() -> None:
+    async def check() -> None:
+        stop = Stop()
+        stop.attach()
+        assert await until_stopped(asyncio.sleep(0, "done"), stop) == "done"
+
+        async def fails() -> None:
+            raise RunError("no memory")
+
+        with pytest.raises(RunError, match="no memory"):
+            await until_stopped(fails(), stop)
+
+    run(check())
+
+
+def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
+    ended: list[str] = []
+
+    async def works() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleaned up")
+
+    async def check() -> None:
+        stop = Stop()
+        stop.attach()
+        asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
+        with pytest.raises(Interrupted):
+            await until_stopped(works(), stop)
+        assert ended == ["cleaned up"]
+
+    run(check())
+
+
+def test_what_work_raises_while_it_ends_is_nobodys_business(caplog: pytest.LogCaptureFixture) -> None:
+    async def works() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise RuntimeError("the loop is gone")
+
+    async def check() -> None:
+        stop = Stop()
+        stop.attach()
+        asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
+        with pytest.raises(Interrupted):
+            await until_stopped(works(), stop)
+
+    run(check())
+    gc.collect()
+    assert caplog.text == ""
+
+
+class Conductor:
+    """Saves, or does not come to it."""
+
+    def __init__(self, settle: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.settle = settle
+        self.saved = False
+
+    async def checkpoint(self) -> None:
+        self.saved = True
+
+
+async def at_once() -> None:
+    pass
+
+
+async def never() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def full_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def fails() -> None:
+    raise RunError("the process died", location="trainer-0")
+
+
+@pytest.mark.parametrize(("settle", "saves"), [(at_once, True), (never, False), (fails, False), (full_disk, False)])
+def test_an_interrupted_run_saves_if_it_can(
+    settle: Callable[[], Coroutine[Any, Any, None]], saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if settle is never:
+        monkeypatch.setattr(launch, "INTERRUPT_S", 0.01)
+    conductor = Conductor(settle)
+
+    class View:
+        said: str = ""
+
+        def status(self, text: str) -> None:
+            self.said = text
+
+        def warn(self, text: str) -> None:
+            self.warned = text
+
+    view = View()
+    run(_save_before_leaving(conductor, view))  # type: ignore[arg-type]
+    assert conductor.saved == saves
+    assert (getattr(view, "warned", "") != "") == (settle is full_disk)
+    assert view.said == "stopping: saving where the run is"
+
+
+def test_before_anything_has_started_there_is_nothing_to_save() -> None:
+    run(_save_before_leaving(None, None))  # type: ignore[arg-type]
+
+
+# -- Ctrl-C when the work is over
+
+
+class Heard:
+    """A view that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.warned: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
+
+    def status(self, text: str) -> None:
+        pass
+
+
+def ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None, notify: NotifySpec, hit: bool
+) -> tuple[RunDirectory, Heard]:
+    """A run whose work ends with ``cause``; with ``hit``, Ctrl-C comes while the cluster ends."""
+
+    @contextmanager
+    def cluster(*_: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if hit:
+                signal.raise_signal(signal.SIGINT)
+
+    async def work(experiment: Any, recorder: Any, view: Any, start: Any, notifier: Any, stop: Stop) -> launch.Outcome:
+        stop.attach()
+        if cause is not None:
+            raise cause
+        return launch.Outcome(1.0)
+
+    monkeypatch.setattr(launch, "ray_cluster", cluster)
+    monkeypatch.setattr(launch, "_run", work)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    directory, view = RunDirectory.create(tmp_path, "test"), Heard()
+    experiment: Any = SimpleNamespace(spec=SimpleNamespace(notify=notify))
+    try:
+        with pytest.raises(type(cause)) if cause is not None else nullcontext():
+            launch.run_experiment(experiment, directory, view, launch.Start())  # type: ignore[arg-type]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return RunDirectory(directory.path), view
+
+
+@pytest.mark.parametrize(("cause", "phase"), [(None, "finished"), (RunError("out of memory"), "failed")])
+def test_ctrl_c_after_the_work_leaves_its_result_what_it_is(
+    cause: Exception | None, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = ended(tmp_path, monkeypatch, cause, NotifySpec(), hit=True)
+    assert directory.state.phase == phase
+
+
+def test_an_error_is_shown_before_notices_are_waited_for_and_ctrl_c_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(notifier: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.Notifier, "wait", wait)
+    monkeypatch.setattr(launch.Notifier, "pending", True)
+    directory, view = ended(tmp_path, monkeypatch, RunError("out of memory"), NotifySpec(), hit=False)
+    assert directory.state.phase == "failed"
+    assert "out of memory" in view.warned[0] and "interrupted while waiting" in view.warned[1]

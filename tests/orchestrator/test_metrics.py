@@ -1,0 +1,204 @@
+"""The numbers of a step: shares of time, and what is computed from tokens and rewards."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stand_ins import client_over, rollout
+
+from asyncrl_cli.buffer.ledger import Counts
+from asyncrl_cli.orchestrator.metrics import StepClock, Window, batch_digest, step_metrics
+from asyncrl_cli.orchestrator.publisher import PublishReport
+from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
+from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
+    client = client_over(2)
+    one, other = client.engines
+    one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
+    steps = StepClock(client)  # what was before does not count
+    clock.now += 10.0
+    one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
+    other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
+    assert steps.lap(StepReport(seconds=2.5), 3.0) == Window(
+        seconds=10.0,
+        generated_tokens=150,
+        trainer_busy=0.25,
+        engines_busy=pytest.approx((6.0 - 1.0 + 4.0 - 1.0) / 20.0),
+        engines_paused=pytest.approx(2.0 / 20.0),
+        journal_busy=pytest.approx(0.3),
+    )
+    clock.now += 4.0
+    other.activity = EngineActivity(60, 8.0, 1.0, 14.0)
+    assert steps.lap(StepReport(seconds=5.0), 4.0) == Window(
+        seconds=4.0, generated_tokens=10, trainer_busy=1.0, engines_busy=1.0, engines_paused=0.0, journal_busy=0.25
+    )
+
+
+def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
+    steps = StepClock(client_over(1))
+    busy = []
+    for journal_s in (5.0, 1.0, 2.0):
+        clock.now += 10.0
+        busy.append(steps.lap(StepReport(), journal_s).journal_busy)
+    assert busy == pytest.approx([0.5, 0.0, 0.1])
+
+
+def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
+    steps = StepClock(client_over(1))
+    clock.now += 1.0
+    assert steps.lap(StepReport(seconds=0.5), 0.0) == Window(1.0, 0, 0.5, 0.0, 0.0, 0.0)
+
+
+GROUPS = (
+    TrainingGroup(4, "a", 1, (rollout("4-0", (1, 1)), rollout("4-1", (1, 2, 3, 3), finished=False)), (1.0, 0.5)),
+    TrainingGroup(6, "b", 2, (rollout("6-0", (3,)), rollout("6-1", (2, 2, 2))), (0.0, 1.5)),
+)
+BATCH = TrainingBatch(7, 3, GROUPS)
+WINDOW = Window(
+    seconds=2.0,
+    generated_tokens=500,
+    trainer_busy=0.5,
+    engines_busy=0.25,
+    engines_paused=0.125,
+    journal_busy=0.0625,
+)
+
+
+COUNTS = Counts(0, 0, 0, 0, 0, 0)
+
+
+def test_the_numbers_of_a_step() -> None:
+    metrics = step_metrics(
+        batch=BATCH,
+        report=StepReport({"loss/policy": 0.125}, seconds=1.5, trained_tokens=9),
+        published=PublishReport(version=4, checksum="c", seconds=0.5, stall_s=0.25, gap=1e-5, change=0.01),
+        window=WINDOW,
+        counts=Counts(running=1, finished=2, taken=16, rejected=3, requeued=4, late=5),
+    )
+    expected = {
+        "reward/mean": 0.75,
+        "reward/correct": 0.5,
+        "response/tokens_mean": 2.5,
+        "response/tokens_max": 4,
+        "response/cut": 0.25,
+        "staleness/groups_mean": 1.5,
+        "staleness/groups_max": 2,
+        "staleness/tokens_mean": (2 + 2 + 2 + 1 + 0 + 0 + 0 + 1 + 1 + 1) / 10,
+        "staleness/tokens_max": 2,
+        "staleness/rollouts_crossed": 0.25,
+        "tokens/trained": 9,
+        "tokens/generated": 500,
+        "tokens/generated_per_s": 250,
+        "time/step_s": 2,
+        "time/train_s": 1.5,
+        "share/trainer_busy": 0.5,
+        "share/engines_busy": 0.25,
+        "share/engines_paused": 0.125,
+        "share/journal_busy": 0.0625,
+        "buffer/groups_running": 1,
+        "buffer/groups_finished": 2,
+        "buffer/groups_taken": 16,
+        "buffer/groups_rejected": 3,
+        "buffer/groups_requeued": 4,
+        "buffer/groups_late": 5,
+        "publish/seconds": 0.5,
+        "publish/stall_s": 0.25,
+        "publish/probe_gap": 1e-5,
+        "publish/probe_change": 0.01,
+        "loss/policy": 0.125,
+    }
+    assert metrics == pytest.approx(expected)
+    assert all(type(value) is float for value in metrics.values()), "JSON and MLflow take no numpy numbers"
+
+
+def episode(name: str, *sequences: tuple[int, ...]) -> Rollout:
+    """A rollout whose sequences have these versions."""
+    root, *branches = (replace(rollout(branch_id(name, at), of), prompt_ids=()) for at, of in enumerate(sequences))
+    return replace(root, branches=tuple(branches))
+
+
+def test_given_tokens_are_in_no_number_of_an_episode() -> None:
+    groups = (
+        TrainingGroup(
+            *(4, "sums/a", 1),
+            (episode("4-0", (-1, -1, 1, -1, 3, 3)), episode("4-1", (-1, 2, 2), (-1, 1, -1, -1, 2, -1))),
+            *((1.0, 0.0), ({"turns": 2.0}, {"turns": 4.0, "late": 1.0})),
+        ),
+        TrainingGroup(5, "words/a", 3, (rollout("5-0", (3,)), rollout("5-1", (3, 3))), (0.5, 0.0)),
+    )
+    metrics = step_metrics(TrainingBatch(7, 3, groups), StepReport(), None, WINDOW, COUNTS, ("sums", "words", "none"))
+    assert {
+        "reward/mean": 0.375,
+        "reward/sums": 0.5,
+        "reward/sums/correct": 0.5,
+        "reward/words": 0.25,
+        "reward/words/correct": 0.0,
+        "response/tokens_mean": (3 + 4 + 1 + 2) / 4,
+        "response/tokens_max": 4,
+        "response/calls_mean": (2 + 3) / 2,
+        "response/branches_mean": 0.5,
+        "staleness/tokens_mean": (2 + 0 + 0 + 1 + 1 + 2 + 1) / 10,
+        "staleness/tokens_max": 2,
+        "staleness/rollouts_crossed": 0.5,
+        "task/turns": 3,
+        "task/late": 1,
+    }.items() <= metrics.items()
+    assert not [name for name in metrics if "none" in name]
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_a_digest_knows_which_sequences_are_one_rollout() -> None:
+    one, other = (1, -1, 2), (-1, 2)
+    pairs = [
+        (episode("4-0", one, other), episode("4-1", one)),
+        (episode("4-0", one), episode("4-1", other, one)),
+        (episode("4-0", one, one), episode("4-1", other)),
+        (episode("4-0", one), episode("4-1", one)),
+    ]
+    digests = {batch_digest(TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=pair),))) for pair in pairs}
+    assert len(digests) == len(pairs)
+
+
+def test_without_a_publish_nothing_is_said_about_it() -> None:
+    metrics = step_metrics(BATCH, StepReport(), None, WINDOW, COUNTS)
+    assert not [name for name in metrics if name.startswith("publish/")]
+
+
+def test_batches_have_the_same_digest_exactly_when_their_tokens_are_the_same() -> None:
+    first, second = GROUPS[0].rollouts
+    variants = [
+        (replace(first, response_ids=first.response_ids + np.int32(1)), second),
+        (replace(first, versions=first.versions - np.int32(1)), second),
+        (replace(first, prompt_ids=(1, 3)), second),
+        (second, first),
+        (  # the same numbers in a row, with a boundary elsewhere
+            replace(first, response_ids=first.response_ids[:1]),
+            replace(second, prompt_ids=(*first.response_ids[1:].tolist(), *second.prompt_ids)),
+        ),
+    ]
+    digests = {batch_digest(BATCH)}
+    for rollouts in variants:
+        digests.add(batch_digest(TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=rollouts), GROUPS[1]))))
+    assert len(digests) == 1 + len(variants)
+    wide = replace(first, response_ids=first.response_ids.astype(np.int64))
+    again = TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=(wide, second)), GROUPS[1]))
+    assert batch_digest(again) == batch_digest(BATCH)
+    assert batch_digest(BATCH) == "4281b4609f473cdf72d34fa67c6801d4", "digests stay comparable over releases"

@@ -1,0 +1,134 @@
+"""Which prompts and sizes a start refuses, however loaded the machine is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_ins import spec
+
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.orchestrator.checks import memory
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.memory import GIB, ModelSize, check_weights_memory
+from asyncrl_cli.orchestrator.checks.model import ENOUGH, check_prompts, first_prompt
+from asyncrl_cli.orchestrator.launch import _encoded
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+LONG, BROKEN, FINE = "x" * 50, "broken", "fine"
+AT_ONCE_S, LIMIT_S = 0.0, 60.0
+"""With the first, no more than one prompt is tried."""
+
+
+class Tokenizer:
+    """A token for each character."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        if text == BROKEN:
+            raise ValueError("no such character")
+        return {"input_ids": list(range(len(text)))}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return f"{len(ids)} characters"
+
+
+ENCODER = PromptEncoder(Tokenizer(), max_tokens=10)
+
+
+def prompts(*texts: str) -> list[Prompt]:
+    return [Prompt(str(row), text, {}) for row, text in enumerate(texts)]
+
+
+def check(texts: list[str], limit_s: float = LIMIT_S) -> str | Finding:
+    return check_prompts(prompts(*texts), ENCODER, "data.train", limit_s, "data.train")
+
+
+@pytest.mark.parametrize("first", [LONG, BROKEN])
+def test_one_slow_prompt_says_nothing_about_the_others(first: str) -> None:
+    for limit_s in (AT_ONCE_S, LIMIT_S):
+        found = check([first, *[FINE] * 999], limit_s)
+        assert isinstance(found, Finding) and found.status == "warning"
+        assert found.hint
+
+
+@pytest.mark.parametrize(("first", "says"), [(LONG, "max_prompt_tokens"), (BROKEN, "no such character")])
+def test_prompts_of_which_none_can_be_used_are_refused(first: str, says: str) -> None:
+    for texts in ([first], [first] * ENOUGH, [first, *[LONG] * 999]):
+        with pytest.raises(DataError, match=says) as refused:
+            check(texts)
+        assert refused.value.location == "data.train"
+        assert refused.value.hint
+
+
+def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
+    assert ", 1 of them tried in 0.0 s" in str(check([FINE] * 9, AT_ONCE_S))
+
+
+def test_a_first_prompt_that_is_left_out_is_no_failure() -> None:
+    assert first_prompt(prompts(BROKEN), ENCODER).startswith("left out: ")
+
+
+def test_held_out_rows_that_cannot_be_encoded_are_left_out_as_in_training() -> None:
+    warned: list[str] = []
+    found = _encoded(prompts(BROKEN, FINE, LONG, BROKEN), ENCODER, "data.eval", warned.append)
+    assert [prompt.content for prompt, _ in found] == [FINE]
+    assert [text.partition(" prompts ")[0] for text in warned] == ["data.eval: 2 of 4", "data.eval: 1 of 4"]
+
+
+class Config:
+    """Of a model that takes 3 × 2 × 4 × 8 × 4 bytes of cache for a token."""
+
+    num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim = 3, 4, 4, 8
+
+    def get_text_config(self) -> Config:
+        return self
+
+
+def sized(**trainer: Any) -> ExperimentSpec:
+    base = spec()
+    rollout = base.rollout.model_copy(update={"kv_cache_mb": 2048})
+    return base.model_copy(update={"trainer": base.trainer.model_copy(update=trainer), "rollout": rollout})
+
+
+@given(
+    ranks=st.integers(1, 8),
+    stage=st.integers(0, 2),
+    parameters=st.integers(1, 10**10),
+    trained=st.floats(0, 1),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_sharding_and_adapters_take_no_more(
+    ranks: int, stage: int, parameters: int, trained: float, dtype: str
+) -> None:
+    def bytes_of(stage: int, share: float = trained, ranks: int = ranks) -> int:
+        size = ModelSize(parameters, int(share * parameters))
+        return memory._trainer(sized(ranks=ranks, zero_stage=stage, dtype=dtype), size)
+
+    assert bytes_of(stage + 1) <= bytes_of(stage) <= bytes_of(stage, 1.0)
+    assert bytes_of(0) == ranks * bytes_of(0, ranks=1) and bytes_of(3) == bytes_of(0, ranks=1)
+    assert bytes_of(3, 1.0) == 16 * parameters
+
+
+@pytest.mark.parametrize(
+    ("available", "status"), [(40.0, "ok"), (26.0, "warning"), (24.0, "warning"), (20.0, "refused")]
+)
+def test_what_does_not_fit_into_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, available: float, status: str
+) -> None:
+    """2 GiB of cache, 4 of the engine's weights, 16 of the trainer and 3 of processes are 25."""
+    monkeypatch.setattr(memory, "available_memory", lambda: int(available * GIB))
+    size = ModelSize(GIB, GIB)
+    if status == "refused":
+        with pytest.raises(memory.ConfigError, match=r"caches 2\.0.* engines 4\.0.* trainer 16\.0") as refused:
+            check_weights_memory(sized(), Config(), size)
+        assert refused.value.hint
+    else:
+        found = check_weights_memory(sized(), Config(), size)
+        assert (found.status if isinstance(found, Finding) else "ok") == status

@@ -1,0 +1,174 @@
+"""Prompts to token ids: long ones are left out and counted, and nobody searches for ever."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from stand_ins import prompts
+
+from asyncrl_cli.core.errors import DataError, RunError
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.orchestrator.prompt_source import MAX_SKIPS_IN_A_ROW, UNUSABLE_NAMED, PromptEncoder, PromptSource
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer(256)
+CHAT = Prompt("chat", ({"role": "user", "content": "2+2="},))
+
+
+def source(texts: list[str], max_tokens: int, first: tuple[Prompt, ...] = ()) -> PromptSource:
+    rows = [Prompt(f"p{i}", text) for i, text in enumerate(texts)]
+    return PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, max_tokens), first)
+
+
+def test_text_is_encoded_up_to_the_limit() -> None:
+    encoder = PromptEncoder(TOKENIZER, 3)
+    ids = encoder.encode(Prompt("p", "1+1"))
+    assert ids is not None
+    assert TOKENIZER.decode(ids) == "1+1"
+    assert encoder.encode(Prompt("p", "1+1=")) is None
+
+
+def test_chats_go_through_the_template() -> None:
+    ids = PromptEncoder(TOKENIZER, 10).encode(CHAT)
+    assert ids is not None
+    assert all(isinstance(token, int) for token in ids)
+    expected = TOKENIZER.apply_chat_template([*CHAT.content], add_generation_prompt=True, tokenize=False)
+    assert TOKENIZER.decode(ids) == expected
+    assert PromptEncoder(TOKENIZER, 1).encode(CHAT) is None
+
+
+def test_a_chat_without_a_template_is_the_users_to_hint() -> None:
+    bare = character_tokenizer(256)
+    bare.chat_template = None
+    with pytest.raises(RunError, match="data: prompt chat is a chat, and the model's tokenizer has no chat template"):
+        PromptEncoder(bare, 10).encode(CHAT)
+
+
+def test_long_prompts_are_skipped_and_counted() -> None:
+    stream = source(["123456789", "12", "1234567", "3"], max_tokens=3)
+    assert [stream.next()[0].uid for _ in range(4)] == ["p1", "p3", "p1", "p3"]
+    assert stream.skipped == 4
+    assert stream.loader.state() == {"epoch": 1, "position": 4}
+
+
+def test_prompts_given_back_come_first() -> None:
+    given_back = (Prompt("a", "1"), Prompt("b", "123456789"), Prompt("c", "2"))
+    stream = source(["3"], max_tokens=3, first=given_back)
+    assert stream.next()[0].uid == "a"
+    assert stream.loader.state() == {"epoch": 0, "position": 0}
+    assert [stream.next()[0].uid for _ in range(3)] == ["c", "p0", "p0"]
+    assert stream.skipped == 1
+
+
+def test_candidates_are_counted_and_know_where_the_loader_stands_after_them() -> None:
+    stream = source(["1", "123456789", "2"], max_tokens=3, first=(Prompt("a", "4"),))
+    candidates = [stream.candidate() for _ in range(4)]
+    assert [candidate.serial for candidate in candidates] == [1, 2, 3, 4], "those that are too long do not count"
+    assert [candidate.prompt.uid for candidate in candidates] == ["a", "p0", "p2", "p0"]
+    assert [TOKENIZER.decode(candidate.prompt_ids) for candidate in candidates] == ["4", "1", "2", "1"]
+    assert [(candidate.loader["epoch"], candidate.loader["position"]) for candidate in candidates] == [
+        (0, 0),
+        (0, 1),
+        (0, 3),
+        (1, 1),
+    ]
+
+
+@pytest.mark.parametrize("admitted", range(8))
+def test_a_resumed_stream_goes_on_after_the_newest_admitted_prompt(admitted: int) -> None:
+    texts = ["1", "123456789", "2", "3"]
+    before = source(texts, max_tokens=3)
+    candidates = [before.candidate() for _ in range(10)]
+    resumed = source(texts, max_tokens=3)
+    resumed.resume(admitted, candidates[admitted - 1].loader if admitted else None)
+    assert [resumed.candidate() for _ in range(10 - admitted)] == candidates[admitted:]
+
+
+def test_responses_are_decoded_as_engines_do() -> None:
+    encoder = PromptEncoder(TOKENIZER, 3)
+    ids = [*TOKENIZER("1+1")["input_ids"], TOKENIZER.eos_token_id]
+    assert encoder.decode(np.array(ids, np.int32)) == "1+1"
+    assert encoder.decode([]) == ""
+
+
+def test_only_long_prompts_end_the_search() -> None:
+    asked = []
+
+    class Encoder(PromptEncoder):
+        def encode(self, prompt: Prompt) -> None:
+            asked.append(prompt)
+
+    stream = PromptSource(PromptLoader(prompts(3), 0, shuffle=True), Encoder(TOKENIZER, 1))
+    with pytest.raises(RunError, match=r"data\.train: 10000 prompts in a row are longer than rollout\."):
+        stream.next()
+    assert len(asked) == stream.skipped == MAX_SKIPS_IN_A_ROW
+
+
+def test_what_is_skipped_is_said_once() -> None:
+    said: list[str] = []
+    rows = [Prompt("long", "123456789"), Prompt("short", "1")]
+    stream = PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), warn=said.append)
+    for _ in range(3):
+        stream.next()
+    assert len(said) == 1
+    assert "prompt long is longer than rollout.max_prompt_tokens" in said[0]
+
+
+def test_solved_prompts_are_left_out_until_all_are() -> None:
+    said: list[str] = []
+    rows = [Prompt(f"p{i}", "1") for i in range(4)]
+    stream = PromptSource(
+        PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), pools=Pools(1, 0.0, 0), warn=said.append
+    )
+    stream.visited("p1", solved=True)
+    stream.visited("p2", solved=True)
+    assert [stream.next()[0].uid for _ in range(5)] == ["p0", "p3", "p0", "p3", "p0"]
+    stream.visited("p2", solved=False)
+    assert [stream.next()[0].uid for _ in range(3)] == ["p2", "p3", "p0"]
+    assert not said
+    for row in rows:
+        stream.visited(row.uid, solved=True)
+    drawn = [stream.next()[0].uid for _ in range(8)]
+    assert set(drawn) <= {row.uid for row in rows}, "training goes on"
+    assert said == ["every training prompt is solved (data.pools): they are trained on again"]
+
+
+REFUSING = character_tokenizer(256)
+REFUSING.chat_template = "{{ raise_exception('a system message comes first') }}"
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(DataError, match=r"data: the prompt 'chat' cannot be encoded: .*a system message comes first"):
+        PromptEncoder(REFUSING, 10).encode(CHAT)
+    with pytest.raises(DataError, match="the prompt 'half' cannot be encoded: "):
+        PromptEncoder(TOKENIZER, 10).encode(Prompt("half", "\ud83d"))
+    with pytest.raises(DataError, match="the prompt 'empty' has no tokens"):
+        PromptEncoder(TOKENIZER, 10).encode(Prompt("empty", ""))
+
+
+def test_rows_that_cannot_be_used_are_left_out_counted_and_named() -> None:
+    said: list[str] = []
+    rows = [Prompt("a", "1"), CHAT, Prompt("b", "2")]
+
+    class Rows(list[Prompt]):
+        def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
+            if index == 2:
+                raise DataError("the row is no prompt", location="rows.parquet:3")
+            return super().__getitem__(index)
+
+    stream = PromptSource(
+        PromptLoader(Rows([*rows]), 0, shuffle=False), PromptEncoder(REFUSING, 10), first=(CHAT,), warn=said.append
+    )
+    assert [stream.next()[0].uid for _ in range(20)] == ["a"] * 20
+    assert stream.unusable == 1 + 2 * 19
+    assert "the prompt 'chat' cannot be encoded" in said[0]
+    assert "rows.parquet:3: the row is no prompt" in said[2]
+    assert len(said) == UNUSABLE_NAMED
+
+
+def test_text_parts_are_text_for_every_template() -> None:
+    parts = ({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]},)
+    encoder = PromptEncoder(TOKENIZER, 10)
+    assert encoder.encode(Prompt("parts", parts)) == encoder.encode(CHAT)

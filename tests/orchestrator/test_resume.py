@@ -1,0 +1,420 @@
+"""How a run goes on from what lies on disk, and that a refusal changes nothing there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import prompts, rollout, spec
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.records import Candidate, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.schema import FILE, MIGRATIONS, JournalError, check
+from asyncrl_cli.orchestrator.actors import buffer_settings
+from asyncrl_cli.orchestrator.launch import Start
+from asyncrl_cli.orchestrator.resume import prepare
+from asyncrl_cli.runs.checkpoints import (
+    Checkpoint,
+    checkpoint_name,
+    complete_checkpoints,
+    newest_undamaged,
+    seal,
+    verify,
+)
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
+
+GROUPS = {"groups_per_step": 1, "max_staleness": 0}
+SPEC = spec(rollout={"group_size": 1}, pipeline=GROUPS)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "test")
+
+
+def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict[str, Any] | None = None) -> None:
+    """A journal of so many steps taken and trained, with a row of metrics for each that was taken."""
+    book = DurableLedger(run.path / FILE, buffer_settings(SPEC), base)
+    first = book.ledger.step
+    trained = taken if trained is None else trained
+    for step in range(first, taken):
+        serial = step - first + 1
+        candidate = Candidate(serial, prompts(1)[0], (1, 2), {"epoch": 0, "position": serial})
+        (admission,) = book.admit([candidate]).admissions
+        book.record([rollout(f"{admission.group_id}-0")], [Outcome(f"{admission.group_id}-0", 1.0)])
+        assert book.take(step) is None
+        book.publish(PublishRecord(step + 1, step + 1, "sum", 0.0, 0.0, 0.0, 0.0))
+        if step < trained:
+            book.journal.trained(StepRecord(step, "digest", {}))
+        run.append("metrics.jsonl", {"step": step + 1})
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+def save(run: RunDirectory, step: int) -> Checkpoint:
+    """A sound checkpoint."""
+    checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
+    (checkpoint.folder / "state").mkdir(parents=True)
+    (checkpoint.folder / "state/shard").write_text(f"weights {step}")
+    layout = {"ranks": 1, "zero_stage": 3, "dtype": "float32"}
+    state = {"step": step, "next_group": step, "prompts": [], "trainer": layout}
+    (checkpoint.folder / "run.json").write_text(json.dumps(state))
+    seal(checkpoint.folder)
+    return checkpoint
+
+
+def finish(run: RunDirectory) -> None:
+    """What a run leaves that is done."""
+    (run.path / MODEL).mkdir()
+    (run.path / MODEL / "config.json").write_text("{}")
+    run.update(phase="finished")
+
+
+def start(run: RunDirectory, step: int | None = None, steps: int = 10, without_journal: bool = False) -> Start:
+    of = SPEC.model_copy(update={"stop": spec(stop={"steps": steps}).stop})
+    return prepare(run, of, step, "n=1", without_journal).carry_out(run)
+
+
+def on_disk(run: RunDirectory) -> dict[str, bytes]:
+    """Every file, but for those that SQLite makes to read a journal."""
+    files = {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    return {name: data for name, data in files.items() if name != f"{FILE}-shm" and (data or name != f"{FILE}-wal")}
+
+
+def refused(run: RunDirectory, **how: Any) -> RunError:
+    """Why the run cannot go on; nothing has changed on disk."""
+    before = on_disk(run)
+    with pytest.raises(RunError) as error:
+        start(run, **how)
+    assert on_disk(run) == before
+    return error.value
+
+
+def metrics(run: RunDirectory) -> list[int]:
+    return [row["step"] for row in run.read("metrics.jsonl")]
+
+
+# -- going on
+
+
+def test_a_run_that_died_before_anything_was_recorded_begins(run: RunDirectory) -> None:
+    assert start(run) == Start("resume", "n=1", None)
+
+
+@pytest.mark.parametrize("begun", [b"", None], ids=["an empty file", "no tables"])
+def test_a_journal_that_was_never_begun_is_one_without_history(run: RunDirectory, begun: bytes | None) -> None:
+    if begun is None:
+        connection = sqlite3.connect(run.path / FILE)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.close()
+    else:
+        (run.path / FILE).write_bytes(begun)
+    assert start(run) == Start("resume", "n=1", None)
+    check(run.path / FILE)
+
+
+def test_the_newest_checkpoint_is_where_the_trainer_starts(run: RunDirectory) -> None:
+    record(run, taken=6)
+    save(run, 2)
+    newest = save(run, 4)
+    assert start(run) == Start("resume", "n=1", newest)
+    assert metrics(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_named_checkpoint_or_the_initial_model_may_be(run: RunDirectory) -> None:
+    record(run, taken=6)
+    older = save(run, 2)
+    save(run, 4)
+    error = refused(run, step=3)
+    assert "there is no checkpoint of step 3" in error.message
+    assert "2, 4" in error.hint
+    assert start(run, step=2).checkpoint == older
+    assert start(run, step=0).checkpoint is None
+
+
+def test_metrics_of_steps_that_nobody_knows_as_trained_are_forgotten(run: RunDirectory) -> None:
+    record(run, taken=6, trained=4)
+    start(run)
+    assert metrics(run) == [1, 2, 3, 4]
+
+
+# -- nothing to do
+
+
+def test_rows_of_metrics_that_were_never_written_come_from_the_journal(run: RunDirectory) -> None:
+    record(run, taken=3)
+    (run.path / "metrics.jsonl").write_text('{"step": 2, "version": 2, "loss": 0.5}\n')
+    start(run)
+    first, kept, last = run.read("metrics.jsonl")
+    assert kept == {"step": 2, "version": 2, "loss": 0.5}
+    assert (first["step"], first["version"], last["step"], last["version"]) == (1, 1, 3, 3)
+    assert first["time"] > 0
+
+
+def test_a_run_that_is_done_says_how_to_train_on(run: RunDirectory) -> None:
+    record(run, taken=10)
+    finish(run)
+    error = refused(run)
+    assert error.message == "the run has done its 10 steps"
+    assert error.hint.endswith(f"asyncrl resume {run.argument} --steps 20")
+    assert start(run, steps=20).kind == "resume"
+
+
+@pytest.mark.parametrize("missing", ["the model", "the word of the driver"])
+def test_a_run_that_died_after_its_last_step_goes_on(run: RunDirectory, missing: str) -> None:
+    record(run, taken=10)
+    finish(run)
+    if missing == "the model":
+        (run.path / MODEL / "config.json").unlink()
+    else:
+        run.update(phase="running")
+    assert start(run) == Start("resume", "n=1", None)
+
+
+def test_a_run_cannot_end_before_steps_that_it_has_taken(run: RunDirectory) -> None:
+    record(run, taken=6, trained=5)
+    error = refused(run, steps=5)
+    assert error.message == "the run has taken 6 steps already, more than 5"
+    assert start(run, steps=6).kind == "resume"
+
+
+# -- damage
+
+
+def test_a_damaged_checkpoint_names_an_older_one(run: RunDirectory) -> None:
+    record(run, taken=6)
+    save(run, 2)
+    (save(run, 4).folder / "state/shard").write_text("weights 5")
+    error = refused(run)
+    assert "state/shard has other contents than were written" in error.message
+    assert "--step 2" in error.hint
+    assert start(run, step=2).checkpoint is not None
+
+
+def test_checkpoints_of_steps_that_are_trained_again_are_set_aside(run: RunDirectory) -> None:
+    """A trainer that restarts would load them, and a save would keep them in place of its own."""
+    record(run, taken=6)
+    for step in (2, 4, 6):
+        save(run, step)
+    assert start(run, step=6).note == "n=1", "none is later"
+    assert start(run, step=2).note == "n=1, checkpoints after step 2 are in checkpoints/aside-1"
+    assert newest_undamaged(run) == Checkpoint(run.path / "checkpoints" / checkpoint_name(2), 2)
+    aside = run.path / "checkpoints" / "aside-1"
+    assert [(found.step, verify(found)) for found in complete_checkpoints(aside)] == [(4, []), (6, [])]
+    assert start(run, step=0).note == "n=1, checkpoints after step 0 are in checkpoints/aside-2"
+    assert start(run).checkpoint is None
+
+
+def test_a_journal_that_is_gone_is_missed_when_there_are_checkpoints(run: RunDirectory) -> None:
+    save(run, 4)
+    error = refused(run)
+    assert error.location == str(run.path / FILE)
+    assert error.hint.endswith(f"asyncrl resume {run.argument} --without-journal")
+    shutil.rmtree(run.path / "checkpoints" / checkpoint_name(4))
+    run.update(step=3)
+    assert refused(run).message == "the run's journal is gone"
+
+
+def test_a_journal_that_ends_before_the_checkpoint_is_an_older_copy(run: RunDirectory) -> None:
+    record(run, taken=3)
+    save(run, 4)
+    error = refused(run)
+    assert "the journal ends at step 3, and the newest checkpoint is of step 4" in error.message
+    assert "--without-journal" in error.hint
+
+
+def test_a_log_that_is_cut_short_is_noticed_by_the_step_in_state_json(run: RunDirectory) -> None:
+    record(run, taken=6)
+    run.update(step=6)
+    assert start(run).kind == "resume"
+    run.update(step=7)
+    error = refused(run)
+    assert "the journal ends at step 6, and state.json is of step 7: journal.db-wal is missing or cut" in error.message
+    assert start(run, without_journal=True).checkpoint is None
+    assert run.state.step == 0
+    assert start(run, without_journal=True).kind == "resume"
+
+
+@pytest.mark.parametrize("damage", ["garbage", "flipped"])
+def test_a_damaged_journal_is_said_to_be_and_kept(run: RunDirectory, damage: str) -> None:
+    record(run, taken=6)
+    save(run, 4)
+    journal = run.path / FILE
+    whole = bytearray(journal.read_bytes())
+    if damage == "garbage":
+        whole[:100] = b"x" * 100
+    else:
+        for page in range(16384, len(whole), 16384):
+            whole[page : page + 64] = b"\xff" * 64
+    journal.write_bytes(whole)
+    before = on_disk(run)
+    with pytest.raises(JournalError, match="--without-journal"):
+        start(run)
+    assert on_disk(run) == before
+
+
+@pytest.mark.parametrize(
+    ("sql", "fault"),
+    [
+        ("UPDATE rollouts SET reward = 0.5 WHERE group_id = 4", "rollout 4-0 has another checksum"),
+        ("DELETE FROM segments WHERE group_id = 4", "rollout 4-0 has 0 of its"),
+        ("UPDATE groups SET prompt = '\"other\"' WHERE id = 4", "the prompt of group 4 has another checksum"),
+    ],
+)
+def test_damage_to_what_is_trained_again_is_found_before_anything_starts(
+    run: RunDirectory, sql: str, fault: str
+) -> None:
+    record(run, taken=6)
+    save(run, 2)
+    save(run, 5)
+    with closing(sqlite3.connect(run.path / FILE)) as connection, connection:
+        connection.execute(sql)
+    with pytest.raises(JournalError, match=fault):
+        start(run, step=2)
+    assert start(run).kind == "resume", "from step 5 on nothing is damaged"
+
+
+def test_tokens_that_were_dropped_keep_a_run_from_starting_before_them(run: RunDirectory) -> None:
+    record(run, taken=6)
+    save(run, 4)
+    book = DurableLedger(run.path / FILE, buffer_settings(SPEC))
+    book.journal.prune(4)
+    book.journal.close()
+    assert (
+        refused(run, step=0).message
+        == "the steps after step 0 cannot be trained again: the tokens of step 0 are pruned"
+    )
+    assert start(run).kind == "resume"
+
+
+# -- kills, older journals, another course
+
+
+def test_a_refused_resume_leaves_an_older_journal_as_it_is(run: RunDirectory) -> None:
+    for scripts in MIGRATIONS[:3]:
+        with closing(sqlite3.connect(run.path / FILE)) as connection:
+            connection.executescript(scripts)
+    with closing(sqlite3.connect(run.path / FILE)) as connection:
+        connection.execute("PRAGMA user_version = 3")
+    run.update(step=1)
+    assert "the journal ends at step 0" in refused(run).message
+    run.update(step=0)
+    assert start(run).kind == "resume"
+    with closing(sqlite3.connect(run.path / FILE)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+
+
+def test_steps_that_are_trained_again_from_a_named_checkpoint_are_reported_again(run: RunDirectory) -> None:
+    record(run, taken=6)
+    for saved in (2, 4, 6):
+        save(run, saved)
+    start(run, step=2)
+    assert metrics(run) == [1, 2]
+    book = DurableLedger.begin(run.path / FILE, buffer_settings(SPEC), "resume", "")
+    assert book.opening().trained == 2
+    book.journal.trained(StepRecord(1, "other", {"loss": 1.0}))
+    book.journal.trained(StepRecord(2, "other", {"loss": 1.0}))
+    book.journal.commit(book.journal.noted())
+    digests = book.journal._rows("SELECT digest FROM batches ORDER BY step")
+    assert [digest for (digest,) in digests] == ["digest", "digest", "other", None, None, None]
+    book.journal.close()
+    start(run)
+    assert metrics(run) == [1, 2, 3]
+    assert run.read("metrics.jsonl")[-1]["loss"] == 1.0
+
+
+# -- without the journal
+
+
+def test_without_its_journal_a_run_goes_on_from_a_checkpoint_alone(run: RunDirectory) -> None:
+    record(run, taken=6)
+    checkpoint = save(run, 4)
+    journal = (run.path / FILE).read_bytes()
+    (run.path / f"{FILE}-wal").write_bytes(b"a log")
+    going_on = start(run, without_journal=True)
+    assert going_on == Start("resume", "without the old journal, n=1", checkpoint, checkpoint.state())
+    assert going_on.base is not None
+    assert going_on.base["step"] == 4
+    assert metrics(run) == [1, 2, 3, 4]
+    assert not list(run.path.glob(f"{FILE}*"))
+    assert (run.path / "damaged-1" / FILE).read_bytes() == journal
+    assert (run.path / "damaged-1" / f"{FILE}-wal").read_bytes() == b"a log"
+
+
+def test_a_second_journal_is_set_aside_beside_the_first_with_its_own_log(run: RunDirectory) -> None:
+    save(run, 4)
+    for number, files in ((1, [FILE]), (2, [FILE, f"{FILE}-wal"]), (3, [f"{FILE}-wal"])):
+        for file in files:
+            (run.path / file).write_text(f"{file} {number}")
+        start(run, without_journal=True)
+    aside = {str(path.relative_to(run.path)): path.read_text() for path in run.path.glob("damaged-*/*")}
+    assert aside == {
+        f"damaged-1/{FILE}": f"{FILE} 1",
+        f"damaged-2/{FILE}": f"{FILE} 2",
+        f"damaged-2/{FILE}-wal": f"{FILE}-wal 2",
+        f"damaged-3/{FILE}-wal": f"{FILE}-wal 3",
+    }
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_kill_while_a_journal_is_set_aside_leaves_it_whole(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    save(run, 4)
+    files = [FILE, f"{FILE}-shm", f"{FILE}-wal"]
+    for file in files:
+        (run.path / file).write_text(file)
+    rename, left = Path.rename, [moved]
+
+    def killed(path: Path, new: Path) -> Path:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return rename(path, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(run, without_journal=True)
+    if moved:
+        assert refused(run).message == "the run's journal is gone"
+    start(run, without_journal=True)
+    (folder,) = (folder for folder in run.path.glob("damaged-*") if list(folder.iterdir()))
+    assert sorted(path.name for path in folder.iterdir()) == files
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_without_the_journal_later_checkpoints_belong_to_another_course(run: RunDirectory, step: int) -> None:
+    record(run, taken=6)
+    for saved in (2, 4, 6):
+        save(run, saved)
+    going_on = start(run, step=step, without_journal=True)
+    assert (going_on.checkpoint.step if going_on.checkpoint else 0) == step
+    assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [2][: step // 2]
+    assert metrics(run) == [1, 2][:step]
+
+
+def test_without_journal_and_checkpoint_a_run_begins_anew(run: RunDirectory) -> None:
+    record(run, taken=3)
+    assert start(run, without_journal=True) == Start("resume", "without the old journal, n=1", None, None)
+    assert metrics(run) == []
+
+
+def test_steps_before_the_journal_began_count(run: RunDirectory) -> None:
+    """A run that went on without its first journal, and died."""
+    for step in range(1, 5):
+        run.append("metrics.jsonl", {"step": step})
+    checkpoint = save(run, 4)
+    record(run, taken=4, base=checkpoint.state())
+    assert start(run) == Start("resume", "n=1", checkpoint)
+    assert metrics(run) == [1, 2, 3, 4]
+    assert refused(run, steps=3).message == "the run has taken 4 steps already, more than 3"
+    record(run, taken=6, trained=5)
+    start(run)
+    assert metrics(run) == [1, 2, 3, 4, 5]

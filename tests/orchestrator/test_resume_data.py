@@ -1,0 +1,125 @@
+"""That a run does not continue at its place in data that was edited, unless the user accepts it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stand_ins import spec
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.records import Candidate
+from asyncrl_cli.core.errors import DataError, RunError
+from asyncrl_cli.data.jsonl import read_jsonl
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.orchestrator.actors import buffer_settings
+from asyncrl_cli.orchestrator.launch import Experiment, Start
+from asyncrl_cli.orchestrator.resume import Plan, check_data
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.runs.directory import RunDirectory
+
+SPEC = spec(rollout={"group_size": 1}, pipeline={"groups_per_step": 1, "max_staleness": 0})
+PLAN = Plan(Start("resume"), trained=0, again=False, without_journal=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "test")
+
+
+def with_data(run: RunDirectory, rows: list[dict[str, str]]) -> Experiment:
+    """The run's experiment, with these rows in its file."""
+    path = run.path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Experiment(SPEC, run.path, read_jsonl(path), ())
+
+
+ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for row in range(9)]
+
+
+def admit(run: RunDirectory, experiment: Experiment, count: int) -> None:
+    """Admit prompts as a run does."""
+    book = DurableLedger(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100))
+    loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
+    for serial in range(1, count + 1):
+        book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+def edited(row: int, **change: str) -> list[dict[str, str]]:
+    return [old | change if at == row else old for at, old in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize("admitted", [4, 9, 20])
+def test_data_as_it_was_is_accepted(run: RunDirectory, admitted: int) -> None:
+    admit(run, with_data(run, ROWS), admitted)
+    check_data(run, with_data(run, ROWS), PLAN)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        (edited(3, uid="other"), "the data now has prompt 'other' in its place"),
+        (edited(3, prompt="another question"), "prompt 'p3' was trained on, and the data now has other contents"),
+        (edited(3, answer="5"), "the data now has other contents"),
+        ([*ROWS, ROWS[0] | {"uid": "p9"}], "in its place"),
+        (ROWS[1:], "in its place"),
+    ],
+)
+def test_edited_data_is_noticed_before_the_run_goes_on(
+    run: RunDirectory, rows: list[dict[str, str]], fault: str
+) -> None:
+    admit(run, with_data(run, ROWS), 8 if len(rows) < 9 else 20)
+    with pytest.raises(RunError, match=fault) as caught:
+        check_data(run, with_data(run, rows), PLAN)
+    assert caught.value.hint.endswith(f"asyncrl resume {run.argument} --accept-changed-data")
+
+
+def test_prompts_that_a_checkpoint_kept_have_no_row_to_be_compared_with(run: RunDirectory) -> None:
+    experiment = with_data(run, ROWS)
+    waiting = {"uid": "from before", "content": "text", "fields": {}}
+    book = DurableLedger(run.path / FILE, buffer_settings(SPEC), {"step": 0, "prompts": [waiting]})
+    book.admit([Candidate(1, Prompt("from before", "text"), (1,), {"epoch": 0, "position": 5})])
+    book.journal.commit(book.journal.noted())
+    check_data(run, experiment, PLAN)
+
+
+def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
+    """Resume with changed data that is accepted, and admit its next prompts."""
+    check_data(run, experiment, PLAN, accept_changed_data=True)
+    PLAN.carry_out(run, accept_changed_data=True)
+    book = DurableLedger.begin(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100), "resume", "")
+    loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
+    loader.restore(book.opening().loader or {})
+    for serial in range(book.journal.serial() + 1, book.journal.serial() + 1 + count):
+        book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_data_that_was_accepted_is_accepted_from_then_on(run: RunDirectory, count: int) -> None:
+    admit(run, with_data(run, ROWS), 9)
+    changed = with_data(run, [row | {"answer": "other"} for row in ROWS])
+    with pytest.raises(RunError, match="other contents"):
+        check_data(run, changed, PLAN)
+    resumed_with(run, changed, count)
+    check_data(run, changed, PLAN)
+    again = with_data(run, [row | {"answer": "yet another"} for row in ROWS])
+    if count:
+        with pytest.raises(RunError, match="other contents"):
+            check_data(run, again, PLAN)
+
+
+@pytest.mark.parametrize("accept", [True, False])
+def test_data_without_the_place_of_the_run_is_refused_before_anything_starts(run: RunDirectory, accept: bool) -> None:
+    admit(run, with_data(run, ROWS), 7)
+    with pytest.raises(DataError, match="5 training prompts cannot be at position 7 of epoch 0"):
+        check_data(run, with_data(run, ROWS[:5]), PLAN, accept)
+    checkpoint = Start("resume", base={"loader": {"epoch": 0, "position": 7}})
+    with pytest.raises(DataError, match="cannot be at position 7"):
+        check_data(run, with_data(run, ROWS[:5]), Plan(checkpoint, 0, again=True, without_journal=True))

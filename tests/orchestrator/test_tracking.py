@@ -1,0 +1,63 @@
+"""What a run says about MLflow at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from stand_ins import spec
+
+from asyncrl_cli.monitors.mlflow.outbox import Outbox
+from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
+from asyncrl_cli.orchestrator.tracking import TRACKING_S, close_tracker, tracking_target
+from asyncrl_cli.runs.directory import RunDirectory
+
+REASON = "all is well"
+
+
+class StandIn:
+    """A tracker that ends as it is told."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def finish(self, status: str, timeout_s: float, reason: str) -> str:
+        assert (timeout_s, reason) == (TRACKING_S[status], REASON)
+        return self._problem
+
+
+def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
+    tracker = cast("TrackerClient", StandIn(problem))
+    return close_tracker(tracker, run, spec(tracking=tracking), "FINISHED", REASON).note
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(0, "the rest"), (1, "1 step"), (12, "12 steps")])
+def test_what_was_not_sent_is_kept_and_how_to_send_it_is_said(tmp_path: Path, steps: int, kept: str) -> None:
+    run = RunDirectory(tmp_path)
+    for step in range(1, steps + 1):
+        run.append("metrics.jsonl", {"step": step, "time": float(step), "loss": 0.5})
+    note = closed(run, "no answer from http://there")
+    assert note == f"{kept} kept, not sent (no answer from http://there); later: asyncrl track {run.argument}"
+
+
+def test_where_everything_went(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    Outbox(run, "http://there", "mine").note(run_id="abc")
+    assert closed(run, "", uri="http://there", experiment="mine") == "run abc in experiment mine"
+    Outbox(run, "http://there", "mine").note(registered={"speller, models/step-000001": "4"})
+    note = closed(run, "", uri="http://there", experiment="mine", register_model="speller")
+    assert note == "run abc in experiment mine, speller version 4"
+
+
+def test_without_a_server_there_is_a_store_in_the_runs_folder(tmp_path: Path) -> None:
+    target = tracking_target(spec(runs_dir=str(tmp_path)))
+    assert target.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert target.artifacts == f"file://{tmp_path}/mlflow-artifacts"
+    assert tracking_target(spec(tracking={"uri": "http://there"})).artifacts is None
+
+
+@pytest.mark.parametrize("uri", [None, "http://there"])
+def test_the_model_is_registered_wherever_the_run_is_logged(uri: str | None) -> None:
+    assert tracking_target(spec(tracking={"uri": uri})).model is None
+    assert tracking_target(spec(tracking={"uri": uri, "register_model": "mine"})).model == "mine"

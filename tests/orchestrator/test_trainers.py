@@ -1,0 +1,292 @@
+"""Trainer ranks are called alike and fall together: a death is told from an error, whichever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import Actor, run
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.system.remote import NoAnswer
+
+Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
+
+
+class Rank(Actor):
+    """One rank; what its methods do is up to the test."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.rank = rank
+
+    def __getattr__(self, method: str) -> Any:
+        return Remote(self, method)
+
+    async def do(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        self.ranks.calls.append((self.rank, method, arguments))
+        return await self.ranks.behaviour(self, method, arguments)
+
+
+class Remote:
+    def __init__(self, rank: Rank, method: str) -> None:
+        self.rank = rank
+        self.method = method
+
+    def options(self, concurrency_group: str) -> Remote:
+        return self
+
+    def remote(self, *arguments: Any) -> Awaitable[Any]:
+        return self.rank.begin(self.rank.do(self.method, arguments))
+
+
+class Ranks:
+    """The ranks, and what they were called for."""
+
+    def __init__(self, behaviour: Behaviour, count: int = 3, limit_s: float = 600.0) -> None:
+        self.behaviour = behaviour
+        self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
+        self.made: list[Rank] = []
+        self.shared: list[TrainingBatch] = []
+        self.trainer = TrainerRanks(self._make, count, Path("/search"), limit_s, {}, self._share)
+
+    def _share(self, batch: TrainingBatch) -> str:
+        self.shared.append(batch)
+        return f"reference {len(self.shared)}"
+
+    def _make(self, rank: int) -> Rank:
+        self.made.append(Rank(self, rank))
+        return self.made[-1]
+
+
+async def for_ever() -> Any:
+    """What a rank does whose peer is gone."""
+    return await asyncio.get_running_loop().create_future()
+
+
+def raised_by(behaviour: Behaviour, limit_s: float = 600.0) -> Exception:
+    """What a call of all ranks raises."""
+
+    async def call() -> Exception:
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            await Ranks(behaviour, limit_s=limit_s).trainer.call("train_step", "batch")
+        return error.value
+
+    error: Exception = run(call())
+    return error
+
+
+def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
+    async def answers(rank: Rank, method: str, arguments: tuple[Any, ...]) -> int:
+        for _ in range(3 - rank.rank):
+            await asyncio.sleep(0)
+        return 10 * rank.rank
+
+    async def check() -> None:
+        ranks = Ranks(answers)
+        assert await ranks.trainer.call("train_step", "batch", 7) == [0, 10, 20]
+        assert ranks.calls == [(rank, "train_step", ("batch", 7)) for rank in range(3)]
+
+    run(check())
+
+
+def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
+    async def answers(rank: Rank, method: str, arguments: tuple[Any, ...]) -> int:
+        return rank.rank
+
+    async def check() -> None:
+        ranks, batch = Ranks(answers), TrainingBatch(3, 2, ())
+        await ranks.trainer.call("train_step", batch)
+        assert ranks.shared == [batch]
+        assert ranks.calls == [(rank, "train_step", ("reference 1",)) for rank in range(3)]
+
+    run(check())
+
+
+def test_a_death_is_the_loss_of_all_though_the_others_never_end() -> None:
+    async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if rank.rank == 1:
+            rank.die()
+        await for_ever()
+
+    lost = raised_by(dies)
+    assert isinstance(lost, TrainerLost)
+    assert (lost.name, lost.cause) == ("trainer-1", "the process died")
+    assert str(lost) == "trainer-1: the process died"
+
+
+@pytest.mark.parametrize("errors_first", [True, False])
+def test_what_the_others_say_of_a_death_does_not_hide_it(errors_first: bool) -> None:
+    async def closed(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        comes_later = (rank.rank == 2) == errors_first
+        for _ in range(10 if comes_later else 0):
+            await asyncio.sleep(0)
+        if rank.rank == 2:
+            rank.die()
+        raise RuntimeError("Connection closed by peer")
+
+    lost = raised_by(closed)
+    assert isinstance(lost, TrainerLost)
+    assert lost.name == "trainer-2"
+
+
+def test_an_error_is_raised_as_it_is() -> None:
+    async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if rank.rank == 1:
+            raise RunError("the checkpoint is of another model", location="checkpoint")
+        return rank.rank
+
+    error = raised_by(fails)
+    assert isinstance(error, RunError)
+    assert str(error).startswith("checkpoint: the checkpoint is of another model")
+
+
+def test_an_error_on_one_rank_does_not_wait_for_the_others_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainers.GRACE_S", 0.01)
+
+    async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if rank.rank == 2:
+            raise ValueError("loss is not finite")
+        await for_ever()
+
+    error = raised_by(fails)
+    assert isinstance(error, RunError)
+    assert str(error).startswith("trainer-2: ValueError: loss is not finite. The log says more: logs/trainer-2.log")
+
+
+def test_no_answer_in_time() -> None:
+    async def hangs(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        await for_ever()
+
+    error = raised_by(hangs, limit_s=0.01)
+    assert isinstance(error, NoAnswer)
+    assert error.location.startswith("trainer-")
+
+
+# -- start and restart
+
+
+async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+    """A rank that can be started; each has its own place."""
+    if method == "preload":
+        number = len(rank.ranks.made)
+        return f"10.0.0.{rank.rank}", 1000 * number + rank.rank, f"node-{rank.rank}"
+    if method == "prepare_model":
+        return "/models/one"
+    if method == "progress":
+        return 0, 0, 0.0
+    return None
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
+    """The ranks that were killed."""
+    ranks: list[Rank] = []
+
+    def kill(rank: Rank) -> None:
+        ranks.append(rank)
+        rank.die()
+
+    monkeypatch.setattr("ray.kill", kill)
+    return ranks
+
+
+def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: list[Rank]) -> None:
+    async def check() -> None:
+        ranks = Ranks(starts, count=2)
+        await ranks.trainer.preload()
+        assert ranks.trainer.node == "node-0"
+        assert await ranks.trainer.prepare_model(print) == "/models/one"
+        assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ("/search",))]
+        await ranks.trainer.start(None)
+        assert ranks.calls[-2:] == [
+            (rank, "start", ("/models/one", "10.0.0.0", 2000, None, "/search")) for rank in range(2)
+        ]
+
+        old = list(ranks.made)
+        old[1].die()
+        await ranks.trainer.restart(Path("/runs/1/checkpoints/step-000004"))
+        assert killed == old
+        started = ("/models/one", "10.0.0.0", 4000, "/runs/1/checkpoints/step-000004", "/search")
+        assert ranks.calls[-2:] == [(rank, "start", started) for rank in range(2)]
+        assert len([call for call in ranks.calls if call[1] == "prepare_model"]) == 1, "the model is made once"
+        assert await ranks.trainer.call("save_model") == [None, None]
+        assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
+
+    run(check())
+
+
+def test_a_rank_that_dies_in_a_restart_is_lost_like_any_other(killed: list[Rank]) -> None:
+    async def dies_at_start(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "start" and rank.rank == 1 and rank in rank.ranks.made[2:4]:
+            rank.die()
+        return await starts(rank, method, arguments)
+
+    async def check() -> None:
+        ranks = Ranks(dies_at_start, count=2)
+        await ranks.trainer.preload()
+        await ranks.trainer.start(None)
+        with pytest.raises(TrainerLost, match="trainer-1"):
+            await ranks.trainer.restart(None)
+        await ranks.trainer.restart(None)
+        assert len(killed) == 4
+
+    run(check())
+
+
+def test_the_warm_start_shows_how_far_it_is() -> None:
+    seen = asyncio.Event()
+
+    async def warms_up(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "prepare_model":
+            await seen.wait()
+        if method == "progress":
+            return 12, 1000, 0.5
+        return await starts(rank, method, arguments)
+
+    def show(text: str) -> None:
+        assert text == "warm start: 12 of 1000 updates, loss 0.500"
+        seen.set()
+
+    assert run(Ranks(warms_up).trainer.prepare_model(show)) == "/models/one"
+
+
+def test_a_model_that_cannot_be_made_ends_the_start() -> None:
+    async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "prepare_model":
+            raise RunError("no such model", location="model.path")
+        return await starts(rank, method, arguments)
+
+    with pytest.raises(RunError, match=r"model\.path: no such model"):
+        run(Ranks(fails).trainer.prepare_model(print))
+
+
+@pytest.mark.parametrize("heard_of_in", ["prepare_model", "progress"])
+def test_a_rank_that_dies_while_the_model_is_made_is_lost(heard_of_in: str) -> None:
+    async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == heard_of_in:
+            rank.die()
+        if method == "prepare_model":
+            await for_ever()
+        return await starts(rank, method, arguments)
+
+    with pytest.raises(TrainerLost, match="trainer-0: the process died"):
+        run(Ranks(dies).trainer.prepare_model(print))
+
+
+def test_a_look_at_idle_ranks_finds_a_dead_one() -> None:
+    async def check() -> None:
+        ranks = Ranks(starts)
+        await ranks.trainer.check()
+        assert ranks.calls == [(rank, "progress", ()) for rank in range(3)]
+        ranks.made[2].die()
+        with pytest.raises(TrainerLost, match="trainer-2"):
+            await ranks.trainer.check()
+
+    run(check())

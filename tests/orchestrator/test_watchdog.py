@@ -1,0 +1,178 @@
+"""The watchdog: told at half the limit, and an end that names who waits for what, and since when.
+
+Nobody waits here: a wait begins in the past, and the watchdog looks at every turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.watchdog import GENERATION, Wait, Watchdog
+
+LIMIT_S = 1000.0
+LOOKS = 20
+"""Turns of the loop in which the watchdog looks more than once."""
+
+
+@pytest.fixture(autouse=True)
+def _look_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.watchdog.LONGEST_LOOK_S", 0.0)
+
+
+class Scene:
+    """A watchdog that is told to look, and what it said."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.dog = Watchdog(LIMIT_S, self.told.append)
+
+    @contextmanager
+    def waiting(self, who: str, what: str, ago_s: float) -> Iterator[Wait]:
+        with self.dog.waiting(who, what) as wait:
+            wait.since -= ago_s
+            yield wait
+
+    async def look(self) -> None:
+        """Let it look a few times; raises what it raises."""
+        watching = asyncio.create_task(self.dog.watch())
+        for _ in range(LOOKS):
+            await asyncio.sleep(0)
+        if watching.done():
+            watching.result()
+        watching.cancel()
+
+
+def look(*waits: tuple[str, str, float]) -> list[str]:
+    """What is told of these waits; the numbers are parts of the limit that they have waited."""
+
+    async def check() -> list[str]:
+        scene = Scene()
+        with ExitStack() as stack:
+            for who, what, part in waits:
+                stack.enter_context(scene.waiting(who, what, part * LIMIT_S))
+            await scene.look()
+        return scene.told
+
+    return asyncio.run(check())
+
+
+def test_short_waits_are_nobodys_business() -> None:
+    assert look(("the trainer", "a batch", 0.4)) == []
+
+
+def test_half_the_limit_is_told_once() -> None:
+    (told,) = look(("the trainer", "a batch", 0.6), ("the scorer", "a turn", 0.1))
+    assert re.fullmatch(r"the trainer waits for a batch since \d\d:\d\d:\d\d \(60\d s\)", told)
+
+
+def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
+    with pytest.raises(RunError) as error:
+        look(
+            ("the scorer", "a turn", 0.1),
+            ("the trainer", "the batch of step 7", 1.2),
+            ("the conductor", "every engine", 1.1),
+        )
+    assert error.value.location == "pipeline"
+    first, *others = error.value.message.split("; ")
+    assert re.fullmatch(
+        r"nothing moved: the trainer waits for the batch of step 7 since \d\d:\d\d:\d\d \(120\d s\)", first
+    )
+    assert sorted(other.split(" since ")[0] for other in others) == [
+        "the conductor waits for every engine",
+        "the scorer waits for a turn",
+    ]
+    assert "asyncrl resume" in error.value.hint
+
+
+def test_a_wait_says_since_when() -> None:
+    with Watchdog(LIMIT_S, print).waiting("the trainer", "a batch") as wait:
+        wait.since -= 7200.0
+        began = re.search(r"since (.*) \(720\d s\)", str(wait))
+    assert began is not None
+    hour = time.localtime(time.time() - 7200.0).tm_hour
+    assert int(began[1][:2]) in (hour, (hour - 1) % 24), "it may be a new hour by now"
+
+
+def test_a_wait_that_is_over_is_forgotten() -> None:
+    async def check() -> None:
+        scene = Scene()
+        with scene.waiting("the trainer", "a batch", 2 * LIMIT_S):
+            pass
+        with pytest.raises(ValueError, match="oh"), scene.waiting("the trainer", "a batch", 2 * LIMIT_S):
+            raise ValueError("oh")
+        await scene.look()
+        assert scene.told == []
+
+    asyncio.run(check())
+
+
+def test_progress_starts_the_clock_again_and_is_told_again() -> None:
+    async def check() -> None:
+        scene = Scene()
+        with scene.waiting("the trainer", "a batch", 0.6 * LIMIT_S) as wait:
+            await scene.look()
+            wait.progress()
+            wait.since -= 0.6 * LIMIT_S
+            await scene.look()
+            assert len(scene.told) == 2
+
+    asyncio.run(check())
+
+
+def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
+    async def check() -> None:
+        scene = Scene()
+        with scene.waiting(GENERATION, "a batch", 2 * LIMIT_S):
+            scene.dog.progress()
+            await scene.look()
+            assert scene.told == []
+            with scene.waiting("the conductor", "every engine", 2 * LIMIT_S):
+                scene.dog.progress()
+                with pytest.raises(RunError, match="nothing moved: the conductor waits for every engine"):
+                    await scene.look()
+
+    asyncio.run(check())
+
+
+def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
+    async def check() -> None:
+        scene = Scene()
+        with scene.waiting(GENERATION, "a batch", 2 * LIMIT_S), scene.waiting("the trainer", "a step", 2 * LIMIT_S):
+            scene.dog.caught_up()
+            await scene.look()
+            assert scene.told == []
+
+    asyncio.run(check())
+
+
+def test_what_is_waited_for_may_change_its_name() -> None:
+    async def check() -> None:
+        scene = Scene()
+        with scene.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
+            wait.what = "the batch of step 3 (only 1 of 2 groups have finished)"
+            with pytest.raises(RunError, match=r"the trainer waits for the batch of step 3 \(only 1 of 2 groups"):
+                await scene.look()
+
+    asyncio.run(check())
+
+
+def test_work_is_watched_until_its_result() -> None:
+    async def check() -> None:
+        scene = Scene()
+        work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(scene.dog.until(work, "the conductor", "the trainer's step 1"))
+        await scene.look()
+        (wait,) = scene.dog._waits
+        assert str(wait).startswith("the conductor waits for the trainer's step 1 since ")
+        work.set_result(7)
+        assert await waiting == 7
+        assert scene.dog._waits == []
+
+    asyncio.run(check())
