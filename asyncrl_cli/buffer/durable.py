@@ -93,7 +93,7 @@ class DurableLedger:
                 raise JournalError(
                     f"pipeline.on_stale cannot change from train to {settings.on_stale} now: {late}",
                     location=str(path),
-                    hint="Resume without this change; it is possible once these groups are trained",
+                    hint="resume without this change; it is possible once these groups are trained",
                 ) from None
             self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
             self._serial = self.journal.serial()

@@ -28,7 +28,7 @@ def refusal(record: str, fault: str, path: Path) -> JournalError:
     return JournalError(
         f"{record} cannot be stored: it contains {fault}",
         location=str(path),
-        hint="Correct where the value comes from, then `asyncrl resume`: everything acknowledged is in the journal",
+        hint="correct where the value comes from, then `asyncrl resume`: everything acknowledged is in the journal",
     )
 
 

@@ -37,7 +37,7 @@ from asyncrl_cli.cli import (
 )
 from asyncrl_cli.cli.command import add
 from asyncrl_cli.cli.output import echo
-from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.errors import UserError, diagnostic
 
 app = typer.Typer(
     name="asyncrl",
@@ -95,7 +95,7 @@ OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE
 
 
 def main() -> None:
-    """The entry point: run a command, and show a UserError as one paragraph without its traceback."""
+    """The entry point: run a command, and show a UserError as a diagnostic, without its traceback."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -110,13 +110,16 @@ def main() -> None:
     except UserError as error:
         if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        _end(str(error), error.exit_code)
+        _end(error.diagnostic(), error.exit_code)
     except OSError as error:
         if error.filename is not None or error.errno not in OUTPUT_ERRORS:
             raise
         if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        _end(f"the output cannot be written: {error.strerror}. Free space, or send it elsewhere.", 1)
+        _end(
+            diagnostic("error", f"cannot write the output: {error.strerror}", hint="free space, or send it elsewhere"),
+            1,
+        )
 
 
 def _end(message: str, code: int) -> NoReturn:

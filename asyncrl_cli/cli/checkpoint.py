@@ -130,7 +130,7 @@ def prune(
         raise RunError(
             "the best checkpoints are to be kept, and no accuracy is known",
             location=found.run_id,
-            hint="The run's journal has none. To keep none for it: --keep-best 0",
+            hint="the run's journal has none; to keep none for it: --keep-best 0",
         )
     if not dry_run:
         found.lock()
@@ -160,7 +160,7 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
         raise RunError(
             "the run has no checkpoint",
             location=run.run_id,
-            hint="Set checkpoints.every, or let the run get to its end",
+            hint="set checkpoints.every, or let the run get to its end",
         )
     return checkpoints
 
@@ -178,7 +178,7 @@ def _retention(run: RunDirectory) -> CheckpointSpec:
         raise RunError(
             "the resolved spec has no valid `checkpoints`",
             location=str(run.path / "spec.yaml"),
-            hint="Restore the file",
+            hint="restore the file",
         ) from None
 
 

@@ -51,7 +51,7 @@ def replay(
         raise RunError(
             f"cannot replay from step {first}: the run has trained {recorded} steps",
             location=run.run_id,
-            hint="Choose an earlier step with --from",
+            hint="choose an earlier step with --from",
         )
     before_first = [
         checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints") if checkpoint.step < first

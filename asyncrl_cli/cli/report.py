@@ -45,7 +45,7 @@ def report(
         write(page, path)
     except OSError as error:
         raise RunError(
-            f"the report cannot be written: {error.strerror}", location=str(path), hint="Name another place with -o"
+            f"the report cannot be written: {error.strerror}", location=str(path), hint="name another place with -o"
         ) from None
     # The file itself may be standard output.
     echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)", err=not is_replaceable(path))

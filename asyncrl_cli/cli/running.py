@@ -89,7 +89,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
         raise UserError(
             f"the run failed: {type(error).__name__}: {error}",
             location=run.run_id,
-            hint=f"The logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
+            hint=f"the logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
         ) from error
     if not quiet:
         say(summary(run, outcome))

@@ -50,9 +50,9 @@ class Template:
         """
         try:
             if folder.exists() and not folder.is_dir():
-                raise TemplateError("there is a file of this name", location=str(folder), hint="Name a folder")
+                raise TemplateError("there is a file of this name", location=str(folder), hint="name a folder")
             if not force and folder.is_dir() and any(folder.iterdir()):
-                hint = "Name another, or use --force, which replaces files of the same name"
+                hint = "name another, or use --force, which replaces files of the same name"
                 raise TemplateError("the folder is not empty", location=str(folder), hint=hint)
             shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             spec = folder / SPEC
@@ -84,5 +84,5 @@ def find(name: str) -> Template:
     if name in known:
         return known[name]
     close = get_close_matches(name.lower(), known, n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Templates: {', '.join(known)}"
+    hint = f"did you mean {close[0]}?" if close else f"templates: {', '.join(known)}"
     raise TemplateError(f"there is no template {name!r}", hint=hint)

@@ -36,7 +36,7 @@ def timeline(
         count = write_timeline(found, path)
     except OSError as error:
         raise RunError(
-            f"the timeline cannot be written: {error.strerror}", location=str(path), hint="Name another place with -o"
+            f"the timeline cannot be written: {error.strerror}", location=str(path), hint="name another place with -o"
         ) from None
     # The file itself may be standard output.
     echo(f"wrote {path} ({count:,} events); open it at https://ui.perfetto.dev", err=not is_replaceable(path))

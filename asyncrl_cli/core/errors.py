@@ -1,20 +1,21 @@
-"""The errors a user can fix: each says what is wrong, where, and what to do about it.
+"""The errors that a user can fix: each says what is wrong, where, and what to do about it.
 
-Every other exception is a bug and keeps its traceback; these are printed as one paragraph by ``cli.app.main``.
+Every other exception is a bug and keeps its traceback. These are printed as a diagnostic by ``cli.app.main``: a line
+with what is wrong, one with where it is, and one with the hint. Texts follow the compilers' habit: lower case, no full
+stop, matter of fact.
 """
 
 from __future__ import annotations
 
-import re
+from typing import Literal
 
 from asyncrl_cli.core.secrets import hide
 
-_SENTENCE = re.compile(r"(?:^|(?<=\? ))(?!pip )[a-z](?=[a-z]* )")
-"""The first letter of a hint's sentence, unless a command, a key or a path begins it."""
+Severity = Literal["error", "warning"]
 
 
 class UserError(Exception):
-    """Something the user can put right.
+    """Something the user can fix.
 
     ``message`` says what is wrong, ``location`` where (a file with its line, a run id, a host), ``hint`` what to do.
     Subclasses set ``exit_code``, the status the command ends with.
@@ -26,13 +27,26 @@ class UserError(Exception):
         super().__init__(message)
         self.message = message
         self.location = location
-        self.hint = _SENTENCE.sub(lambda first: first[0].upper(), hint)
+        self.hint = hint
 
     def __str__(self) -> str:
-        """One paragraph: ``location: message. hint.``, without secrets."""
-        said = (sentence.rstrip(".") for sentence in (self.message, self.hint) if sentence)
-        sentences = [sentence if sentence.endswith("?") else f"{sentence}." for sentence in said]
-        return hide((f"{self.location}: " if self.location else "") + " ".join(sentences))
+        """One line, for logs and for what quotes the error: ``location: message (hint)``, without secrets."""
+        located = f"{self.location}: {self.message}" if self.location else self.message
+        return hide(f"{located} ({self.hint})" if self.hint else located)
+
+    def diagnostic(self) -> str:
+        """The lines that a command prints, without secrets."""
+        return hide(diagnostic("error", self.message, self.location, self.hint))
+
+
+def diagnostic(severity: Severity, message: str, location: str = "", hint: str = "") -> str:
+    """What is wrong, where, and what to do, a line each; a part that is empty has no line."""
+    lines = [f"{severity}: {message}"]
+    if location:
+        lines.append(f" --> {location}")
+    if hint:
+        lines.append(f"hint: {hint}")
+    return "\n".join(lines)
 
 
 class ConfigError(UserError):

@@ -55,13 +55,13 @@ def own_code(what: str, notice: Callable[[str], None], limit_s: float | None = N
         raise ConfigError(
             f"{what} called sys.exit({'' if error.code is None else repr(error.code)})",
             location=_line(_raised_in(error.__traceback__)),
-            hint='Remove the call, or put it below `if __name__ == "__main__":`',
+            hint='remove the call, or put it below `if __name__ == "__main__":`',
         ) from None
     except _TooLong as error:
         raise ConfigError(
             f"{what} took more than {limit_s:.0f} s",
             location=str(error),
-            hint="Move slow work out of the module's top level and out of the constructor",
+            hint="move slow work out of the module's top level and out of the constructor",
         ) from None
     finally:
         if in_main_thread:

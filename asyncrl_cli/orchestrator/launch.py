@@ -352,7 +352,7 @@ def _encoded(
         raise RunError(
             "every held-out prompt is longer than rollout.max_prompt_tokens, or unusable",
             location=location,
-            hint="Raise rollout.max_prompt_tokens",
+            hint="raise rollout.max_prompt_tokens",
         )
     if too_long := len(prompts) - len(unusable) - len(fitting):
         warn(f"{location}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and left out")

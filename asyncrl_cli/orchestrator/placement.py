@@ -39,7 +39,7 @@ def check_resources(spec: ExperimentSpec, total: Resources) -> str:
         raise RunError(
             f"the run wants {_amounts(wanted)}, and the cluster has {there}",
             location="cluster.address",
-            hint="Add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
+            hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
         )
     return f"{_amounts(wanted)} wanted, {there} in the cluster"
 
@@ -61,7 +61,7 @@ async def placed(
                 raise RunError(
                     f"Ray found no room for {who} within {START_TIMEOUT_S:.0f} s: {waits}",
                     location="cluster",
-                    hint="Stop what else runs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
+                    hint="stop what else runs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
                 )
             warn(f"{who} waits until Ray has room for it: {waits}")
             pause_s = NOTICE_S

@@ -41,7 +41,7 @@ class PromptEncoder:
             raise RunError(
                 f"prompt {prompt.uid} is a chat, and the model's tokenizer has no chat template",
                 location="data",
-                hint="Give prompts as text, or use a tokenizer with a chat template",
+                hint="give prompts as text, or use a tokenizer with a chat template",
             )
         try:
             ids = self._encode(prompt.content)
@@ -115,7 +115,7 @@ class PromptSource:
         raise RunError(
             f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable",
             location="data.train",
-            hint="Raise rollout.max_prompt_tokens or shorten the prompts",
+            hint="raise rollout.max_prompt_tokens or shorten the prompts",
         )
 
     def _refuse(self, error: DataError) -> None:

@@ -151,7 +151,7 @@ class Publisher:
                 f"it does not serve weight version {publication.version}: its log-probs of the probe differ from the "
                 f"trainer's by {gap:.3g} nats; allowed are {self._tolerance:g}, and less than from the last version's",
                 location=name,
-                hint="This is a fault of the engine's weight update; please report it with the log",
+                hint="this is a fault of the engine's weight update; please report it with the log",
             )
         return answer.stall_s, gap
 

@@ -92,7 +92,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                 raise RunError(
                     str(error.args[0]),
                     location=run.run_id,
-                    hint="Replay from a later checkpoint (--from), or keep all tokens (journal.keep: all)",
+                    hint="replay from a later checkpoint (--from), or keep all tokens (journal.keep: all)",
                 ) from None
             report: StepReport = (await ranks.call("train_step", batch))[0]
             if step < plan.first:
@@ -117,7 +117,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                 )
             )
     except TrainerLost as lost:
-        raise RunError(f"the trainer died: {lost}", location=run.run_id, hint="Its log is in logs/replay") from None
+        raise RunError(f"the trainer died: {lost}", location=run.run_id, hint="its log is in logs/replay") from None
     finally:
         connection.close()
 

@@ -104,13 +104,13 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         raise RunError(
             f"the run has done its {taken} steps",
             location=run.run_id,
-            hint=f"To train on, say how far: asyncrl resume {run.argument} --steps {2 * taken}",
+            hint=f"to train on, say how far: asyncrl resume {run.argument} --steps {2 * taken}",
         )
     if taken > spec.stop.steps:
         raise RunError(
             f"the run has taken {taken} steps already, more than {spec.stop.steps}",
             location=run.run_id,
-            hint="Say a later step",
+            hint="say a later step",
         )
     # Batches are in the journal before they are trained, so nothing else can know of a later step.
     known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
@@ -143,7 +143,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
                 raise RunError(
                     f"the steps after step {first} cannot be trained again: {error.args[0]}",
                     location=run.run_id,
-                    hint="Resume from a later checkpoint: `asyncrl checkpoint list` shows them",
+                    hint="resume from a later checkpoint: `asyncrl checkpoint list` shows them",
                 ) from None
 
 
@@ -184,7 +184,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
                 f"the training data has changed since the run was started: prompt {uid!r} was trained on, and the "
                 f"data now has {now}",
                 location=spec.data.train.path or "data.train",
-                hint="Restore the data, or continue at the same position of the changed data: "
+                hint="restore the data, or continue at the same position of the changed data: "
                 f"asyncrl resume {run.argument} --accept-changed-data",
             )
 

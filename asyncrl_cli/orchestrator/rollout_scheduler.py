@@ -285,7 +285,7 @@ class GroupSource:
             raise RunError(
                 message,
                 location="rollout",
-                hint="Correct that cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or "
+                hint="correct that cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or "
                 "raise rollout.max_failed_share",
             )
         if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
@@ -293,7 +293,7 @@ class GroupSource:
                 f"the last {self.rejected_in_a_row} groups were all rejected, so no batch can be made: "
                 "the rewards in each group are all equal",
                 location="algorithm.uniform_groups",
-                hint="Use a task of which the model solves some and not all, or set it to skip, or raise "
+                hint="use a task of which the model solves some and not all, or set it to skip, or raise "
                 "pipeline.max_rejected_in_a_row",
             )
 

@@ -73,7 +73,7 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Ser
             raise RunError(
                 "the run has saved no model yet",
                 location=run.run_id,
-                hint=f"Wait for its first checkpoint, or serve what it starts from: asyncrl serve "
+                hint=f"wait for its first checkpoint, or serve what it starts from: asyncrl serve "
                 f"{run.path / 'spec.yaml'}",
             )
         trained = checkpoint.step

@@ -69,6 +69,6 @@ def send_rest(spec: ExperimentSpec, run: RunDirectory) -> Sender:
         raise RunError(
             f"MLflow did not take everything: {failure(error, target.uri)}",
             location=run.run_id,
-            hint=f"Everything is kept in the run's folder; try again later: asyncrl track {run.argument}",
+            hint=f"everything is kept in the run's folder; try again later: asyncrl track {run.argument}",
         ) from error
     return sender

@@ -90,7 +90,7 @@ class Watchdog:
                     raise RunError(
                         "; ".join([f"nothing moved: {wait}", *others]),
                         location="pipeline",
-                        hint="Look at that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
+                        hint="look at that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
                         "`asyncrl resume` goes on from here",
                     )
                 if now - wait.since > self._limit_s / 2 and not wait.told:

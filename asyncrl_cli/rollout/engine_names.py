@@ -46,7 +46,7 @@ def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] 
             raise ConfigError(
                 f"vLLM has no engine argument {name!r}",
                 location=f"rollout.engine_args.{name}",
-                hint=f"Did you mean {close[0]}?" if close else "Remove it; `vllm serve --help` lists the arguments",
+                hint=f"did you mean {close[0]}?" if close else "remove it; `vllm serve --help` lists the arguments",
             )
 
 
@@ -58,7 +58,7 @@ def check_tool_parser(name: str | None) -> None:
         raise ConfigError(
             f"vLLM has no tool parser {name!r}",
             location="rollout.tool_parser",
-            hint=f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(sorted(known))}",
+            hint=f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}",
         )
 
 

@@ -6,7 +6,7 @@ is an ``ActorDied``.
     python -m asyncrl_cli.rollout.engine_start SPEC FOLDER PARENT
 
 has vLLM check the settings of a spec file for the model in FOLDER, and starts nothing. It ends when the process with
-the id PARENT does. The line with ANSWER is the result; a line with MISTAKE is a JSON list of message, location and hint.
+the id PARENT does. The line with ANSWER is the result; a line with MISTAKE is a JSON list: message, location, hint.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
         raise ConfigError(
             f"vLLM refuses the engine's settings: {_refusal(error)}",
             location="rollout.engine_args" if own else "rollout",
-            hint=f"Correct or remove the argument that it names ({', '.join(own)})"
+            hint=f"correct or remove the argument that it names ({', '.join(own)})"
             if own
-            else "Change the setting that it names, or use a model that vLLM serves",
+            else "change the setting that it names, or use a model that vLLM serves",
         ) from error
 
 
@@ -83,7 +83,7 @@ def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path
         raise RunError(
             f"vLLM does not start: {cause or error}",
             location="rollout",
-            hint="Change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
+            hint="change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
         ) from error
 
 

@@ -16,7 +16,7 @@ def all_runs(runs_dir: Path) -> list[RunDirectory]:
         if runs_dir == DEFAULT_RUNS and not runs_dir.exists():
             return []
         problem = "is not a folder" if runs_dir.exists() else "there is no such folder"
-        raise RunError(problem, location=str(runs_dir), hint="Name the folder of all runs with --runs-dir")
+        raise RunError(problem, location=str(runs_dir), hint="name the folder of all runs with --runs-dir")
     runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
     # By what the manifest says: the file itself is written again when a run ends.
     return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))
@@ -34,12 +34,12 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
     list_runs = "asyncrl runs" if runs_dir == DEFAULT_RUNS else f"asyncrl runs --runs-dir {shlex.quote(str(runs_dir))}"
     if name == "latest":
         if not runs:
-            raise RunError("there is no run yet", location=str(runs_dir), hint="Start one: asyncrl train SPEC")
+            raise RunError("there is no run yet", location=str(runs_dir), hint="start one: asyncrl train SPEC")
         return runs[-1]
     fitting = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         listing = ", ".join(run.run_id for run in fitting)
-        raise RunError(f"{name!r} names {len(fitting)} runs: {listing}", hint="Give more of the id")
-    raise RunError(f"no run is called {name!r}", location=str(runs_dir), hint=f"List the runs: {list_runs}")
+        raise RunError(f"{name!r} names {len(fitting)} runs: {listing}", hint="give more of the id")
+    raise RunError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")

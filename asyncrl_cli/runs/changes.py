@@ -51,7 +51,7 @@ def check_changes(
             Problem(
                 "pipeline.max_staleness",
                 f"cannot fall from {before.pipeline.max_staleness}: groups were admitted under that bound",
-                "Keep it, or raise it",
+                "keep it, or raise it",
             )
         )
     if problems:
@@ -69,7 +69,7 @@ def _problem(key: str) -> Problem | None:
     for fixed, why in FIXED.items():
         rest = key.removeprefix(fixed)
         if rest != key and (not rest or rest[0] == ".") and not ALLOWED.fullmatch(key):
-            return Problem(key, f"cannot change for a recorded run: {why}", "Start a new run for it")
+            return Problem(key, f"cannot change for a recorded run: {why}", "start a new run for it")
     return None
 
 

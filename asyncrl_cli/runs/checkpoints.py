@@ -99,7 +99,7 @@ class Checkpoint:
             raise self._damaged(f"{RUN_FILE} does not say how the trainer was cut up") from error
 
     def _damaged(self, how: str) -> RunError:
-        return RunError(f"the checkpoint is damaged: {how}", location=str(self.folder), hint="Use an older one")
+        return RunError(f"the checkpoint is damaged: {how}", location=str(self.folder), hint="use an older one")
 
 
 def checkpoint_name(step: int) -> str:
@@ -135,7 +135,7 @@ def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
         raise RunError(
             f"there is no checkpoint of step {step}",
             location=run.run_id,
-            hint=f"There are those of steps {', '.join(map(str, found))}" if found else "The run has none yet",
+            hint=f"there are those of steps {', '.join(map(str, found))}" if found else "the run has none yet",
         )
     return found[step]
 
@@ -156,9 +156,9 @@ def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | Non
     raise RunError(
         f"the checkpoint is damaged: {'; '.join(map(str, damages))}",
         location=str(chosen.folder),
-        hint=f"That of step {older.step} is sound: name it with --step {older.step}"
+        hint=f"that of step {older.step} is sound: name it with --step {older.step}"
         if older
-        else "No older checkpoint is sound: restore this folder from a copy, or start the run anew",
+        else "no older checkpoint is sound: restore this folder from a copy, or start the run anew",
     )
 
 

@@ -35,7 +35,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.errors import RunError
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
@@ -46,10 +46,6 @@ MODEL = "model"
 """The final model's folder in that of the run."""
 LOCK_PATIENCE_S = 0.5
 """Seconds that ``lock`` tries: ``is_driven`` holds the lock for a moment when it looks."""
-
-
-class RunError(UserError):
-    """A run that cannot start, go on or be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,7 @@ class RunDirectory:
             raise RunError(
                 f"the run's folder cannot be made: {error.strerror}",
                 location=str(error.filename or run.path),
-                hint="Set runs_dir to a folder you may write to",
+                hint="set runs_dir to a folder you may write to",
             ) from None
         run.lock()
         return run
@@ -110,7 +106,7 @@ class RunDirectory:
                 raise RunError(
                     f"the run is being driven by {self._owner() or 'another process'}",
                     location=self.run_id,
-                    hint="Wait for it to end, or stop that process first",
+                    hint="wait for it to end, or stop that process first",
                 )
             time.sleep(0.005)
 
@@ -141,7 +137,7 @@ class RunDirectory:
             raise RunError(
                 f"the run cannot be locked: {error.strerror}",
                 location=str(path),
-                hint="A run is changed by one process at a time, which needs a lock in its folder: copy the folder to "
+                hint="a run is changed by one process at a time, which needs a lock in its folder: copy the folder to "
                 "where you may write, and name the copy",
             ) from None
         finally:
@@ -217,7 +213,7 @@ class RunDirectory:
             raise RunError(
                 f"the run's folder cannot be written: {error.strerror}",
                 location=str(self.path),
-                hint="Free space, or set runs_dir to another disk",
+                hint="free space, or set runs_dir to another disk",
             ) from None
 
     @property

@@ -79,38 +79,38 @@ class Layers:
 
         if file in chain:
             loop = [*chain[chain.index(file) :], file]
-            return refuse(f"{path} extends itself: {' → '.join(step.name for step in loop)}", "Break the loop.")
+            return refuse(f"{path} extends itself: {' → '.join(step.name for step in loop)}", "break the loop")
         if path in self._done:
             return self._done[path]
         if data is None:
             if not os.path.exists(path):
-                return refuse(f"there is no file {path}" if blame else "there is no such file", "Check the path.")
+                return refuse(f"there is no file {path}" if blame else "there is no such file", "check the path")
             if not os.path.isfile(path):
-                return refuse(f"{path} is not a file" if blame else "this is not a file", "Name a YAML file.")
+                return refuse(f"{path} is not a file" if blame else "this is not a file", "name a YAML file")
             if len(self.files) >= MAX_FILES:
-                return refuse(f"the spec has more than {MAX_FILES} files", "Join some of them.")
+                return refuse(f"the spec has more than {MAX_FILES} files", "join some of them")
             self.files.append(file)
             try:
                 with file.open("rb") as opened:
                     data = opened.read(MAX_BYTES + 1)
             except OSError as error:
-                return refuse(f"{path} cannot be read: {error.strerror}", "Check its permissions.")
+                return refuse(f"{path} cannot be read: {error.strerror}", "check its permissions")
         if len(data) > MAX_BYTES:
-            hint = "Put data into files that the spec names."
+            hint = "put data into files that the spec names"
             return refuse(f"the file has more than {MAX_BYTES:,} bytes", hint, Location(path, 1, 1), "")
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line_start = data.rfind(b"\n", 0, error.start) + 1
             at = Location(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
-            return refuse("this is not UTF-8 text", "Save the file as UTF-8.", at, "")
+            return refuse("this is not UTF-8 text", "save the file as UTF-8", at, "")
         root = read_yaml(text, Location(path, 1, 1), self.problems)
         if root is None:
             return None
         if not isinstance(root.value, dict):
             found = "empty" if root.value is None else "no mapping"
             return refuse(
-                f"the file is {found}", "A spec starts with keys such as `model:` and `task:`.", root.location, ""
+                f"the file is {found}", "a spec starts with keys such as `model:` and `task:`", root.location, ""
             )
         self._done[path] = merged = self._onto_bases(root, (*chain, file))
         return merged
@@ -134,7 +134,7 @@ class Layers:
         targets = []
         nodes = parents.value if isinstance(parents.value, list) else [parents]
         if len(nodes) > MAX_FILES:
-            problem = Problem("extends", f"names more than {MAX_FILES} files", "Join some of them.")
+            problem = Problem("extends", f"names more than {MAX_FILES} files", "join some of them")
             self.problems.append(problem.at(parents.location))
         for node in nodes[:MAX_FILES]:
             if isinstance(node.value, str) and NUL not in node.value:
@@ -144,7 +144,7 @@ class Layers:
             message = (
                 "holds a NUL character, which no path may" if text else "must be the path of a spec, or a list of them"
             )
-            self.problems.append(Problem("extends", message, "Write `extends: base.yaml`.").at(node.location))
+            self.problems.append(Problem("extends", message, "write `extends: base.yaml`").at(node.location))
             self.partial = True
         return targets
 
@@ -154,7 +154,7 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     path, equals, text = assignment.partition("=")
     location = Location(f"--set {path}")
     if not equals or not all(path.split(".")) or path.count(".") > MAX_DEPTH:
-        hint = "Write --set rollout.group_size=16."
+        hint = "write --set rollout.group_size=16"
         problems.append(
             Problem("", "an override is a dotted key, `=` and a value", hint).at(Location(f"--set {assignment}"))
         )
@@ -198,7 +198,7 @@ def _location(node: Node, keys: list[str], value: Node, location: Location, path
     if isinstance(node.value, list):
         if node.child(key) is None:
             message = f"`{key}` is no index of this list of {len(node.value)}"
-            problems.append(Problem(path, message, "Indices count from 0.").at(location))
+            problems.append(Problem(path, message, "indices count from 0").at(location))
             return node
         items = list(node.value)
         items[int(key)] = _location(below, rest, value, location, path, problems)

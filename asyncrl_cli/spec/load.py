@@ -119,7 +119,7 @@ def _load(
         for problem in rule(spec):
             add(problem, key=False)
     if too_large := _too_large(root, spec, references):
-        hint = "Put data into files that the spec names."
+        hint = "put data into files that the spec names"
         problems.append(Problem("", f"the resolved spec has {too_large}", hint).at(root.location))
     return spec
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.errors import Severity, UserError, diagnostic
 from asyncrl_cli.core.terminal import printable
 
 SHOWN = 50
@@ -42,7 +41,7 @@ class Problem:
     path: str
     message: str
     hint: str = ""
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
     file: str = ""
     line: int | None = None
     column: int | None = None
@@ -52,12 +51,11 @@ class Problem:
         return replace(self, file=location.file, line=location.line, column=location.column)
 
     def __str__(self) -> str:
-        """``file:line:column: path: message``, and the hint on a line of its own."""
+        """The lines of a diagnostic: the key with what is wrong about it, the location, the hint."""
+        message = f"{self.path}: {self.message}" if self.path else self.message
         location = str(Location(self.file, self.line, self.column))
-        label = "warning" if self.severity == "warning" else ""
-        head = ": ".join(part for part in (location, label, self.path, self.message) if part)
-        lines = (line.replace("\n", r"\n") for line in (head, self.hint) if line)
-        return printable("\n    ".join(lines))
+        parts = (part.replace("\n", r"\n") for part in (message, location, self.hint))
+        return printable(diagnostic(self.severity, *parts))
 
 
 class SpecError(UserError):
@@ -70,10 +68,13 @@ class SpecError(UserError):
         super().__init__(f"the spec has {count_problems(self.problems)}")
 
     def __str__(self) -> str:
-        lines = [*map(str, self.problems[:SHOWN])]
+        blocks = [*map(str, self.problems[:SHOWN])]
         if len(self.problems) > SHOWN:
-            lines.append(f"... and {len(self.problems) - SHOWN:,} more")
-        return "\n".join([*lines, count_problems(self.problems)])
+            blocks.append(f"... and {len(self.problems) - SHOWN:,} more")
+        return "\n\n".join([*blocks, count_problems(self.problems)])
+
+    def diagnostic(self) -> str:
+        return str(self)
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)

@@ -143,14 +143,14 @@ def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = 
         line, column = text.count("\n", 0, error.position), error.position - text.rfind("\n", 0, error.position) - 1
         character = f"U+{error.character:04X}" if isinstance(error.character, int) else repr(error.character)
         message = f"not valid YAML: the character {character} is not allowed"
-        reader.report(path, message, reader.location(line, column), "Remove it, or save the file as UTF-8 text.")
+        reader.report(path, message, reader.location(line, column), "remove it, or save the file as UTF-8 text")
     except yaml.MarkedYAMLError as error:
         mistake = explain_syntax(error, text)
         location = origin if mistake.line is None else reader.location(mistake.line, mistake.column or 0)
         reader.report(path, f"not valid YAML: {mistake.message}", location, mistake.hint)
     except _TooLarge as error:
         location = reader.location(error.mark.line, error.mark.column)
-        reader.report(path, str(error), location, "Write fewer levels and aliases; data belongs in files.")
+        reader.report(path, str(error), location, "write fewer levels and aliases; data belongs in files")
     return None
 
 
@@ -197,16 +197,16 @@ class _Reader:
                 merged = {**dict(self.merged(value, path)), **merged}
             elif key.tag != _TAG + "str":
                 if isinstance(key, yaml.ScalarNode):
-                    shown, hint = f"`{key.value}`", "Put it in quotes, or remove it."
+                    shown, hint = f"`{key.value}`", "put it in quotes, or remove it"
                 else:
-                    shown, hint = "a list or mapping", "Remove one pair of brackets, or put the whole value in quotes."
+                    shown, hint = "a list or mapping", "remove one pair of brackets, or put the whole value in quotes"
                 self.report(path, f"{shown} as a key: keys must be text", location, hint)
             else:
                 name = self.characters(key.value, path, location)
                 below = f"{path}.{name}" if path else name
                 if name in own:
                     first = own[name].key_location
-                    self.report(below, f"written twice, first at {first}", location, "Keep one of the two.")
+                    self.report(below, f"written twice, first at {first}", location, "keep one of the two")
                 own[name] = replace(self.node(value, below), key_location=location)
         return {**merged, **own}
 
@@ -226,14 +226,14 @@ class _Reader:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
         expanded = self.characters(expanded, path, location)
         if tag not in SCALARS and tag != _TAG + "str":
-            self.report(path, f"the tag `{tag}` means nothing here", location, "Remove it.")
+            self.report(path, f"the tag `{tag}` means nothing here", location, "remove it")
         try:
             value = _convert(tag, expanded)
         except ValueError:
             self.report(path, f"`{hide(expanded)[:40]}` cannot be read as {tag.removeprefix(_TAG)}", location)
             return expanded, substituted
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            self.report(path, f"`{hide(expanded)[:40]}` does not fit into 64 bits", location, "Use a smaller number.")
+            self.report(path, f"`{hide(expanded)[:40]}` does not fit into 64 bits", location, "use a smaller number")
         return value, substituted
 
     def characters(self, text: str, path: str, location: Location) -> str:
@@ -243,7 +243,7 @@ class _Reader:
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self.report(path, "holds half of a surrogate pair, which is not a character", location, "Remove it.")
+            self.report(path, "holds half of a surrogate pair, which is not a character", location, "remove it")
             return text.encode("utf-8", "replace").decode()
 
     def expand(self, text: str, path: str, location: Location) -> tuple[str, bool]:
@@ -256,10 +256,10 @@ class _Reader:
             if len(dollars) > 1:
                 return match[0][1:]
             if name is None:
-                self.report(path, "`${env:` begins a variable that is not finished", location, "Write ${env:NAME}.")
+                self.report(path, "`${env:` begins a variable that is not finished", location, "write ${env:NAME}")
                 return match[0]
             if name not in os.environ and default is None:
-                hint = f"Export it, or give a default: ${{env:{name}:-default}}."
+                hint = f"export it, or give a default: ${{env:{name}:-default}}"
                 self.report(path, f"the environment variable {name} is not set", location, hint)
                 return match[0]
             substituted = True

@@ -120,8 +120,8 @@ def _missing_hint(path: str) -> str:
     field = keys()[general(path)].field
     name = path.rpartition(".")[2]
     if field.examples:
-        return f"Add it, such as `{name}: {_flow(field.examples[0])}`."
-    return f"Add `{name}`. {field.description}"
+        return f"add it, such as `{name}: {_flow(field.examples[0])}`"
+    return f"add `{name}`. {field.description}"
 
 
 def _flow(value: Any) -> str:
@@ -161,17 +161,17 @@ def _hint(detail: ErrorDetails, key: Key | None) -> str:
     if detail["type"] == "literal_error" and isinstance(value, str):
         close = get_close_matches(value.lower(), _allowed(detail), n=1, cutoff=0.6)
         if close:
-            return f"Did you mean `{close[0]}`?"
+            return f"did you mean `{close[0]}`?"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
-        return "Put it in quotes to make it text."
+        return "put it in quotes to make it text"
     if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):
-        return f"Write {int(value)}." if abs(value) < 2**63 else _default_hint(key)
+        return f"write {int(value)}" if abs(value) < 2**63 else _default_hint(key)
     if isinstance(value, str) and detail["type"] in ("int_type", "float_type", "bool_type"):
-        return "Write it without quotes." if _is_bare(value) else _default_hint(key)
+        return "write it without quotes" if _is_bare(value) else _default_hint(key)
     if key is not None and key.opens and detail["type"] in ("list_type", "dict_type"):
         fields = ", ".join(key.opens.model_fields)
         each = "Write a list; each entry" if detail["type"] == "list_type" else "Write names; what is under each"
-        return f"{each} has the keys {fields}."
+        return f"{each} has the keys {fields}"
     return _default_hint(key)
 
 
@@ -179,9 +179,9 @@ def _default_hint(key: Key | None) -> str:
     if key is None:
         return ""
     if key.opens:
-        return f"Put its keys under it: {', '.join(key.opens.model_fields)}."
+        return f"put its keys under it: {', '.join(key.opens.model_fields)}"
     default = key.default
-    return "" if default is PydanticUndefined or default == {} else f"Left out, it is {_shown(default)}."
+    return "" if default is PydanticUndefined or default == {} else f"left out, it is {_shown(default)}"
 
 
 def _allowed(detail: ErrorDetails) -> list[str]:

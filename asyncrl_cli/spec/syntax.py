@@ -35,14 +35,14 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
         else here
     )
     if "\t" in here.indentation or "'\\t'" in problem:
-        return here.mistake("a tab in the indentation", "Indent with spaces.")
+        return here.mistake("a tab in the indentation", "indent with spaces")
     if text[max(at.index - 1, 0) :].startswith("${env:"):
-        return here.mistake("`${env:` stands between brackets", 'There it needs quotes: "${env:NAME}".')
+        return here.mistake("`${env:` stands between brackets", 'there it needs quotes: "${env:NAME}"')
     if "quoted scalar" in context:
         if "escape" in problem:
-            hint = r"Write two backslashes (\\), or put the text in single quotes."
+            hint = r"write two backslashes (\\), or put the text in single quotes"
             return here.mistake("this backslash begins no escape that YAML knows", hint)
-        return opened.mistake("this quote is not closed", "Add the closing quote.")
+        return opened.mistake("this quote is not closed", "add the closing quote")
     if "flow" in context:
         return _bracket(opened, here)
     if "mapping values are not allowed" in problem or "expected <block end>" in problem:
@@ -77,8 +77,8 @@ def _bracket(opened: _Spot, here: _Spot) -> Mistake:
     closing = _CLOSING.get(bracket, "]")
     if here.line == opened.line or len(here.indentation) > len(opened.indentation):
         message = f"a comma or `{closing}` is missing before this"
-        return here.mistake(message, f"Separate entries with commas, and close `{bracket}` with `{closing}`.")
-    return opened.mistake(f"this `{bracket}` is not closed", f"Add `{closing}` after its last entry.")
+        return here.mistake(message, f"separate entries with commas, and close `{bracket}` with `{closing}`")
+    return opened.mistake(f"this `{bracket}` is not closed", f"add `{closing}` after its last entry")
 
 
 def _open_quote(text: str, index: int) -> Mistake | None:
@@ -93,7 +93,7 @@ def _open_quote(text: str, index: int) -> Mistake | None:
     if last is None or text[last.start_mark.index] not in ("'", '"') or last.start_mark.line == last.end_mark.line:
         return None
     message = f"this quote is closed only in line {last.end_mark.line + 1}"
-    return Mistake(message, "Add the closing quote in its own line.", last.start_mark.line, last.start_mark.column)
+    return Mistake(message, "add the closing quote in its own line", last.start_mark.line, last.start_mark.column)
 
 
 def _colon(text: str, here: _Spot) -> Mistake:
@@ -102,7 +102,7 @@ def _colon(text: str, here: _Spot) -> Mistake:
     if first is not None and first.end() <= here.column:
         key, value = first[1].strip("\"'"), here.text[first.end() :].strip()
         quote = "'" if '"' in value else '"'
-        hint = f"Write `{key}: {{{value}}}` for a section, or `{key}: {quote}{value}{quote}` for a text."
+        hint = f"write `{key}: {{{value}}}` for a section, or `{key}: {quote}{value}{quote}` for a text"
         return here.mistake("a second colon in one line", hint if len(hint) < 200 else _QUOTE_IT)
     above = _BREAK.split(text[: here.index - here.column])[:-1]
     for number in range(len(above) - 1, -1, -1):
@@ -113,20 +113,20 @@ def _colon(text: str, here: _Spot) -> Mistake:
                 return Mistake(*_no_value(line), number, start)
             break
     message = "this line is indented more than the keys above"
-    return Mistake(message, "Indent it like the other keys of its section.", here.line, len(here.indentation))
+    return Mistake(message, "indent it like the other keys of its section", here.line, len(here.indentation))
 
 
 def _no_colon(key: _Spot) -> Mistake:
     line = key.text[key.column :].strip()
     if len(line) > 1000:
-        return key.mistake("a key of more than 1,000 characters", "Shorten it.")
+        return key.mistake("a key of more than 1,000 characters", "shorten it")
     return key.mistake(*_no_value(line))
 
 
 def _no_value(line: str) -> tuple[str, str]:
     """Message and hint for a line such as `seed 0`, `engines=1` or `seed:0`."""
     parts = _KEY_AND_VALUE.fullmatch(line)
-    hint = f"Write `{parts[1] or ''}{parts[2]}: {parts[3]}`." if parts and len(line) < 60 else "Write `key: value`."
+    hint = f"write `{parts[1] or ''}{parts[2]}: {parts[3]}`" if parts and len(line) < 60 else "write `key: value`"
     shown = line if len(line) < 60 else f"{line[:59]}…"
     return f"`{shown}` is not a key, a colon, a space and a value", hint
 
@@ -135,14 +135,14 @@ def _after_block(here: _Spot, found: str) -> Mistake:
     """What follows a finished value or section and belongs to neither."""
     if found in ("<block mapping start>", "<block sequence start>", "?"):
         message = "the indentation of this line fits none of the sections above"
-        return here.mistake(message, "Indent it like the other keys of its section.")
+        return here.mistake(message, "indent it like the other keys of its section")
     if found == "-":
-        return here.mistake("a list entry stands among keys", "Put it under a key of its own, and indent it.")
+        return here.mistake("a list entry stands among keys", "put it under a key of its own, and indent it")
     if found in ("]", "}", ","):
-        return here.mistake(f"`{found}` belongs to no open bracket", "Remove it, or put the value in quotes.")
+        return here.mistake(f"`{found}` belongs to no open bracket", "remove it, or put the value in quotes")
     if found == ":":
-        return here.mistake("no key stands before this colon", "Write the key before it.")
-    hint = "Put the whole value in one pair of quotes; in single quotes, write '' for an apostrophe."
+        return here.mistake("no key stands before this colon", "write the key before it")
+    hint = "put the whole value in one pair of quotes; in single quotes, write '' for an apostrophe"
     return here.mistake("the value has ended before this", hint)
 
 
@@ -150,19 +150,19 @@ def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> 
     """What a value may not begin with, and what may stand only once."""
     if "found undefined alias" in problem:
         name = problem.rpartition("'")[0].rpartition("'")[2]
-        return here.mistake(f"`*{name}` refers to no anchor `&{name}` above", "If it is text, put it in quotes.")
+        return here.mistake(f"`*{name}` refers to no anchor `&{name}` above", "if it is text, put it in quotes")
     if "duplicate anchor" in context:
-        return here.mistake(f"this anchor is set in line {opened.line + 1} already", "Use another name.")
+        return here.mistake(f"this anchor is set in line {opened.line + 1} already", "use another name")
     if "sequence entries are not allowed" in problem:
-        hint = "Write the list as `[a, b]`, or begin each `- entry` on a line of its own."
+        hint = "write the list as `[a, b]`, or begin each `- entry` on a line of its own"
         return here.mistake("a list cannot begin in the line of its key", hint)
     if "block scalar" in context:
-        hint = f"Begin the text on the next line, or put the value in quotes if `{opened.character}` belongs to it."
+        hint = f"begin the text on the next line, or put the value in quotes if `{opened.character}` belongs to it"
         return opened.mistake(f"text stands behind `{opened.character}`", hint)
     if "single document" in context:
-        return here.mistake("a second YAML document begins here", "A spec is one document: remove the `---`.")
+        return here.mistake("a second YAML document begins here", "a spec is one document: remove the `---`")
     if "document start" in problem or "directive" in context + problem or "YAML document" in problem:
-        hint = "Remove lines that begin with `%`, `---` or `...`."
+        hint = "remove lines that begin with `%`, `---` or `...`"
         return here.mistake("this stands outside the document", hint)
     spot = opened if "scanning" in context and "token" not in context else here
     return spot.mistake(f"a value cannot begin with `{spot.character}`", _QUOTE_IT)

@@ -68,7 +68,7 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
             raise RunError(
                 f"the checkpoint was saved with trainer.{key} {was} and cannot be loaded with {is_now}",
                 location=str(checkpoint.folder),
-                hint=f"Set trainer.{key} to {was}, or start a new run from `asyncrl checkpoint export`",
+                hint=f"set trainer.{key} to {was}, or start a new run from `asyncrl checkpoint export`",
             )
 
 
@@ -83,7 +83,7 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
         raise RunError(
             f"the checkpoint has no {part}: it was saved by an algorithm without one",
             location=str(checkpoint.folder),
-            hint="Resume with the algorithm it was saved with, or start a new run from `asyncrl checkpoint export`",
+            hint="resume with the algorithm it was saved with, or start a new run from `asyncrl checkpoint export`",
         )
     try:
         counters = Counters(**json.loads((root / STATE / COUNTERS_FILE).read_text()))
@@ -128,7 +128,7 @@ def to_universal(source: Source) -> None:
         raise RunError(
             f"the checkpoint could not be converted for another number of ranks: {reason}",
             location=str(source.checkpoint.folder),
-            hint=f"Set trainer.ranks to {source.checkpoint.trainer().ranks}, with which it was saved",
+            hint=f"set trainer.ranks to {source.checkpoint.trainer().ranks}, with which it was saved",
         )
 
 

@@ -45,7 +45,7 @@ class SkipLimit:
             raise RunError(
                 f"the loss or its gradient was not finite in {self._in_a_row} updates in a row",
                 location="trainer",
-                hint="Lower trainer.optimizer.learning_rate, or go on from an earlier checkpoint; "
+                hint="lower trainer.optimizer.learning_rate, or go on from an earlier checkpoint; "
                 "trainer.max_skipped_updates says how many may be left out",
             )
 

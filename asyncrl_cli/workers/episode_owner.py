@@ -181,7 +181,7 @@ class EpisodeProcess:
                 f"loading the task ended its process ({how})", location=place, hint="logs/runner-*.log may say more"
             )
         raise TaskError(
-            f"loading the task took more than {START_S:.0f} s", location=place, hint="Make its import faster"
+            f"loading the task took more than {START_S:.0f} s", location=place, hint="make its import faster"
         )
 
     async def _loaded(self, reader: asyncio.StreamReader) -> Loaded:

@@ -165,7 +165,7 @@ class RewardProcess:
             hint = "logs/scorer.log may say more"
             raise TaskError(f"loading the task ended its process ({ended})", location=place, hint=hint) from None
         except TimeoutError:
-            hint = "Make its import faster"
+            hint = "make its import faster"
             raise TaskError(f"loading the task took more than {START_S:.0f} s", location=place, hint=hint) from None
         if isinstance(loaded, TaskError):
             raise loaded

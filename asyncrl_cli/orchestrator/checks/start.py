@@ -253,5 +253,5 @@ def _result(check: Check) -> str | Finding:
         raise
     except Exception as error:  # of libraries, for values that nobody has tried
         message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        hint = "Change what the spec says about it, or report this with the spec"
+        hint = "change what the spec says about it, or report this with the spec"
         raise ConfigError(message, location=check.name, hint=hint) from error

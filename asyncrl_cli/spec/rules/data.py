@@ -27,7 +27,7 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
     for key, split in all_splits(spec):
         path = split.path
         if path is None and split.size is None and not key.startswith("task.mix."):
-            yield Problem(key, "has neither path nor size", "Give a file, or how many prompts the task makes.")
+            yield Problem(key, "has neither path nor size", "give a file, or how many prompts the task makes")
         if path is None or not names_a_file(path):
             continue
         kind = kind_of(path)
@@ -41,7 +41,7 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
     train, held_out = spec.data.train, spec.data.eval
     same = (train.path, train.config, train.split) == (held_out.path, held_out.config, held_out.split)
     if train.path is not None and same:
-        yield warning("data.eval.path", "the held-out prompts are trained on", "Use a file of its own.")
+        yield warning("data.eval.path", "the held-out prompts are trained on", "use a file of its own")
 
 
 @rule
@@ -53,19 +53,19 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
             try:
                 template_columns(split.template)
             except ValueError as error:
-                hint = 'Write columns in braces, as in "Q: {question}"; `{{` is a brace.'
+                hint = 'write columns in braces, as in "Q: {question}"; `{{` is a brace'
                 yield Problem(f"{key}.template", f"is no template: {error}", hint)
         if kind == "hub" and not re.fullmatch(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?", split.path or ""):
-            yield Problem(f"{key}.path", f"`{split.path}` names no data set of the hub", "Write it as hf:owner/name.")
+            yield Problem(f"{key}.path", f"`{split.path}` names no data set of the hub", "write it as hf:owner/name")
         if kind == "hub" and split.split is None:
-            yield Problem(f"{key}.split", "a hub data set needs its split", "Set it, for example to `train`.")
+            yield Problem(f"{key}.split", "a hub data set needs its split", "set it, for example to `train`")
         if kind != "hub" and split.config is not None:
-            yield Problem(f"{key}.config", "belongs to hub ids (`hf:owner/name`)", "Leave it out.")
+            yield Problem(f"{key}.config", "belongs to hub ids (`hf:owner/name`)", "leave it out")
         own = key.startswith("evaluation.") and split.path is None
         if own and split.split not in (None, "train", "eval"):
-            yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "Use `train` or `eval`.")
+            yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "use `train` or `eval`")
         elif not own and kind not in ("hub", "saved") and split.split is not None:
-            yield Problem(f"{key}.split", "belongs to data sets of `datasets`", "Leave it out.")
+            yield Problem(f"{key}.split", "belongs to data sets of `datasets`", "leave it out")
 
 
 @rule
@@ -77,15 +77,15 @@ def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
         key = f"data.curriculum.stages.{index}"
         if stage.until_prompt is None:
             if index < len(stages) - 1:
-                hint = "Only the last stage may leave it out."
+                hint = "only the last stage may leave it out"
                 yield Problem(f"{key}.until_prompt", "is missing, so the later stages never come", hint)
         elif stage.until_prompt <= before:
-            hint = f"It counts from the run's first prompt: use more than {before}."
+            hint = f"it counts from the run's first prompt: use more than {before}"
             yield Problem(f"{key}.until_prompt", f"the stage before ends at {before} already", hint)
         else:
             before = stage.until_prompt
         if stage.min is not None and stage.max is not None and stage.min > stage.max:
-            yield Problem(f"{key}.min", f"{stage.min:g} is more than the stage's max {stage.max:g}", "Lower it.")
+            yield Problem(f"{key}.min", f"{stage.min:g} is more than the stage's max {stage.max:g}", "lower it")
 
 
 @rule
@@ -93,7 +93,7 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
     """Several `samples` of an evaluation set mean `greedy: false`: greedy responses are all the same."""
     for name, chosen in spec.evaluation.sets.items():
         if chosen.greedy and chosen.samples > 1:
-            hint = "Set greedy to false, or leave samples out."
+            hint = "set greedy to false, or leave samples out"
             yield Problem(f"evaluation.sets.{name}.samples", "greedy responses are all the same", hint)
 
 

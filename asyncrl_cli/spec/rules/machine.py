@@ -56,7 +56,7 @@ def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
     """Trainer and engines compute in one dtype; two widen the gap between their log-probs."""
     if spec.trainer.dtype != spec.rollout.dtype:
         message = f"engines in {spec.rollout.dtype} and trainer in {spec.trainer.dtype} widen the log-prob gap"
-        yield warning("rollout.dtype", message, f"Use {spec.trainer.dtype} in both, if memory allows.")
+        yield warning("rollout.dtype", message, f"use {spec.trainer.dtype} in both, if memory allows")
 
 
 @rule
@@ -65,14 +65,14 @@ def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
     if bool(spec.trainer.gpus_per_rank) != bool(spec.rollout.gpus_per_engine):
         trainer, engines = ("GPU", "CPU") if spec.trainer.gpus_per_rank else ("CPU", "GPU")
         slow = "rollout.gpus_per_engine" if engines == "CPU" else "trainer.gpus_per_rank"
-        yield warning(slow, f"the trainer is on {trainer} and the engines are on {engines}", "Set it to 1.")
+        yield warning(slow, f"the trainer is on {trainer} and the engines are on {engines}", "set it to 1")
 
 
 @rule
 def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
     """`rollout.kv_cache_mb` is for CPU engines."""
     if spec.rollout.kv_cache_mb is not None and spec.rollout.gpus_per_engine:
-        hint = "Use rollout.engine_args.gpu_memory_utilization."
+        hint = "use rollout.engine_args.gpu_memory_utilization"
         yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", hint)
 
 
@@ -87,7 +87,7 @@ def threads(spec: ExperimentSpec) -> Iterator[Problem]:
     if needed > cores:
         message = f"trainer and engines want {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"
         path = "trainer.threads_per_rank" if parts[0] > parts[1] else "rollout.threads_per_engine"
-        yield warning(path, message, f"Lower threads, ranks or engines until they want {cores} in all.")
+        yield warning(path, message, f"lower threads, ranks or engines until they want {cores} in all")
 
 
 @rule
@@ -98,7 +98,7 @@ def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
         path = f"rollout.engine_args.{argument}"
         if name in OWN_ENGINE_ARGS or name.startswith("schedul"):
             key = OWN_ENGINE_ARGS.get(name)
-            hint = f"Use {key} instead." if key else "Remove it; the pipeline depends on its own value."
+            hint = f"use {key} instead" if key else "remove it; the pipeline depends on its own value"
             yield Problem(path, "asyncrl sets this itself", hint)
         elif name in IMPOSSIBLE_ENGINE_ARGS:
             harmless, reason, hint = IMPOSSIBLE_ENGINE_ARGS[name]

@@ -34,23 +34,23 @@ def _sizes(spec: ExperimentSpec) -> dict[str, int]:
 def one_model(spec: ExperimentSpec) -> Iterator[Problem]:
     """The model has one source: `model.path` or `model.init`, not both."""
     if spec.model.path is None and spec.model.init is None:
-        yield Problem("model", "says no model", "Give model.path (a saved one) or model.init (a new one).")
+        yield Problem("model", "says no model", "give model.path (a saved one) or model.init (a new one)")
     if spec.model.path is not None and spec.model.init is not None:
-        yield Problem("model.path", "is given, and model.init too", "Set one of the two to null.")
+        yield Problem("model.path", "is given, and model.init too", "set one of the two to null")
 
 
 @rule
 def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.path` or `model.init.tokenizer` that is a path exists and is a folder."""
     path = spec.model.path
-    hint = "Name a saved model's folder, or a hub id such as `Qwen/Qwen3-0.6B`."
+    hint = "name a saved model's folder, or a hub id such as `Qwen/Qwen3-0.6B`"
     if path is not None and os.path.isabs(path) and not os.path.isdir(path):
         yield Problem("model.path", f"there is no folder {path}", hint)
     elif path is not None and not os.path.isabs(path) and not re.fullmatch(HUB_ID, path):
         yield Problem("model.path", f"`{path}` is neither a folder nor a hub id", hint)
     tokenizer = spec.model.init.tokenizer if spec.model.init else CHARACTERS
     if tokenizer != CHARACTERS and not os.path.isdir(tokenizer):
-        hint = f"Name a saved tokenizer's folder, or `{CHARACTERS}`."
+        hint = f"name a saved tokenizer's folder, or `{CHARACTERS}`"
         yield Problem("model.init.tokenizer", f"there is no folder {tokenizer}", hint)
 
 
@@ -58,7 +58,7 @@ def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.chat_template` is a file."""
     if spec.model.chat_template is not None and not os.path.isfile(spec.model.chat_template):
-        hint = "Name a Jinja file, or leave it out to use the tokenizer's own template."
+        hint = "name a Jinja file, or leave it out to use the tokenizer's own template"
         yield Problem("model.chat_template", f"there is no file {spec.model.chat_template}", hint)
 
 
@@ -68,7 +68,7 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
     if spec.model.init and known and name not in known:
         close = get_close_matches(name.lower(), known, n=1)
-        hint = f"Did you mean `{close[0]}`?" if close else "Small models are well served by `qwen3` or `llama`."
+        hint = f"did you mean `{close[0]}`?" if close else "small models are well served by `qwen3` or `llama`"
         message = f"transformers has no causal language model of type `{name}`"
         yield Problem("model.init.architecture", message, hint)
 
@@ -96,7 +96,7 @@ def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
         # Some architectures read null as "follows from the others".
         if config.get(name) is not None and name not in sizes:
             message = f"must be a whole number from 1 to {LARGEST}"
-            yield Problem(f"model.init.config.{name}", message, "Write digits without quotes, such as 64.")
+            yield Problem(f"model.init.config.{name}", message, "write digits without quotes, such as 64")
 
 
 @rule
@@ -105,11 +105,11 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
     number = _sizes(spec)
     size, heads, kv_heads = map(number.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if size and heads and size % heads and not number.get("head_dim"):
-        hint = f"Use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim."
+        hint = f"use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim"
         yield Problem("model.init.config.hidden_size", f"{size} cannot be split over {heads} heads", hint)
     if heads and kv_heads and heads % kv_heads:
         message = f"{kv_heads} key-value heads cannot share {heads} heads"
-        yield Problem("model.init.config.num_key_value_heads", message, f"Use one of {divisors(heads)}.")
+        yield Problem("model.init.config.num_key_value_heads", message, f"use one of {divisors(heads)}")
 
 
 @rule
@@ -118,7 +118,7 @@ def positions(spec: ExperimentSpec) -> Iterator[Problem]:
     limit = _sizes(spec).get("max_position_embeddings")
     if limit is not None and limit < spec.model.max_length:
         message = f"{spec.model.max_length} tokens are more than the model's {limit} positions"
-        yield Problem("model.max_length", message, f"Lower it to {limit}, or raise max_position_embeddings.")
+        yield Problem("model.max_length", message, f"lower it to {limit}, or raise max_position_embeddings")
 
 
 @rule
@@ -132,6 +132,6 @@ def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
     item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
     needed = 2 * layers * size.get("num_key_value_heads", heads) * head_dim * item * spec.model.max_length
     if cache * 2**20 < needed:
-        hint = f"Raise it to {-(-needed // 2**20)} or more, or leave it out."
+        hint = f"raise it to {-(-needed // 2**20)} or more, or leave it out"
         message = f"{cache} MiB hold no sequence of model.max_length {spec.model.max_length}"
         yield Problem("rollout.kv_cache_mb", message, hint)

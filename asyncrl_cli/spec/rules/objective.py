@@ -23,31 +23,31 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
     corrects = chosen.level is not None or chosen.reject_by is not None
     if chosen.proximal != "behaviour" and not corrects and staleness > 0:
         message = f"stale rollouts (up to {staleness} versions) are trained on without correction"
-        yield warning(f"{key}.level", message, "Use the preset truncated.")
+        yield warning(f"{key}.level", message, "use the preset truncated")
     if chosen.proximal == "behaviour" and chosen.level is not None:
         message = "the clipped ratio is to the behaviour policy already; weights correct for the same twice"
-        yield Problem(f"{key}.level", message, f"Set it to null, or {key}.proximal to recomputed.")
+        yield Problem(f"{key}.level", message, f"set it to null, or {key}.proximal to recomputed")
     bounds = [bound for bound in ("cap", "mask_low", "mask_high") if getattr(chosen, bound) is not None]
     if bounds and chosen.level is None:
-        yield Problem(f"{key}.{bounds[0]}", "bounds weights, and level says there are none", f"Set {key}.level.")
+        yield Problem(f"{key}.{bounds[0]}", "bounds weights, and level says there are none", f"set {key}.level")
     if chosen.level is not None and not bounds:
         message = "weights have no bound, so one token can outweigh a batch"
-        yield warning(f"{key}.cap", message, "Set it to 2.0.")
+        yield warning(f"{key}.cap", message, "set it to 2.0")
     if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
-        yield Problem(f"{key}.mask_low", f"is not below mask_high ({chosen.mask_high})", "Lower it.")
+        yield Problem(f"{key}.mask_low", f"is not below mask_high ({chosen.mask_high})", "lower it")
     if chosen.reject_by is not None and chosen.reject_high is None:
-        yield Problem(f"{key}.reject_by", "rejects nothing without a bound", f"Set {key}.reject_high.")
+        yield Problem(f"{key}.reject_by", "rejects nothing without a bound", f"set {key}.reject_high")
     if chosen.reject_by == "k1" and chosen.reject_over == "sequence_max":
-        yield Problem(f"{key}.reject_over", "k1 has both signs and no maximum", "Set reject_by to k2 or k3.")
+        yield Problem(f"{key}.reject_over", "k1 has both signs and no maximum", "set reject_by to k2 or k3")
     if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
-        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound: it is 0 or more", "Remove it.")
+        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound: it is 0 or more", "remove it")
     if chosen.reject_by is None and (chosen.reject_low is not None or chosen.reject_high is not None):
         bound = "reject_high" if chosen.reject_low is None else "reject_low"
-        yield Problem(f"{key}.{bound}", "bounds nothing without reject_by", f"Set {key}.reject_by, or remove it.")
+        yield Problem(f"{key}.{bound}", "bounds nothing without reject_by", f"set {key}.reject_by, or remove it")
     if chosen.reject_by == "k1" and chosen.reject_high is not None:
         low = chosen.reject_low or 1.0 / chosen.reject_high
         if low >= chosen.reject_high:
-            yield Problem(f"{key}.reject_high", f"is not above the lower bound, {low:g}", "Raise it above 1.")
+            yield Problem(f"{key}.reject_high", f"is not above the lower bound, {low:g}", "raise it above 1")
 
 
 @rule
@@ -58,10 +58,10 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     if spec.rollout.group_size == 1:
         message = f"the rewards of a group of one are all equal, so {algorithm.uniform_groups} leaves out every group"
-        yield Problem("algorithm.uniform_groups", message, "Set it to train, or raise rollout.group_size.")
+        yield Problem("algorithm.uniform_groups", message, "set it to train, or raise rollout.group_size")
     elif algorithm.advantage in ("none", GAE) and algorithm.uniform_groups == "skip":
         message = f"with advantage {algorithm.advantage}, groups with equal rewards teach, and skip leaves them out"
-        yield warning("algorithm.uniform_groups", message, "Set it to train.")
+        yield warning("algorithm.uniform_groups", message, "set it to train")
 
 
 @rule
@@ -69,7 +69,7 @@ def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
     """An advantage relative to a group takes groups of two rollouts or more."""
     if spec.algorithm.advantage in GROUP_BASELINES and spec.rollout.group_size < 2:
         message = f"one rollout has nothing to be compared with, as advantage {spec.algorithm.advantage} does"
-        hint = "Raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae."
+        hint = "raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae"
         yield Problem("rollout.group_size", message, hint)
 
 
@@ -79,10 +79,10 @@ def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
     algorithm = spec.algorithm
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         message = "k1 in the loss has a gradient of zero in expectation"
-        yield warning("algorithm.kl_estimator", message, "Use k2 or k3, or kl_in: reward.")
+        yield warning("algorithm.kl_estimator", message, "use k2 or k3, or kl_in: reward")
     if algorithm.reference_every and not algorithm.kl_coef:
         message = "has no effect: kl_coef is 0, so there is no reference"
-        yield warning("algorithm.reference_every", message, "Set algorithm.kl_coef, or remove it.")
+        yield warning("algorithm.reference_every", message, "set algorithm.kl_coef, or remove it")
 
 
 @rule
@@ -98,4 +98,4 @@ def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
     ):
         default = AlgorithmSpec.model_fields[key].get_default(call_default_factory=True)
         if not there and getattr(algorithm, key) != default:
-            yield warning(f"algorithm.{key}", f"has no effect: it belongs to {belongs}", "Remove it.")
+            yield warning(f"algorithm.{key}", f"has no effect: it belongs to {belongs}", "remove it")

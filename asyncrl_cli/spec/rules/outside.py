@@ -24,7 +24,7 @@ def runs_folder(spec: ExperimentSpec) -> Iterator[Problem]:
     for path in (spec.runs_dir, *spec.runs_dir.absolute().parents):
         if os.path.exists(path):
             if not os.path.isdir(path):
-                yield Problem("runs_dir", f"{path} is a file", "Name a folder.")
+                yield Problem("runs_dir", f"{path} is a file", "name a folder")
             return
 
 
@@ -35,10 +35,10 @@ def tracking_target(spec: ExperimentSpec) -> Iterator[Problem]:
     scheme, separator, _ = (tracking.uri or "").partition(":")
     if separator and scheme.partition("+")[0] not in (*TRACKING_SCHEMES, *_plugin_schemes()):
         message = f"MLflow has no tracking store of scheme `{scheme}`"
-        yield Problem("tracking.uri", message, f"Use a path, or one of {', '.join(TRACKING_SCHEMES)}.")
+        yield Problem("tracking.uri", message, f"use a path, or one of {', '.join(TRACKING_SCHEMES)}")
     if tracking.register_model is not None and not tracking.mlflow:
         message = "a model is registered in MLflow, and tracking.mlflow is false"
-        yield Problem("tracking.register_model", message, "Set tracking.mlflow to true, or remove this.")
+        yield Problem("tracking.register_model", message, "set tracking.mlflow to true, or remove this")
 
 
 def _plugin_schemes() -> list[str]:
@@ -56,7 +56,7 @@ def finite_values(spec: ExperimentSpec) -> Iterator[Problem]:
     free += [(f"task.mix.{index}.options", member.options) for index, member in enumerate(spec.task.mix)]
     for path, value in free:
         for below in _not_finite(path, value):
-            yield Problem(below, "must be a finite number", "JSON, which records the spec, has no other numbers.")
+            yield Problem(below, "must be a finite number", "JSON, which records the spec, has no other numbers")
 
 
 def _not_finite(path: str, value: object) -> Iterator[str]:

@@ -22,7 +22,7 @@ def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
         ("checkpoints.every", spec.checkpoints.every, "no checkpoint is written before the end"),
     ):
         if every > steps:
-            yield warning(path, f"{event}: {every} is more than the run's {steps} steps", f"Use {steps} or less.")
+            yield warning(path, f"{event}: {every} is more than the run's {steps} steps", f"use {steps} or less")
 
 
 @rule
@@ -33,10 +33,10 @@ def versions(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     if every >= steps:
         message = f"all {steps} steps train on rollouts of the initial weights"
-        yield warning("pipeline.publish_every", message, f"Lower it: {every} is not less than stop.steps.")
+        yield warning("pipeline.publish_every", message, f"lower it: {every} is not less than stop.steps")
     elif staleness * every >= steps:
         message = f"bounds nothing: the run has {steps} steps, and may train all of them on its first rollouts"
-        yield warning("pipeline.max_staleness", message, f"Use less than {-(-steps // every)}, or more steps.")
+        yield warning("pipeline.max_staleness", message, f"use less than {-(-steps // every)}, or more steps")
 
 
 @rule
@@ -47,12 +47,12 @@ def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     for path, every in (("checkpoints.every", checkpoints.every), ("evaluation.every", evaluated)):
         if not every:
-            yield warning("checkpoints.keep_best", f"has no effect: {path} is 0", f"Set {path}, or remove it.")
+            yield warning("checkpoints.keep_best", f"has no effect: {path} is 0", f"set {path}, or remove it")
             return
     common = math.lcm(checkpoints.every, evaluated)
     if common >= spec.stop.steps:
         message = f"no checkpoint before the last is evaluated: every {checkpoints.every} and {evaluated} steps meet "
-        hint = "Make checkpoints.every a multiple of evaluation.every."
+        hint = "make checkpoints.every a multiple of evaluation.every"
         yield warning("checkpoints.keep_best", f"{message}at step {common}", hint)
 
 
@@ -62,7 +62,7 @@ def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
     updates = spec.stop.steps * spec.trainer.epochs * spec.trainer.minibatches
     if spec.trainer.schedule.warmup_updates > updates:
         message = f"the run ends after {updates} updates, before the warm-up does"
-        yield warning("trainer.schedule.warmup_updates", message, f"Use fewer than {updates}.")
+        yield warning("trainer.schedule.warmup_updates", message, f"use fewer than {updates}")
 
 
 @rule
@@ -70,5 +70,5 @@ def evaluation_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
     """`evaluation.prompts` are there in `data.eval`."""
     wanted, there = spec.evaluation.prompts, spec.data.eval.size
     if wanted is not None and there is not None and wanted > there:
-        hint = f"Raise data.eval.size to {wanted}, or lower this."
+        hint = f"raise data.eval.size to {wanted}, or lower this"
         yield warning("evaluation.prompts", f"there are only {there} held-out prompts, not {wanted}", hint)

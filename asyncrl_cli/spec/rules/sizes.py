@@ -15,10 +15,10 @@ def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
     rollout, limit, total = spec.rollout, spec.model.max_length, longest_rollout(spec)
     if total > limit:
         sum_ = f"{rollout.max_prompt_tokens} prompt + {rollout.max_response_tokens} response tokens"
-        hint = f"Raise model.max_length to {total}"
+        hint = f"raise model.max_length to {total}"
         if limit > rollout.max_prompt_tokens:
             hint += f", or lower rollout.max_response_tokens to {limit - rollout.max_prompt_tokens}"
-        yield Problem("model.max_length", f"{sum_} are {total}, more than {limit}", f"{hint}.")
+        yield Problem("model.max_length", f"{sum_} are {total}, more than {limit}", f"{hint}")
 
 
 @rule
@@ -27,7 +27,7 @@ def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
     total, budget = longest_rollout(spec), spec.trainer.tokens_per_microbatch
     if total > budget:
         message = f"a rollout may have {total} tokens, more than the {budget} of a micro-batch"
-        yield warning("trainer.tokens_per_microbatch", message, f"Raise it to {total} or more.")
+        yield warning("trainer.tokens_per_microbatch", message, f"raise it to {total} or more")
 
 
 @rule
@@ -37,7 +37,7 @@ def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
     for path, steps in (("stop.steps", spec.stop.steps), ("checkpoints.every", spec.checkpoints.every)):
         if steps % every:
             near = max(every, steps // every * every)
-            yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"Make it {near}.")
+            yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"make it {near}")
 
 
 @rule
@@ -46,7 +46,7 @@ def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
     group, running = spec.rollout.group_size, spec.rollout.max_running_rollouts
     if group > running:
         message = f"an engine runs {running} rollouts at once, fewer than one group of {group}"
-        yield Problem("rollout.max_running_rollouts", message, f"Raise it to {group} or more.")
+        yield Problem("rollout.max_running_rollouts", message, f"raise it to {group} or more")
 
 
 @rule
@@ -55,7 +55,7 @@ def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
     parts, groups = spec.trainer.minibatches, spec.pipeline.groups_per_step
     if groups % parts:
         message = f"{groups} groups per step cannot be split into {parts} equal minibatches"
-        yield Problem("trainer.minibatches", message, f"Use one of {divisors(groups)}.")
+        yield Problem("trainer.minibatches", message, f"use one of {divisors(groups)}")
 
 
 @rule
@@ -64,7 +64,7 @@ def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
     rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size // spec.trainer.minibatches
     if 0 < rollouts < spec.trainer.ranks:
         message = f"a minibatch of {rollouts} rollouts leaves some of {spec.trainer.ranks} ranks without any"
-        yield Problem("trainer.ranks", message, f"Use {rollouts} ranks at most, or fewer minibatches.")
+        yield Problem("trainer.ranks", message, f"use {rollouts} ranks at most, or fewer minibatches")
 
 
 @rule
@@ -74,10 +74,10 @@ def offload(spec: ExperimentSpec) -> Iterator[Problem]:
     least = {"none": 0, "optimizer": 1, "all": 3}[trainer.offload]
     if least and not trainer.gpus_per_rank:
         message = f"`{trainer.offload}` moves nothing: ranks without a GPU have all in the CPU's memory"
-        yield Problem("trainer.offload", message, "Set it to none.")
+        yield Problem("trainer.offload", message, "set it to none")
     elif trainer.zero_stage < least:
         message = f"`{trainer.offload}` takes ZeRO {least}, and trainer.zero_stage is {trainer.zero_stage}"
-        yield Problem("trainer.offload", message, f"Raise trainer.zero_stage to {least}, or offload less.")
+        yield Problem("trainer.offload", message, f"raise trainer.zero_stage to {least}, or offload less")
 
 
 @rule
@@ -87,7 +87,7 @@ def attention(spec: ExperimentSpec) -> Iterator[Problem]:
     if trainer.attention == "flash_attention_2" and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
         where = "GPU" if trainer.gpus_per_rank else "CPU"
         message = f"flash_attention_2 takes a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
-        yield Problem("trainer.attention", message, "Use sdpa.")
+        yield Problem("trainer.attention", message, "use sdpa")
 
 
 @rule
@@ -100,11 +100,11 @@ def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     if pipeline.max_staleness != preset and not pipeline.partial_rollouts:
         message = f"mode {pipeline.mode} means {preset}, not {pipeline.max_staleness}"
-        hint = f"Set it to {preset} or leave it out, or use mode: async."
+        hint = f"set it to {preset} or leave it out, or use mode: async"
         yield Problem("pipeline.max_staleness", message, hint)
     if pipeline.weight_update != "drain":
         message = f"mode {pipeline.mode} means drain, not {pipeline.weight_update}"
-        yield Problem("pipeline.weight_update", message, "Set it to drain or leave it out, or use mode: async.")
+        yield Problem("pipeline.weight_update", message, "set it to drain or leave it out, or use mode: async")
 
 
 @rule
@@ -113,10 +113,10 @@ def partial_rollouts(spec: ExperimentSpec) -> Iterator[Problem]:
     pipeline = spec.pipeline
     if pipeline.partial_rollouts and pipeline.mode != "sync":
         message = f"is for mode sync; mode {pipeline.mode} goes on generating while the trainer trains"
-        yield Problem("pipeline.partial_rollouts", message, "Leave it out, or use mode: sync.")
+        yield Problem("pipeline.partial_rollouts", message, "leave it out, or use mode: sync")
     elif pipeline.partial_rollouts and pipeline.max_staleness == 0:
         message = "0 lets no rollout go on after the batch it began with, as partial_rollouts wants"
-        yield Problem("pipeline.max_staleness", message, "Set it to 1 or leave it out.")
+        yield Problem("pipeline.max_staleness", message, "set it to 1 or leave it out")
 
 
 @rule
@@ -129,6 +129,6 @@ def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"the engines could run {capacity} rollouts, but staleness admits {admitted} at most"
         share = -(-admitted // rollout.engines)
         staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
-        hint = f"Lower it to {max(share, rollout.group_size)}"
-        hint += f", or raise pipeline.max_staleness to {staleness}." if pipeline.mode == "async" else "."
+        hint = f"lower it to {max(share, rollout.group_size)}"
+        hint += f", or raise pipeline.max_staleness to {staleness}" if pipeline.mode == "async" else ""
         yield warning("rollout.max_running_rollouts", message, hint)

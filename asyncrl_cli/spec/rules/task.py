@@ -28,21 +28,21 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
     """
     task = spec.task
     if task.use is None and not task.mix:
-        yield Problem("task", "says no task", "Give task.use (one task) or task.mix (several).")
+        yield Problem("task", "says no task", "give task.use (one task) or task.mix (several)")
     if task.mix and task.use is not None:
-        yield Problem("task.use", "is given, and task.mix too", "Set one of the two to null.")
+        yield Problem("task.use", "is given, and task.mix too", "set one of the two to null")
     if task.mix and task.options:
-        yield Problem("task.options", "belongs to task.use, and this is a mix", "Give options to its members.")
+        yield Problem("task.options", "belongs to task.use, and this is a mix", "give options to its members")
     names = [member.name for member in task.mix]
     for index, name in enumerate(names):
         if name in names[:index]:
-            yield Problem(f"task.mix.{index}.name", f"`{name}` names another task of the mix too", "Use another name.")
+            yield Problem(f"task.mix.{index}.name", f"`{name}` names another task of the mix too", "use another name")
         if name in ("mean", "correct"):
             message = f"`{name}` would give it the metric of all tasks together, reward/{name}"
-            yield Problem(f"task.mix.{index}.name", message, "Use another name.")
+            yield Problem(f"task.mix.{index}.name", message, "use another name")
     for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
         if task.mix and split.path is not None:
-            hint = f"Give the file to a member, as task.mix.0.{split_name}.path; here only `size` counts."
+            hint = f"give the file to a member, as task.mix.0.{split_name}.path; here only `size` counts"
             yield Problem(f"data.{split_name}.path", "is given, and the prompts of a mix come from its members", hint)
 
 
@@ -56,8 +56,8 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
             if not re.fullmatch(MODULE_NAME, use):
                 module, _, name = use.partition(":")
                 dotted = module.removesuffix(".py").strip("./").replace("/", ".")
-                yield Problem(path, f"`{use}` is no module:name", f"Write it like an import, as `{dotted}:{name}`.")
+                yield Problem(path, f"`{use}` is no module:name", f"write it like an import, as `{dotted}:{name}`")
         elif use not in READY_TASKS and not use.startswith(GYM):
             close = get_close_matches(use, READY_TASKS, n=1)
             known = f"Ready tasks: {', '.join(READY_TASKS)}, {GYM}<data set>. Your own is `module:name`."
-            yield Problem(path, f"there is no ready task `{use}`", f"Did you mean `{close[0]}`?" if close else known)
+            yield Problem(path, f"there is no ready task `{use}`", f"did you mean `{close[0]}`?" if close else known)

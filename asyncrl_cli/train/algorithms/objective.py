@@ -67,11 +67,11 @@ def _function(
         raise ConfigError(
             f"{name} cannot be imported: {type(error).__name__}: {error}",
             location=location,
-            hint=f"Put {module.replace('.', '/')}.py with the function {attribute} beside the spec file",
+            hint=f"put {module.replace('.', '/')}.py with the function {attribute} beside the spec file",
         ) from error
     if not callable(function):
         raise ConfigError(
-            f"{name} is no function but {type(function).__name__}", location=location, hint="Name a function"
+            f"{name} is no function but {type(function).__name__}", location=location, hint="name a function"
         )
     try:
         inspect.signature(function).bind(*arguments)
@@ -79,7 +79,7 @@ def _function(
         raise ConfigError(
             f"{name} cannot be called as f({', '.join(arguments)}): {error}",
             location=location,
-            hint="Give it these parameters, in this order",
+            hint="give it these parameters, in this order",
         ) from None
     except ValueError:  # a builtin without a signature: the first call will show
         pass

@@ -58,7 +58,7 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise RunError(
-            f"the folder cannot be made: {error.strerror}", location=str(folder), hint="Name another folder with --to"
+            f"the folder cannot be made: {error.strerror}", location=str(folder), hint="name another folder with --to"
         ) from None
     try:
         dtype = getattr(torch, checkpoint.trainer().dtype)
@@ -82,9 +82,9 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
 def check_target(folder: Path) -> None:
     """Raise ``RunError`` when a model cannot be written there: a file, or a folder that is not empty."""
     if folder.exists() and not folder.is_dir():
-        raise RunError("a file with this name exists", location=str(folder), hint="Name a folder with --to")
+        raise RunError("a file with this name exists", location=str(folder), hint="name a folder with --to")
     if folder.exists() and any(folder.iterdir()):
-        raise RunError("the folder is not empty", location=str(folder), hint="Name another folder with --to")
+        raise RunError("the folder is not empty", location=str(folder), hint="name another folder with --to")
 
 
 def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:

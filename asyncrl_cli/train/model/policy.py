@@ -35,7 +35,7 @@ class Policy(nn.Module):
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise PolicyError(
-                f"the output layer of this {model.config.model_type} is no linear layer", hint="Use another model"
+                f"the output layer of this {model.config.model_type} is no linear layer", hint="use another model"
             )
         self.model = model
         self.temperature = temperature
@@ -108,7 +108,7 @@ def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> N
         packed = " with packing" if policy.packing else ""
         raise PolicyError(
             f"log-probs of this {config.model_type}{packed} are {gap:.2g} nats away from its own logits'",
-            hint="Set trainer.packing to false"
+            hint="set trainer.packing to false"
             if policy.packing
-            else "Use a model whose logits are those of its output layer, neither capped nor scaled",
+            else "use a model whose logits are those of its output layer, neither capped nor scaled",
         )

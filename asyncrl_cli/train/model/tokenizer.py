@@ -116,6 +116,6 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
         raise ChatTemplateError(
             f"{chat_template} is no chat template: what it renders has nothing of the messages",
             location="model.chat_template",
-            hint="Give a file with a Jinja template, or leave it out to use the tokenizer's own",
+            hint="give a file with a Jinja template, or leave it out to use the tokenizer's own",
         )
     return tokenizer
