@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from asyncrl_cli.buffer.records import BufferSettings, Candidate, PublishRecord, StepRecord
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.records import BufferSettings, Candidate, PublishRecord, StepRecord
 from asyncrl_cli.journal.rollout_rows import LOGPROBS, TOKENS
 from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
 from asyncrl_cli.records.generation import Rollout, training_rollout_id

@@ -25,8 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-
 from asyncrl_cli.buffer.records import BufferSettings
+
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 
 GROUPS, SIZE, STEP_S = 32, 8, 10.0

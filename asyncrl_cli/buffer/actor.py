@@ -18,7 +18,8 @@ from typing import Any
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal_file import Statement
-from asyncrl_cli.buffer.records import (
+from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
+from asyncrl_cli.records.groups import (
     Admitted,
     BufferSettings,
     Candidate,
@@ -30,7 +31,6 @@ from asyncrl_cli.buffer.records import (
     Taken,
     Waiting,
 )
-from asyncrl_cli.records.generation import Rollout, Segment, Spell
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.system.logs import redirect_output
@@ -75,14 +75,18 @@ class Buffer:
         return admitted
 
     async def record(
-        self, rollouts: list[Rollout], segments: list[Segment], outcomes: list[Outcome], spells: Sequence[Spell] = ()
+        self,
+        rollouts: list[Rollout],
+        segments: list[Segment],
+        outcomes: list[Outcome],
+        requests: Sequence[EngineRequest] = (),
     ) -> Settled:
-        """Finished rollouts, new tokens of unfinished ones, rewards and failures of recorded rollouts, and where
-        requests have been.
+        """Finished rollouts, new tokens of unfinished ones, rewards and failures of recorded rollouts, and
+        requests that engines have ended.
 
         Durable when it returns, with the groups that the outcomes have ended.
         """
-        self._book.journal.stayed(spells)
+        self._book.journal.requested(requests)
         self._book.grown(segments)
         settled = self._book.record(rollouts, outcomes)
         self._changed.set()

@@ -14,7 +14,9 @@ from typing import Any
 
 from asyncrl_cli.buffer.journal import Journal
 from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, LateGroups, Ledger, LedgerError
-from asyncrl_cli.buffer.records import (
+from asyncrl_cli.journal.schema import JournalError, sound
+from asyncrl_cli.records.generation import Rollout, Segment, group_and_index
+from asyncrl_cli.records.groups import (
     Admission,
     Admitted,
     BufferSettings,
@@ -25,8 +27,6 @@ from asyncrl_cli.buffer.records import (
     Settled,
     Waiting,
 )
-from asyncrl_cli.journal.schema import JournalError, sound
-from asyncrl_cli.records.generation import Rollout, Segment, place_of
 from asyncrl_cli.records.prompt import prompt_from
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.tasks.base import CORRECT, are_equal
@@ -153,7 +153,7 @@ class DurableLedger:
         for rollout in rollouts:
             if self._is_unfinished(rollout.rollout_id):
                 self.journal.recorded(rollout, by_rollout.get(rollout.rollout_id))
-                self._finished.add(place_of(rollout.rollout_id))
+                self._finished.add(group_and_index(rollout.rollout_id))
                 told.add(rollout.rollout_id)
         return self.judge(outcomes, told)
 
@@ -164,7 +164,7 @@ class DurableLedger:
         """
         finished, rejected, solved = [], [], []
         for outcome in outcomes:
-            group_id, place = place_of(outcome.rollout_id)
+            group_id, place = group_and_index(outcome.rollout_id)
             rewards = self._rewards.get(group_id)
             if rewards is None or place in rewards:
                 continue
@@ -248,7 +248,7 @@ class DurableLedger:
         return prompts[self.journal.serial() :]
 
     def _is_unfinished(self, sequence_id: str) -> bool:
-        group_id, place = place_of(sequence_id)
+        group_id, place = group_and_index(sequence_id)
         return place not in self._rewards.get(group_id, (place,)) and (group_id, place) not in self._finished
 
     def _forget(self, group_id: int) -> None:

@@ -20,15 +20,6 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.buffer.journal_file import OUTSTANDING, JournalFile, Statement
 from asyncrl_cli.buffer.ledger import Batch, GroupEntry
-from asyncrl_cli.buffer.records import (
-    Admission,
-    BufferSettings,
-    Candidate,
-    OpenGroup,
-    Outcome,
-    PublishRecord,
-    StepRecord,
-)
 from asyncrl_cli.buffer.storable import fault_in, printable, refusal
 from asyncrl_cli.journal.rollout_rows import (
     check_count,
@@ -44,12 +35,21 @@ from asyncrl_cli.journal.rollout_rows import (
 from asyncrl_cli.journal.schema import explained
 from asyncrl_cli.records.generation import (
     GIVEN,
+    EngineRequest,
     Rollout,
     Segment,
-    Spell,
-    place_of,
+    group_and_index,
     segments_of,
     sequence_of,
+)
+from asyncrl_cli.records.groups import (
+    Admission,
+    BufferSettings,
+    Candidate,
+    OpenGroup,
+    Outcome,
+    PublishRecord,
+    StepRecord,
 )
 
 _TABLE = re.compile(r"(?:INTO|UPDATE|FROM) (\w+)")
@@ -169,7 +169,7 @@ class Journal(JournalFile):
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """A finished rollout with all its sequences, whole; with its outcome, where that is known."""
         now = time.time()
-        group_id, place = place_of(rollout.rollout_id)
+        group_id, place = group_and_index(rollout.rollout_id)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
         verdict = _verdict(outcome) if outcome else (None, None, None)
@@ -184,7 +184,7 @@ class Journal(JournalFile):
 
     def judged(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
-        group_id, place = place_of(outcome.rollout_id)
+        group_id, place = group_and_index(outcome.rollout_id)
         verdict = _verdict(outcome)
         self._note(
             "INSERT INTO rollouts (group_id, place, tokens, reward, failure, metrics, judged_at, recorded_at, crc) "
@@ -195,12 +195,12 @@ class Journal(JournalFile):
             *(group_id, place, *verdict, time.time(), row_crc(group_id, place, 0, None, *verdict, None, None)),
         )
 
-    def stayed(self, spells: Iterable[Spell]) -> None:
-        """Requests have left their engines. A spell that is told twice changes nothing."""
-        for spell in spells:
+    def requested(self, requests: Iterable[EngineRequest]) -> None:
+        """Requests have left their engines. One that is recorded twice changes nothing."""
+        for request in requests:
             self._note(
                 "INSERT OR IGNORE INTO spells (request, begun_at, ended_at, engine, ending) VALUES (?, ?, ?, ?, ?)",
-                *(spell.request_id, spell.begun_at, spell.ended_at, spell.engine, spell.ending),
+                *(request.request_id, request.begun_at, request.ended_at, request.engine, request.ending),
             )
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:

@@ -76,8 +76,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-OnStale = Literal["wait", "requeue", "train"]
-"""What happens to a running group that the next batch may not leave behind."""
+from asyncrl_cli.records.groups import Counts, OnStale
 
 SNAPSHOT_FORMAT = 2
 """Raised when the keys of a snapshot change their meaning."""
@@ -153,18 +152,6 @@ class Blocked:
         if self.kind == "groups":
             return f"only {self.finished} of {self.needed} groups have finished"
         return "waits for groups that would miss their deadline: " + ", ".join(map(str, self.missing))
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Groups by what became of them; ``running + finished + taken`` is A."""
-
-    running: int
-    finished: int
-    taken: int
-    rejected: int
-    requeued: int
-    late: int
 
 
 class Ledger:

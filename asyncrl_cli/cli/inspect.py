@@ -81,7 +81,7 @@ def inspect_buffer(
     from asyncrl_cli.inspect.buffer_pages import group_page, list_page, overview_page, rollout_page
     from asyncrl_cli.journal.queries import STATES, GroupFilter, snapshot
     from asyncrl_cli.journal.schema import FILE
-    from asyncrl_cli.records.generation import place_of
+    from asyncrl_cli.records.generation import group_and_index
     from asyncrl_cli.runs.catalogue import find_run
 
     wanted = [at for at in STATES if at == state]
@@ -95,7 +95,7 @@ def inspect_buffer(
         raise typer.BadParameter("cannot be combined with --json", param_hint="--watch")
     if rollout is not None:
         try:
-            place_of(rollout)
+            group_and_index(rollout)
         except ValueError:
             raise typer.BadParameter(
                 "is a group's id and a place in it, such as 12-3", param_hint="--rollout"

@@ -35,11 +35,11 @@ def staleness(
     """
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
-    from asyncrl_cli.journal.history import recording
+    from asyncrl_cli.inspect.what_if import workload
     from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.recording import recording
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
-    from asyncrl_cli.journal.what_if import workload
     from asyncrl_cli.runs.catalogue import find_run
 
     if steps not in (None, "all"):

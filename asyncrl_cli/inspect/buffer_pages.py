@@ -33,7 +33,7 @@ from asyncrl_cli.journal.queries import (
     overview,
 )
 from asyncrl_cli.journal.queries import standing as standing_of
-from asyncrl_cli.records.generation import GIVEN, Segment, place_of, sequence_of
+from asyncrl_cli.records.generation import GIVEN, Segment, group_and_index, sequence_of
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import standing
 
@@ -181,7 +181,7 @@ def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> 
 def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: str) -> Page:
     """One rollout (``12-3``) with its group. Raises ``RunError`` when nothing is recorded of it."""
     try:
-        record = group_record(connection, place_of(rollout_id)[0])
+        record = group_record(connection, group_and_index(rollout_id)[0])
     except LookupError as error:
         raise RunError(str(error), location=run.run_id, hint="ids are GROUP-PLACE, places count from 0") from None
     rollouts = tuple(rollout for rollout in record.rollouts if rollout.rollout_id == rollout_id)

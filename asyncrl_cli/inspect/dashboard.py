@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.journal.queries import Due
+from asyncrl_cli.records.groups import Counts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncrl_cli.inspect.pages import Page, table
+from asyncrl_cli.inspect.what_if import ENGINES, Workload, simulate
 from asyncrl_cli.journal.staleness import BREACHES_TOLD, Report, StepLags, in_ranges, together
-from asyncrl_cli.journal.what_if import ENGINES, Workload, simulate
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import standing
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
 from asyncrl_cli.inspect.decoding import Decoder, open_decoder
 from asyncrl_cli.inspect.pages import duration, moment, number
@@ -21,6 +20,7 @@ from asyncrl_cli.inspect.tokens import TokenShown, prompt_text, reference_text, 
 from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot, standing
 from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import training_rollout_id
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import UNDER_WAY
 from asyncrl_cli.runs.status import standing as phase_of

@@ -10,12 +10,10 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.journal.queries import Standing, standing
-from asyncrl_cli.journal.what_if import BatchTimes, GroupTimes, Recording
 
 SHARES = ("share/trainer_busy", "share/engines_busy", "share/engines_paused")
 """Metrics that say who was idle (docs/metrics.md)."""
@@ -148,42 +146,3 @@ def _work(steps: list[dict[str, float]]) -> Work:
         generated_tokens=int(sums["tokens/generated"]),
         shares={name: sums[name] / total for name in SHARES} if total else {},
     )
-
-
-def recording(connection: sqlite3.Connection) -> Recording:
-    """The times that the what-if simulation goes by (unix seconds)."""
-    where = standing(connection)
-    every = where.settings.publish_every
-    published = {
-        version * every - 1: (at, seconds)
-        for version, at, seconds in connection.execute("SELECT version, at, seconds FROM publishes")
-    }
-    saved = {step - 1: seconds for step, seconds in connection.execute("SELECT step, seconds FROM checkpoints")}
-    starts = [at for (at,) in connection.execute("SELECT at FROM starts ORDER BY id")]
-    groups = [
-        GroupTimes(admitted_at, ended_at, state == "rejected")
-        for state, admitted_at, ended_at in connection.execute(
-            "SELECT state, admitted_at, ended_at FROM groups ORDER BY id"
-        )
-    ]
-    batches = [
-        BatchTimes(taken_at, trained_at, *published.get(step, (None, 0.0)), saved.get(step, 0.0))
-        for step, taken_at, trained_at in connection.execute(
-            "SELECT step, taken_at, trained_at FROM batches WHERE trained_at IS NOT NULL ORDER BY step"
-        )
-    ]
-    return Recording(
-        settings=replace(where.settings, total_steps=where.settings.total_steps - where.first_step),
-        groups=tuple(groups),
-        batches=tuple(batches),
-        starts=tuple(starts),
-        moments=_moments(connection, groups, batches) if len(starts) > 1 else (),
-    )
-
-
-def _moments(connection: sqlite3.Connection, groups: list[GroupTimes], batches: list[BatchTimes]) -> tuple[float, ...]:
-    """When something is known to have gone on, sorted; the gaps round a start are the time that the run was down."""
-    recorded = (at for (at,) in connection.execute("SELECT recorded_at FROM rollouts"))
-    of_groups = (group.ended_at for group in groups if group.ended_at is not None)
-    of_batches = chain.from_iterable((batch.taken_at, batch.trained_at) for batch in batches)
-    return tuple(sorted(chain(recorded, of_groups, of_batches)))

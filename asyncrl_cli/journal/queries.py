@@ -21,10 +21,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts, sequences_of
 from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading
 from asyncrl_cli.records.generation import Segment, training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.records.prompt import Prompt
 
 GroupState = Literal["running", "finished", "taken", "trained", "rejected", "requeued"]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl_cli.buffer.records import Candidate
 from asyncrl_cli.records.generation import GIVEN, Rollout, Segment, branch_id, training_rollout_id
+from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt, prompt_from
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 

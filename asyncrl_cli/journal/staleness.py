@@ -24,9 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.journal.queries import Standing, standing
 from asyncrl_cli.records.generation import GIVEN, branch_id, training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings
 
 
 @dataclass(frozen=True, slots=True)

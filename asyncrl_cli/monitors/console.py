@@ -9,13 +9,13 @@ from dataclasses import replace
 from threading import Event, Thread, local
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.inspect.dashboard import Shown, panel
 from asyncrl_cli.inspect.watching import look
 from asyncrl_cli.monitors.outlet import Outlet, Terminal
 from asyncrl_cli.monitors.records import EvaluationResult
 from asyncrl_cli.monitors.reporter import View
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 
 TARGETS = "prometheus.json"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
 from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.recorder import Recorder
 
 

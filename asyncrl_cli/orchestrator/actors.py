@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.placement import engine_wants, placed, rank_wants
 from asyncrl_cli.orchestrator.restart_budget import Faults
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
 

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl_cli.buffer.records import Opening
 from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.records.groups import Opening
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 NAME = "buffer"

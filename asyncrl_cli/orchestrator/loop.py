@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.records import Opening, PublishRecord, StepRecord, Taken, Waiting
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.events import STALL
 from asyncrl_cli.monitors.reporter import Reporter
@@ -34,6 +33,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import Follower
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import GENERATION, Wait, Watchdog
+from asyncrl_cli.records.groups import Opening, PublishRecord, StepRecord, Taken, Waiting
 from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import newest_undamaged
@@ -111,7 +111,7 @@ class Conductor:
                 )
                 parts.buffer.on_reopen = self._groups.reopened
                 parts.client.on_segments = self._groups.note_segments
-                parts.client.on_spell = self._groups.note_spell
+                parts.client.on_engine_request = self._groups.note_engine_request
                 parts.client.on_room = self._groups.fill
                 parts.watchdog.on_stall = self._note_stall
                 keeper = EngineKeeper(parts.client, self._publisher, parts.faults, parts.skeleton, self._groups.fill)
@@ -192,7 +192,7 @@ class Conductor:
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
         await self._finish_evaluation("the evaluation after training")
-        await self._groups.tell_spells()
+        await self._groups.record_engine_requests()
         await self.checkpoint()
         parts.reporter.status("saving the model")
         await self._follower.call(self._step, "save_model", str(parts.model_folder))

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.orchestrator.publisher import PublishReport
 from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.tasks.base import CORRECT

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asyncrl_cli.buffer.records import Candidate
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Message, Prompt
 
 MAX_SKIPS_IN_A_ROW = 10_000

@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl_cli.buffer.records import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.episodes import Episodes, Recorded
@@ -21,15 +20,16 @@ from asyncrl_cli.orchestrator.failure_share import RecentFailures
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import (
+    EngineRequest,
     Rollout,
     RolloutFailure,
     RolloutRequest,
     Sampling,
     Segment,
-    Spell,
-    place_of,
+    group_and_index,
     training_rollout_id,
 )
+from asyncrl_cli.records.groups import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
@@ -80,7 +80,7 @@ class GroupSource:
         self._playing: dict[str, asyncio.Task[Any]] = {}
         self._to_play = 0  # episodes of which the coroutine has yet to begin
         self._untold: list[Segment] = []
-        self._spells: list[Spell] = []  # to be recorded with whatever is recorded next
+        self._engine_requests: list[EngineRequest] = []  # to be recorded with whatever is recorded next
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
             max_tokens=spec.rollout.max_response_tokens,
@@ -146,12 +146,12 @@ class GroupSource:
         """New tokens of unfinished rollouts, to be recorded."""
         self._spawn(self._record(segments=segments))
 
-    def note_spell(self, spell: Spell) -> None:
+    def note_engine_request(self, spell: EngineRequest) -> None:
         """A request has left its engine."""
-        self._spells.append(spell)
+        self._engine_requests.append(spell)
 
-    async def tell_spells(self) -> None:
-        """Record what is known of spells: the last ones come with nothing else."""
+    async def record_engine_requests(self) -> None:
+        """Record the engine requests that nothing else was recorded after."""
         await self._record()
 
     def _free_groups(self) -> int:
@@ -225,10 +225,10 @@ class GroupSource:
     async def _settle(self, rollouts: list[Rollout], failed: list[RolloutFailure]) -> None:
         """Have finished rollouts scored, and tell the buffer of both; of the rollouts first, if scores take long."""
         outcomes = [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]
-        rollouts = [rollout for rollout in rollouts if place_of(rollout.rollout_id)[0] in self._open]
+        rollouts = [rollout for rollout in rollouts if group_and_index(rollout.rollout_id)[0] in self._open]
         if rollouts:
             responses = [
-                (self._open[place_of(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
+                (self._open[group_and_index(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
                 for rollout in rollouts
             ]
             scoring = asyncio.ensure_future(self._scoring.score(responses))
@@ -245,14 +245,14 @@ class GroupSource:
         segments: Sequence[Segment] = (),
         outcomes: Sequence[Outcome] = (),
     ) -> Settled:
-        spells, self._spells = self._spells, []
-        settled: Settled = await self._buffer.call("record", list(rollouts), list(segments), list(outcomes), spells)
+        requests, self._engine_requests = self._engine_requests, []
+        settled: Settled = await self._buffer.call("record", list(rollouts), list(segments), list(outcomes), requests)
         return settled
 
     async def _tell(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
         """Tell the buffer what became of rollouts, and do what follows for their groups."""
         settled = await self._record(rollouts, outcomes=outcomes)
-        reasons = {place_of(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
+        reasons = {group_and_index(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
         for group_id in settled.finished:
             self._visited(group_id, settled)
             self.failures.finished()

@@ -189,9 +189,9 @@ EVALUATION = "eval:"
 """What the ids of evaluation rollouts begin with; they are generated anew when an engine dies."""
 
 
-def training_rollout_id(group_id: int, place: int) -> str:
-    """The id of the rollout at ``place`` (0, 1, ...) of a training group."""
-    return f"{group_id}-{place}"
+def training_rollout_id(group_id: int, index: int) -> str:
+    """The id of the rollout with ``index`` (0, 1, ...) in a training group."""
+    return f"{group_id}-{index}"
 
 
 def branch_id(rollout_id: str, branch: int) -> str:
@@ -199,16 +199,16 @@ def branch_id(rollout_id: str, branch: int) -> str:
     return f"{rollout_id}.{branch}" if branch else rollout_id
 
 
-def place_of(sequence_id: str) -> tuple[int, int]:
-    """Group and place of a training rollout, by the id of any of its sequences."""
+def group_and_index(sequence_id: str) -> tuple[int, int]:
+    """A training rollout's group and its index there, by the id of any of its sequences."""
     return sequence_of(sequence_id)[:2]
 
 
 def sequence_of(sequence_id: str) -> tuple[int, int, int]:
-    """Group, place and branch of a training rollout's sequence."""
+    """Group, index and branch of a training rollout's sequence."""
     rollout_id, _, branch = sequence_id.partition(".")
-    group_id, place = rollout_id.split("-")
-    return int(group_id), int(place), int(branch or 0)
+    group_id, index = rollout_id.split("-")
+    return int(group_id), int(index), int(branch or 0)
 
 
 def segments_of(sequence: Rollout) -> list[Segment]:
@@ -239,23 +239,23 @@ class RolloutFailure:
     reason: str
 
 
-SpellEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelled"]
-"""How a request's stay with an engine ended: the first two are finish reasons, ``lost`` is the engine's own end."""
+RequestEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelled"]
+"""How an engine's work on a request ended: the first two are finish reasons, ``lost`` is the engine's own end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spell:
-    """A request's stay with an engine, from being sent to leaving it (unix times, s).
+class EngineRequest:
+    """A request that an engine had, from being sent to leaving it (unix times, s).
 
     ``request_id`` is the rollout's id; of an episode's call ``ROLLOUT/CALL``. An engine runs a few requests fewer than
-    it has, so some of a spell may have been spent on waiting for a slot there.
+    it has, so part of the time may have been spent on waiting for a slot there.
     """
 
     request_id: str
     engine: str
     begun_at: float
     ended_at: float
-    ending: SpellEnding
+    ending: RequestEnding
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ from asyncrl_cli.records.generation import (
     EVALUATION,
     Delivery,
     EngineActivity,
+    EngineRequest,
+    RequestEnding,
     Rollout,
     RolloutFailure,
     RolloutRequest,
     Segment,
-    Spell,
-    SpellEnding,
 )
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.system.remote import ActorDied, wait_for
@@ -131,8 +131,8 @@ class GenerationClient:
         ``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
         ``decode(ids)`` gives the text of a response. ``on_progress`` hears that tokens were made. For what is
         enqueued, ``on_segments`` gets the new tokens of unfinished training rollouts; ``on_room`` hears that there may
-        be room for more; ``on_spell`` gets every stay of a request with an engine once it has ended. Whoever starts
-        training groups sets the three.
+        be room for more; ``on_engine_request`` gets every request that an engine had, once it has left the engine.
+        Whoever starts training groups sets the three.
         """
         self.engines = [EngineState(process) for process in engines]
         self._slots = slots
@@ -143,7 +143,7 @@ class GenerationClient:
         self._on_progress = on_progress
         self.on_room: Callable[[], None] = lambda: None
         self.on_segments: OnSegments = lambda _: None
-        self.on_spell: Callable[[Spell], None] = lambda _: None
+        self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
         self._open: dict[str, _Open] = {}
         self._waiting: list[_Open] = []  # a heap; what is not open any more is skipped
         self._order = count()
@@ -380,7 +380,7 @@ class GenerationClient:
         self._go_on(aborted, "aborted")
         self._go_on(failed, "failed")
 
-    def _go_on(self, interrupted: Iterable[_Open], ending: SpellEnding) -> None:
+    def _go_on(self, interrupted: Iterable[_Open], ending: RequestEnding) -> None:
         """Requests that an engine gave up wait for their next one, with all their tokens as prefix."""
         ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
         for entry in interrupted:
@@ -393,11 +393,11 @@ class GenerationClient:
                 ended.append((entry, finished(entry.request, [], "length", self._decode)))
         self._end(ended)
 
-    def _send_elsewhere(self, entry: _Open, ending: SpellEnding) -> None:
+    def _send_elsewhere(self, entry: _Open, ending: RequestEnding) -> None:
         self._leave(entry, ending)
         heappush(self._waiting, entry)
 
-    def _leave(self, entry: _Open, ending: SpellEnding) -> bool:
+    def _leave(self, entry: _Open, ending: RequestEnding) -> bool:
         """A request is with its engine no more; says whether the engine has heard of it."""
         engine, name = entry.engine, entry.request.rollout_id
         if engine is None:
@@ -406,7 +406,7 @@ class GenerationClient:
         del engine.pending[name]
         if engine.outbox.pop(name, None) is not None:
             return False
-        self.on_spell(Spell(name, engine.name, entry.sent_at, time.time(), ending))
+        self.on_engine_request(EngineRequest(name, engine.name, entry.sent_at, time.time(), ending))
         return True
 
     def _end(self, ended: Iterable[tuple[_Open, Rollout | RolloutFailure]]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord
 from asyncrl_cli.records.generation import Rollout, Segment, segments_of, training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.generation import GIVEN, Rollout, branch_id, training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 

@@ -30,9 +30,9 @@ from asyncrl_cli.buffer import actor
 from asyncrl_cli.buffer.actor import Buffer
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal_file import Statement
-from asyncrl_cli.buffer.records import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
 from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
 
 LIMIT_S = 120.0
 """Seconds after which a test that should have ended counts as hung."""

@@ -10,11 +10,10 @@ import pytest
 from buffer_stand_ins import SETTINGS, candidates, commit, group_outcomes, group_rollouts, publish_record
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.ledger import OnStale
-from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE, JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import Report, staleness_report
+from asyncrl_cli.records.groups import BufferSettings, OnStale
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from buffer_stand_ins import (
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import LedgerError
-from asyncrl_cli.buffer.records import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.generation import GIVEN, Segment
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 
 

@@ -36,17 +36,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.ledger import Batch, OnStale
-from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, Settled
+from asyncrl_cli.buffer.ledger import Batch
 from asyncrl_cli.records.generation import (
     GIVEN,
     Rollout,
     Segment,
     branch_id,
-    place_of,
+    group_and_index,
     sequence_of,
     training_rollout_id,
 )
+from asyncrl_cli.records.groups import BufferSettings, Candidate, OnStale, Outcome, Settled
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 
@@ -175,7 +175,7 @@ class Crashes(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self._running() + self._unscored()))
         settled = self._call("judge", [Outcome(name, None, "the engine said no")])
-        assert settled.rejected == ((place_of(name)[0], "failed"),)
+        assert settled.rejected == ((group_and_index(name)[0], "failed"),)
 
     @precondition(lambda self: isinstance(self.book.ledger.next_batch(), Batch))
     @rule()
@@ -316,9 +316,9 @@ class Crashes(RuleBasedStateMachine):
                     if _rollout_of(one) == name
                 }
             assert self.book.journal.rewards(group_id) == {
-                place_of(name)[1]: outcome.reward
+                group_and_index(name)[1]: outcome.reward
                 for name, outcome in known.outcomes.items()
-                if place_of(name)[0] == group_id
+                if group_and_index(name)[0] == group_id
             }
         for step, (_, batch) in known.batches.items():
             assert content(self.book.journal.batch(step)) == content(batch)
@@ -394,9 +394,9 @@ class Crashes(RuleBasedStateMachine):
         for outcome in outcomes:
             if outcome.reward is not None:
                 self.known.outcomes.setdefault(outcome.rollout_id, outcome)
-        rejected = {place_of(outcome.rollout_id)[0]: "failed" for outcome in outcomes if outcome.reward is None}
+        rejected = {group_and_index(outcome.rollout_id)[0]: "failed" for outcome in outcomes if outcome.reward is None}
         finished = set()
-        for group_id in {place_of(outcome.rollout_id)[0] for outcome in outcomes} - rejected.keys():
+        for group_id in {group_and_index(outcome.rollout_id)[0] for outcome in outcomes} - rejected.keys():
             outcomes = [self.known.outcomes.get(name) for name in self._names(group_id)]
             rewards = [outcome and outcome.reward for outcome in outcomes]
             if self.settings.reject_uniform and None not in rewards and len(set(rewards)) == 1:
@@ -430,7 +430,7 @@ class Crashes(RuleBasedStateMachine):
 
 
 def _rollout_of(sequence_id: str) -> str:
-    return training_rollout_id(*place_of(sequence_id))
+    return training_rollout_id(*group_and_index(sequence_id))
 
 
 TestCrashes = Crashes.TestCase

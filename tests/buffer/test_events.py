@@ -16,7 +16,7 @@ from asyncrl_cli.journal.events import KINDS, Event, Reader, events
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.spool import spooled
-from asyncrl_cli.records.generation import Spell
+from asyncrl_cli.records.generation import EngineRequest
 from tests.buffer.recorded_run import STARTED, RecordedRun, make_run, settings
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "events.md"
@@ -40,7 +40,7 @@ def whole(recorded: RecordedRun, path: Path) -> None:
     )
     journal.failed("engine", "engine-1", "the process died")
     journal.failed("stall", "the trainer", "the trainer waits")
-    journal.stayed([Spell("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop")] * 2)
+    journal.stayed([EngineRequest("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop")] * 2)
     recorded.commit()
     recorded.crash(60.0)
     recorded.step()
@@ -111,7 +111,7 @@ def test_who_reads_on_hears_the_same_as_who_reads_at_the_end(recorded: RecordedR
         recorded.commit()
         look()
         journal = recorded.book.journal
-        journal.stayed([Spell(f"{step}-0", "engine-0", recorded.now - 4, recorded.now, "stop")])
+        journal.stayed([EngineRequest(f"{step}-0", "engine-0", recorded.now - 4, recorded.now, "stop")])
         recorded.commit()
         look()
     with snapshot(path) as connection:

@@ -27,12 +27,12 @@ from buffer_stand_ins import (
 
 from asyncrl_cli.buffer import journal_file
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal import schema
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
 from asyncrl_cli.records.generation import GIVEN
+from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.training import TrainingBatch
 
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal import Journal
 from asyncrl_cli.buffer.journal_file import JournalFile
-from asyncrl_cli.buffer.records import Candidate, Outcome
 from asyncrl_cli.journal import queries, schema
 from asyncrl_cli.journal.history import history
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
 from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check, open_for_writing
+from asyncrl_cli.records.groups import Candidate, Outcome
 from asyncrl_cli.records.prompt import Prompt
 
 HALF_A_PAIR = "caf\ud83d"

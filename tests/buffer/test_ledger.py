@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from asyncrl_cli.buffer.ledger import Batch, Blocked, Ledger, LedgerError, OnStale
+from asyncrl_cli.buffer.ledger import Batch, Blocked, Ledger, LedgerError
+from asyncrl_cli.records.groups import OnStale
 
 
 def admit(ledger: Ledger, count: int) -> list[int]:

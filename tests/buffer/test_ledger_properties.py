@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl_cli.buffer.ledger import Batch, Blocked, GroupEntry, LateGroups, Ledger, OnStale
+from asyncrl_cli.buffer.ledger import Batch, Blocked, GroupEntry, LateGroups, Ledger
+from asyncrl_cli.records.groups import OnStale
 
 
 class Histories(RuleBasedStateMachine):

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.journal import queries
-from asyncrl_cli.journal.history import history, recording
+from asyncrl_cli.journal.history import history
 from asyncrl_cli.journal.queries import GroupFilter, GroupState, group_record, groups_called, list_groups, overview
+from asyncrl_cli.journal.recording import recording
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import StepLags, in_ranges, staleness_report
 from asyncrl_cli.records.generation import GIVEN, segments_of
+from asyncrl_cli.records.groups import Outcome
 from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, EpisodeRun, RecordedRun, settings
 
 

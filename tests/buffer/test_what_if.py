@@ -11,14 +11,9 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from asyncrl_cli.journal import queries
-from asyncrl_cli.journal.history import recording
-from asyncrl_cli.journal.what_if import (
+from asyncrl_cli.inspect.what_if import (
     ENGINES,
     Attempt,
-    BatchTimes,
-    GroupTimes,
-    Recording,
     Step,
     Workload,
     newest,
@@ -26,6 +21,8 @@ from asyncrl_cli.journal.what_if import (
     times_relative,
     workload,
 )
+from asyncrl_cli.journal import queries
+from asyncrl_cli.journal.recording import BatchTimes, GroupTimes, Recording, recording
 from tests.buffer.recorded_run import RecordedRun, settings
 
 

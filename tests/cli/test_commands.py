@@ -17,9 +17,9 @@ import pytest
 
 import asyncrl_cli.cli
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.records import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, seal
 from asyncrl_cli.runs.directory import MODEL, RunDirectory

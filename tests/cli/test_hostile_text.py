@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.records.groups import Outcome
 from tests.buffer.recorded_run import RecordedRun, make_run, settings
 
 HOSTILE = "\x1b]0;title\x07\x9b2J\x1b[1A\r\x00"

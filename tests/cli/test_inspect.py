@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from asyncrl_cli.buffer.records import Outcome
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.pages import WIDTH, duration, number, paragraph, table
 from asyncrl_cli.records.generation import segments_of
+from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, EOS, PAD, UNK
 from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings

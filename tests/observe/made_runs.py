@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.buffer.records import BufferSettings, Outcome
 from asyncrl_cli.inspect.report.bottleneck import Part
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.records.generation import training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings, Outcome
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
 from tests.buffer.recorded_run import RecordedRun, make_run, settings

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.inspect.dashboard import (
     BARS,
     DUE_ROWS,
@@ -26,6 +25,7 @@ from asyncrl_cli.inspect.dashboard import (
     sparkline,
 )
 from asyncrl_cli.journal.queries import Due
+from asyncrl_cli.records.groups import Counts
 
 METRICS = {
     "reward/mean": 0.5,

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.monitors import ray_metrics
 from asyncrl_cli.monitors.console import QuietView
 from asyncrl_cli.monitors.ray_metrics import RayMetrics, ray_name
 from asyncrl_cli.monitors.records import EvaluationResult
 from asyncrl_cli.monitors.reporter import Reporter
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.buffer.recorded_run import make_run

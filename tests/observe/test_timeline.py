@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from asyncrl_cli.inspect.timeline import ENGINES, LOADS, ROLLOUTS, RUN, TRAINER, Lanes, write_timeline
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE, open_for_writing
-from asyncrl_cli.records.generation import Spell
+from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import STARTED, TRAIN_S, RecordedRun, make_run, settings
 
@@ -47,11 +47,11 @@ def test_intervals_in_order_take_as_few_lanes_as_overlap(intervals: list[tuple[i
 
 
 STAYS = [
-    Spell("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop"),
-    Spell("0-1", "engine-0", STARTED + 2, STARTED + 3, "aborted"),
-    Spell("0-1", "engine-2", STARTED + 3, STARTED + 6, "length"),
-    Spell("1-0", "engine-0", STARTED + 4, STARTED + 5, "lost"),
-    Spell("eval:0:7", "engine-3", STARTED + 4, STARTED + 5, "stop"),  # the run had four engines once
+    EngineRequest("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop"),
+    EngineRequest("0-1", "engine-0", STARTED + 2, STARTED + 3, "aborted"),
+    EngineRequest("0-1", "engine-2", STARTED + 3, STARTED + 6, "length"),
+    EngineRequest("1-0", "engine-0", STARTED + 4, STARTED + 5, "lost"),
+    EngineRequest("eval:0:7", "engine-3", STARTED + 4, STARTED + 5, "stop"),  # the run had four engines once
 ]
 
 

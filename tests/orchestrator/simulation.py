@@ -21,7 +21,6 @@ from unittest.mock import patch
 import numpy as np
 from stand_ins import Actor, Notes, StandInBuffer, StandInProcess, prompts, remote
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.monitors.records import EvaluationResult
@@ -45,6 +44,7 @@ from asyncrl_cli.records.generation import (
     Segment,
     segments_of,
 )
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from stand_ins import BufferActors, Notes, StandInBuffer, prompts, run, spec
 
-from asyncrl_cli.buffer.records import Admitted, Candidate, Opening
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.records.groups import Admitted, Candidate, Opening
 from asyncrl_cli.system.remote import ActorDied
 
 SPEC = spec(pipeline={"groups_per_step": 4, "max_staleness": 0})

@@ -24,7 +24,7 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
-from asyncrl_cli.records.generation import place_of
+from asyncrl_cli.records.generation import group_and_index
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL
@@ -119,7 +119,7 @@ class Finished:
                 assert oldest == newest == step // every, f"the {kind} evaluation after step {step} is of one version"
 
     def _check_tokens(self, batch: TrainingBatch, admitted_at: int, rollout: Any) -> None:
-        seed = rollout_seed(self.spec.seed, *place_of(rollout.rollout_id))
+        seed = rollout_seed(self.spec.seed, *group_and_index(rollout.rollout_id))
         versions = rollout.versions.tolist()
         assert versions == sorted(versions)
         assert admitted_at <= versions[0]

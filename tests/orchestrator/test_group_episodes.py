@@ -12,9 +12,9 @@ import numpy as np
 from stand_ins import run, segment
 from test_groups import Scene
 
-from asyncrl_cli.buffer.records import Waiting
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment
+from asyncrl_cli.records.groups import Waiting
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
 

@@ -28,8 +28,6 @@ from stand_ins import (
     spec,
 )
 
-from asyncrl_cli.buffer.ledger import Counts
-from asyncrl_cli.buffer.records import PublishRecord, Taken, Waiting
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_filter import Pools
@@ -37,7 +35,8 @@ from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.failure_share import LEAST
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import GroupSource, rollout_seed
-from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, place_of
+from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
+from asyncrl_cli.records.groups import Counts, PublishRecord, Taken, Waiting
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
@@ -229,7 +228,7 @@ def test_a_request_depends_on_what_it_is_not_on_where_it_runs(tmp_path: Path, en
         requests = sorted(scene.requests, key=lambda request: request.rollout_id)
         assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(4) for i in range(2)]
         for request in requests:
-            group_id, index = place_of(request.rollout_id)
+            group_id, index = group_and_index(request.rollout_id)
             assert request.prompt_ids == (group_id, group_id)
             assert request.sampling.seed == rollout_seed(7, group_id, index)
             assert (request.sampling.temperature, request.sampling.max_tokens) == (1.0, 512)
@@ -396,7 +395,7 @@ def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
         await scene.groups.requeue(waiting.overdue)
         await scene.settled()
         assert sorted(name for engine in scene.engines for name in engine.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
-        again = [request for request in scene.requests if place_of(request.rollout_id)[0] in (6, 7)]
+        again = [request for request in scene.requests if group_and_index(request.rollout_id)[0] in (6, 7)]
         assert sorted((request.prompt_ids, request.sampling.seed) for request in again) == sorted(
             ((old, old), rollout_seed(7, new, place)) for old, new in ((0, 6), (1, 7)) for place in range(2)
         )

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from stand_ins import client_over, rollout
 
-from asyncrl_cli.buffer.ledger import Counts
 from asyncrl_cli.orchestrator.metrics import StepClock, Window, batch_digest, step_metrics
 from asyncrl_cli.orchestrator.publisher import PublishReport
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
 
 

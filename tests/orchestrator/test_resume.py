@@ -13,12 +13,12 @@ import pytest
 from stand_ins import prompts, rollout, spec
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.records import Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE, MIGRATIONS, JournalError, check
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.orchestrator.resume import prepare
+from asyncrl_cli.records.groups import Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     checkpoint_name,

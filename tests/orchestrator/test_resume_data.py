@@ -10,7 +10,6 @@ import pytest
 from stand_ins import spec
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.records import Candidate
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.jsonl import read_jsonl
 from asyncrl_cli.data.loader import PromptLoader
@@ -18,6 +17,7 @@ from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.launch import Experiment, Start
 from asyncrl_cli.orchestrator.resume import Plan, check_data
+from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.records.generation import EngineActivity, Rollout, RolloutFailure, RolloutRequest, Segment, Spell
+from asyncrl_cli.records.generation import (
+    EngineActivity,
+    EngineRequest,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Segment,
+)
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from tests.orchestrator.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
@@ -449,8 +456,8 @@ def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retr
         generated: Counter[str] = Counter()
         failed: Counter[str] = Counter()
         cancelled: set[str] = set()
-        stays: list[Spell] = []
-        client.on_spell = stays.append
+        stays: list[EngineRequest] = []
+        client.on_engine_request = stays.append
         for group, size in enumerate(sizes):
             requests = [request(f"{group}-{i}", max_tokens=10_000) for i in range(size)]
             client.enqueue(requests, owner.on_end)

@@ -6,11 +6,11 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.inspect.report.bottleneck import Circumstances, Estimate
-from asyncrl_cli.journal.history import recording
+from asyncrl_cli.inspect.what_if import ENGINES, Workload, newest, simulate, times_relative, workload
+from asyncrl_cli.journal.recording import recording
 from asyncrl_cli.journal.step_timeline import StepSpan
-from asyncrl_cli.journal.what_if import ENGINES, Workload, newest, simulate, times_relative, workload
+from asyncrl_cli.records.groups import BufferSettings
 
 FURTHER = (1, 2, 4)
 """Bounds that are tried, above the run's own."""

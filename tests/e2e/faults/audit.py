@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.buffer.records import BufferSettings
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.records.generation import GIVEN, branch_id, training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.records.training import TrainingBatch
 
 

@@ -1,14 +1,29 @@
-"""What the buffer is told and what it answers."""
+"""Groups of rollouts on their way through the buffer: what it is given and what it answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from asyncrl_cli.buffer.ledger import Counts, OnStale
 from asyncrl_cli.records.generation import Rollout, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
+
+OnStale = Literal["wait", "requeue", "train"]
+"""What happens to a running group that the next batch may not leave behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Groups by what became of them; ``running + finished + taken`` is A."""
+
+    running: int
+    finished: int
+    taken: int
+    rejected: int
+    requeued: int
+    late: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,47 +27,8 @@ from statistics import median
 from typing import Literal, get_args
 
 from asyncrl_cli.buffer.ledger import Batch, Ledger
-from asyncrl_cli.buffer.records import BufferSettings
-
-# -- the record
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTimes:
-    """One group of the record; ``ended_at`` is None while it runs."""
-
-    admitted_at: float
-    ended_at: float | None
-    rejected: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
-    """One trained batch of the record. ``publish_s`` and ``save_s`` are what the publish and the checkpoint after it
-    took, 0 when there was none; ``published_at`` is when the publish was over."""
-
-    taken_at: float
-    trained_at: float
-    published_at: float | None = None
-    publish_s: float = 0.0
-    save_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """What a journal knows of a run's times: groups in admission order, trained batches in order.
-
-    ``settings.total_steps`` counts the steps from the record's first one on. ``starts`` are the times at which
-    processes began to write. ``moments``, sorted, are times at which something went
-    on; they matter only where there are several starts.
-    """
-
-    settings: BufferSettings
-    groups: Sequence[GroupTimes]
-    batches: Sequence[BatchTimes]
-    starts: Sequence[float] = ()
-    moments: Sequence[float] = ()
-
+from asyncrl_cli.journal.recording import BatchTimes, Recording
+from asyncrl_cli.records.groups import BufferSettings
 
 # -- what the simulation goes by
 
