@@ -1,9 +1,9 @@
-"""Online filtering: training prompts that are solved make room for others.
+"""Online filtering: training prompts that are solved are excluded, so that others have their turns.
 
-A prompt is retired once every rollout of its group was right in so many visits in a row. It keeps a share of its
-turns, and comes back when it is not solved in one of them.
+A prompt is excluded once every rollout of its group was right in ``solved_streak`` visits in a row. It keeps a fraction
+of its turns, and returns when it is not solved in one of them.
 
-Invariant: what is retired follows from the visits' outcomes alone, which the journal has (``restore``).
+Invariant: what is excluded follows from the visits' outcomes alone, which the journal has (``restore``).
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import hashlib
 from collections.abc import Mapping
 
 
-class Pools:
+class PromptFilter:
     """Knows of every prompt in how many visits in a row, up to the newest, it was solved."""
 
-    def __init__(self, retire_after: int, revisit: float, seed: int) -> None:
-        self._retire_after = retire_after
-        self._revisit = revisit
+    def __init__(self, solved_streak: int, revisit_fraction: float, seed: int) -> None:
+        self._solved_streak = solved_streak
+        self._revisit_fraction = revisit_fraction
         self._seed = seed
-        self._solved_in_a_row: dict[str, int] = {}
+        self._streaks: dict[str, int] = {}
 
     @property
-    def retired(self) -> int:
-        """Prompts that are left out now."""
-        return sum(visits >= self._retire_after for visits in self._solved_in_a_row.values())
+    def filtered(self) -> int:
+        """Prompts that are excluded now."""
+        return sum(streak >= self._solved_streak for streak in self._streaks.values())
 
-    def restore(self, solved_in_a_row: Mapping[str, int]) -> None:
-        """Forget everything but these outcomes, by uid."""
-        self._solved_in_a_row = dict(solved_in_a_row)
+    def restore(self, streaks: Mapping[str, int]) -> None:
+        """Forget everything but these streaks, by uid."""
+        self._streaks = dict(streaks)
 
     def visited(self, uid: str, solved: bool) -> None:
         """A visit has ended; it was ``solved`` when every rollout was right."""
         if solved:
-            self._solved_in_a_row[uid] = self._solved_in_a_row.get(uid, 0) + 1
+            self._streaks[uid] = self._streaks.get(uid, 0) + 1
         else:
-            self._solved_in_a_row.pop(uid, None)
+            self._streaks.pop(uid, None)
 
-    def leaves_out(self, uid: str, epoch: int) -> bool:
+    def excludes(self, uid: str, epoch: int) -> bool:
         """Whether a prompt's turn in an epoch goes to others."""
-        if self._solved_in_a_row.get(uid, 0) < self._retire_after:
+        if self._streaks.get(uid, 0) < self._solved_streak:
             return False
         digest = hashlib.blake2b(f"{self._seed}/{epoch}/{uid}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") / 2**64 >= self._revisit
+        return int.from_bytes(digest, "big") / 2**64 >= self._revisit_fraction

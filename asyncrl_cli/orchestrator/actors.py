@@ -122,7 +122,7 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
         total_steps=spec.stop.steps,
         group_size=spec.rollout.group_size,
         reject_uniform=spec.algorithm.uniform_groups == "reject",
-        note_solved=spec.data.pools is not None,
+        note_solved=spec.data.filter is not None,
     )
 
 

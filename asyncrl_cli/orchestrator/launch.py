@@ -19,7 +19,7 @@ from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.user_code import CODE_S, own_code
 from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader, Stage
-from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
 from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
@@ -290,8 +290,8 @@ async def _start(
         on_progress=watchdog.progress,
     )
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
-    chosen = spec.data.pools
-    pools = None if chosen is None else Pools(chosen.retire_after, chosen.revisit, spec.seed)
+    chosen = spec.data.filter
+    prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
     gateway: GatewayClient | None = None
     if experiment.episodic:
         gateway = await playing.open(client, model_dir, faults)
@@ -320,7 +320,7 @@ async def _start(
         ranks=ranks,
         client=client,
         scoring=scoring,
-        prompts=PromptSource(loader, encoder, opening.waiting, pools, reporter.warn),
+        prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
         episodes=episodes,
         evaluator=Evaluator(spec, recorder.write_text, client, held_out("", experiment.eval_prompts), sets),
         checkpoints=Checkpoints(run, ranks, spec),

@@ -326,7 +326,7 @@ class Conductor:
             self._evaluating.add(self._step)
             self._evaluation = self._tasks.create_task(self._evaluate(due, self._step))
             # The accuracy before training is that of the initial model and nothing else.
-            self._pinned = self._step == 0 or self._spec.evaluation.pin
+            self._pinned = self._step == 0 or self._spec.evaluation.fix_version
 
     async def _finish_evaluation(self, what: str) -> None:
         if self._evaluation is not None:
@@ -356,8 +356,8 @@ class Conductor:
         metrics["data/skipped_prompts"] = float(prompts.skipped)
         if prompts.unusable:
             metrics["data/unusable_prompts"] = float(prompts.unusable)
-        if prompts.pools is not None:
-            metrics["data/retired_prompts"] = float(prompts.pools.retired)
+        if prompts.filter is not None:
+            metrics["data/retired_prompts"] = float(prompts.filter.filtered)
         step = taken.batch.step
         self._warn_of_gap(step + 1, report)
         self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())

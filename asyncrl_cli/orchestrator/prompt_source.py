@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Message, Prompt
 
@@ -82,13 +82,13 @@ class PromptSource:
         loader: PromptLoader,
         encoder: PromptEncoder,
         first: Iterable[Prompt] = (),
-        pools: Pools | None = None,
+        prompt_filter: PromptFilter | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``pools`` says which prompts are left out; ``warn`` hears of what somebody should know."""
+        """``prompt_filter`` says which prompts are left out; ``warn`` hears of what somebody should know."""
         self.loader = loader
         self.encoder = encoder
-        self.pools = pools
+        self.filter = prompt_filter
         self._first = deque(first)
         self._warn = warn
         self.skipped = self.unusable = 0
@@ -128,17 +128,17 @@ class PromptSource:
         """The next prompt that is not retired; when there is none in as many prompts as an epoch has, the next one."""
         for _ in range(len(self.loader)):
             prompt = self.loader.next()
-            if self.pools is None or not self.pools.leaves_out(prompt.uid, self.loader.epoch):
+            if self.filter is None or not self.filter.excludes(prompt.uid, self.loader.epoch):
                 return prompt
         if not self._all_solved:
             self._all_solved = True
-            self._warn("every training prompt is solved (data.pools): they are trained on again")
+            self._warn("every training prompt is solved (data.filter): they are trained on again")
         return prompt
 
     def visited(self, uid: str, solved: bool) -> None:
         """A prompt's group has ended; it was ``solved`` when every rollout was right."""
-        if self.pools is not None:
-            self.pools.visited(uid, solved)
+        if self.filter is not None:
+            self.filter.visited(uid, solved)
 
     def candidate(self) -> Candidate:
         """The next prompt, with where the loader stands after it."""

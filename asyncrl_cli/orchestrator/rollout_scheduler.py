@@ -124,8 +124,8 @@ class GroupSource:
         """
         while self._candidates and self._candidates[0].serial <= opening.serial:
             self._candidates.popleft()
-        if self._prompts.pools is not None:
-            self._prompts.pools.restore(opening.solved)
+        if self._prompts.filter is not None:
+            self._prompts.filter.restore(opening.solved)
         known = {group.admission.group_id for group in opening.groups}
         for group_id in self._open.keys() - known:
             self._spawn(self._cancel(group_id))

@@ -43,7 +43,7 @@ _CHOICES: dict[str, Any] = {
     "aggregation": "token_mean",
     "kl_coef": 0.0,
     "kl_estimator": "k3",
-    "kl_in": "loss",
+    "kl_placement": "loss",
     "overlong_penalty": 0.0,
     "uniform_groups": "skip",
 }
@@ -52,15 +52,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "aggregation": "sequence_sum"},
     "dapo": {"clip_high": 0.28, "overlong_penalty": 1.0, "uniform_groups": "reject"},
-    "rloo": {"advantage": "leave_one_out", "kl_estimator": "k1", "kl_in": "reward"},
+    "rloo": {"advantage": "leave_one_out", "kl_estimator": "k1", "kl_placement": "reward"},
     "reinforce_pp": _ALL_GROUPS_TEACH
-    | {"advantage": "none", "whiten_advantages": True, "kl_coef": 0.01, "kl_estimator": "k1", "kl_in": "reward"},
+    | {"advantage": "none", "whiten_advantages": True, "kl_coef": 0.01, "kl_estimator": "k1", "kl_placement": "reward"},
     "reinforce_pp_baseline": _ALL_GROUPS_TEACH
     | {"advantage": "group_mean", "whiten_advantages": True, "kl_coef": 0.001, "kl_estimator": "k2"},
     "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
-    "ppo": _ALL_GROUPS_TEACH | {"advantage": GAE, "whiten_advantages": True, "kl_estimator": "k1", "kl_in": "reward"},
+    "ppo": _ALL_GROUPS_TEACH
+    | {"advantage": GAE, "whiten_advantages": True, "kl_estimator": "k1", "kl_placement": "reward"},
 }
 """What each algorithm sets; all else is as in ``_CHOICES``."""
 
@@ -248,12 +249,13 @@ class AlgorithmSpec(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         default_factory=_algorithm("kl_estimator"), description="Estimate of the KL divergence on a sampled token."
     )
-    kl_in: Literal["loss", "reward"] = Field(
-        default_factory=_algorithm("kl_in"),
-        description="Whether the penalty is added to the loss, or taken off rewards.",
+    kl_placement: Literal["loss", "reward"] = Field(
+        default_factory=_algorithm("kl_placement"),
+        description="Where the KL penalty goes: added to the loss, or subtracted from the rewards.",
     )
-    reference_every: Whole = Field(
-        0, description="Steps after which the reference becomes the policy of then; 0 keeps the initial model."
+    reference_update_every: Whole = Field(
+        0,
+        description="Steps between two updates of the reference model to the policy; 0 keeps the initial model.",
     )
     correction: CorrectionSpec = Field(
         default_factory=CorrectionSpec, description="Between the rollouts' policy and the trainer's."
@@ -265,8 +267,8 @@ class AlgorithmSpec(Section):
         "the buffer before (soft overlong punishment).",
     )
     overlong_buffer: Fraction = Field(0.2, description="The buffer's share of `rollout.max_response_tokens`.")
-    mask_cut: bool = Field(
-        False, description="Leave rollouts that were cut at their limit out of the loss (overlong filtering)."
+    mask_truncated: bool = Field(
+        False, description="Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."
     )
     uniform_groups: Literal["skip", "train", "reject"] = Field(
         default_factory=_algorithm("uniform_groups"),

@@ -24,6 +24,7 @@ from asyncrl_cli.spec.base import NUL
 from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
+from asyncrl_cli.spec.renamed import translate
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec, SplitSpec
 from asyncrl_cli.spec.source import MAX_VALUES, SCALARS, Node
@@ -31,11 +32,6 @@ from asyncrl_cli.spec.suggestions import explain
 
 MODEL_KEYS = ("model.path", "model.init.tokenizer")
 """Keys that hold a path or a name; ``looks_like_path`` tells which."""
-
-
-RETIRED = ("rollout.max_failures",)
-"""Keys of earlier versions that specs of recorded runs may have: they are left out, and their successors keep their
-defaults. A spec of the user's is refused with them, and told what to use instead (``spec.elsewhere``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +46,20 @@ class LoadedSpec:
 
 
 def load_spec(
-    path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None, retired: Sequence[str] = ()
+    path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None, *, recorded: bool = False
 ) -> LoadedSpec:
     """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
 
     ``data`` is the file's content when it comes from elsewhere; ``path`` then only says what to call it, and in which
-    folder it stands. Keys in ``retired`` are left out of the file. Raises SpecError with every problem found.
+    folder it stands. The file of a ``recorded`` run may have keys of earlier versions. Raises SpecError with every
+    problem found.
     """
     problems: list[Problem] = []
     layers = Layers(problems)
     references: dict[tuple[str, ...], str] = {}
     root = layers.read(str(path), data)
-    for name in retired:
-        root = root and _without(root, name.split("."), lambda _: True)
+    if recorded:
+        translate(root)
     spec = _load(root, overrides, layers, references)
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
@@ -79,7 +76,7 @@ def load_spec(
 
 def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     """``load_spec`` of the spec in a run's folder, which an earlier version may have written."""
-    return load_spec(run / "spec.yaml", overrides, retired=RETIRED)
+    return load_spec(run / "spec.yaml", overrides, recorded=True)
 
 
 def _without_secrets(problem: Problem) -> Problem:

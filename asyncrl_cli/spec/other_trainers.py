@@ -14,7 +14,9 @@ _MICROBATCH = "Micro-batches are counted in tokens: set trainer.tokens_per_micro
 _NO_CUT = "Sampling has no top-p, top-k, min-p or penalties: they would falsify the recorded log-probs. Remove it."
 _REMOVE = "asyncrl takes care of this itself. Remove it."
 _REWARD = "Rewards are the task's: set task.use to `module:function`."
-_REFERENCE = "The reference is the initial policy: set algorithm.kl_coef, and algorithm.reference_every to refresh it."
+_REFERENCE = (
+    "The reference is the initial policy: set algorithm.kl_coef, and algorithm.reference_update_every to refresh it."
+)
 _WARMUP = "Warm-up is counted in optimizer updates: set trainer.schedule.warmup_updates."
 _LOGPROBS = "The trainer chooses these batches itself, within trainer.tokens_per_microbatch. Remove it."
 _VLLM = "Put vLLM's own arguments under rollout.engine_args."
@@ -43,8 +45,6 @@ NAMES = {
     "truncation": "Prompts above rollout.max_prompt_tokens are always left out and counted. Remove it.",
     "apply_chat_template": "Prompts that are lists of chat messages get the chat template. Remove it.",
     "return_raw_chat": _REMOVE,
-    # Earlier names
-    "max_failures": "rollout.max_failed_share",
     # Lengths
     "max_prompt_length": "rollout.max_prompt_tokens",
     "prompt_max_len": "rollout.max_prompt_tokens",
@@ -164,25 +164,25 @@ NAMES = {
     "kl_ctrl.kl_coef": "algorithm.kl_coef",
     "kl_penalty": "algorithm.kl_estimator",
     "kl_loss_type": "algorithm.kl_estimator",
-    "use_kl_loss": "algorithm.kl_in algorithm.kl_coef",
-    "use_kl_in_reward": "algorithm.kl_in algorithm.kl_coef",
+    "use_kl_loss": "algorithm.kl_placement algorithm.kl_coef",
+    "use_kl_in_reward": "algorithm.kl_placement algorithm.kl_coef",
     "entropy_coeff": "algorithm.entropy_coef",
     "entropy_loss_coef": "algorithm.entropy_coef",
     "ent_coef": "algorithm.entropy_coef",
     "lam": "algorithm.gae_lambda",
     "lambd": "algorithm.gae_lambda",
-    "sync_ref_model": "algorithm.reference_every",
-    "ref_model_sync_steps": "algorithm.reference_every",
+    "sync_ref_model": "algorithm.reference_update_every",
+    "ref_model_sync_steps": "algorithm.reference_update_every",
     "ref_model_mixup_alpha": _REFERENCE,
     "ref_model_path": _REFERENCE,
-    "mask_truncated_completions": "algorithm.mask_cut",
-    "overlong_filtering": "algorithm.mask_cut",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "overlong_filtering": "algorithm.mask_truncated",
     "overlong_buffer.len": "algorithm.overlong_buffer",
     "overlong_buffer.penalty_factor": "algorithm.overlong_penalty",
     "filter_groups": "algorithm.uniform_groups",
     "filter_groups.enable": "algorithm.uniform_groups",
     "dynamic_filtering": "algorithm.uniform_groups",
-    "online_difficulty_filtering": "data.pools algorithm.uniform_groups",
+    "online_difficulty_filtering": "data.filter algorithm.uniform_groups",
     "importance_cap": "algorithm.correction.cap",
     "vllm_importance_sampling_correction": "algorithm.correction.preset",
     "vllm_importance_sampling_cap": "algorithm.correction.cap",

@@ -175,15 +175,18 @@ class CurriculumSpec(Section):
     stages: Annotated[list[CurriculumStage], Field(min_length=1)] = Field(description="The stages, in their order.")
 
 
-class PoolsSpec(Section):
-    """Training prompts that are solved are left out (online filtering)."""
+class PromptFilterSpec(Section):
+    """Online filtering: training prompts that are solved are excluded."""
 
-    retire_after: Count = Field(
+    solved_streak: Count = Field(
         1,
-        description="Visits in a row in which every rollout of the group was right, after which a prompt is left out.",
+        description="A prompt is excluded after this many visits in a row in which every rollout of its group was "
+        "correct.",
     )
-    revisit: Fraction = Field(
-        0.0, description="Share of its turns that a prompt keeps then; one that is not solved any more comes back."
+    revisit_fraction: Fraction = Field(
+        0.0,
+        description="Fraction of its turns that an excluded prompt keeps. If it is no longer solved in one of them, it "
+        "is included again.",
     )
 
 
@@ -196,7 +199,9 @@ class DataSpec(Section):
     )
     shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, by the seed.")
     curriculum: CurriculumSpec | None = Field(None, description="Stages of difficulty.")
-    pools: PoolsSpec | None = Field(None, description="Leave out training prompts that are solved.")
+    filter: PromptFilterSpec | None = Field(
+        None, description="Online filtering: exclude training prompts that are solved."
+    )
 
 
 class TaskMember(Section):
@@ -448,10 +453,10 @@ class EvaluationSpec(Section):
     temperature: Temperature | None = Field(
         None, description="Temperature of sampled responses; that of training when left out."
     )
-    pin: bool = Field(
+    fix_version: bool = Field(
         False,
-        description="New weights wait until an evaluation under way is done, so that one version gives all of it; "
-        "otherwise it is marked with the versions that it saw.",
+        description="Delay new weights until a running evaluation ends, so that it measures exactly one weight "
+        "version. Otherwise the evaluation records which versions it used.",
     )
     sets: dict[SetName, EvaluationSet] = Field(default_factory=dict, description="Further sets, by name.")
 

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.spec.keys import Key, general, keys
 from asyncrl_cli.spec.problems import Problem
+from asyncrl_cli.spec.renamed import successor
 from asyncrl_cli.spec.suggest import elsewhere, suggest
 
 Location = tuple[int | str, ...]
@@ -101,6 +102,8 @@ def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Lo
 
 def _known(location: Location) -> tuple[list[str], str]:
     """The keys that an unknown one may have been meant to be, and the hint that says so."""
+    if renamed := successor(general(_dotted(location))):
+        return [renamed[0]], renamed[1]
     parent, key = _parent(location)
     suggestions, answer = suggest(parent, key), elsewhere(parent, key)
     if answer.endswith("."):

@@ -77,7 +77,7 @@ def estimate(
         ValueError: a user's estimator returned something else than advantages.
     """
     algorithm = objective.algorithm
-    in_reward = reference is not None and algorithm.kl_in == "reward"
+    in_reward = reference is not None and algorithm.kl_placement == "reward"
     needs_start = in_reward or keep_start
     rows: list[PaddedRows] = []
     known: list[Known] = []
@@ -91,7 +91,7 @@ def estimate(
                 values = None if critic is None else critic.values(padded)
                 minibatch.known.append(Known(start, at_reference, torch.zeros_like(padded.behaviour_logprobs), values))
                 rows.append(padded)
-                if start is not None and at_reference is not None and algorithm.kl_in == "reward":
+                if start is not None and at_reference is not None and algorithm.kl_placement == "reward":
                     kl = objective.kl(start, at_reference)
                     penalties.append(algorithm.kl_coef * kl.masked_fill(~padded.response_mask, 0.0))
             known += minibatch.known

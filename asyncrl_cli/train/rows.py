@@ -65,7 +65,7 @@ def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -
         if leaves_out[index]:
             continue
         for place, rollout in enumerate(group.rollouts):
-            if spec.algorithm.mask_cut and not rollout.finished:
+            if spec.algorithm.mask_truncated and not rollout.finished:
                 continue
             for sequence in rollout.sequences:
                 if sequence.sampled.any():

@@ -78,9 +78,9 @@ def update_policy(
             loss=objective.loss,
             settings=objective.settings,
             importance_weights=weights,
-            reference_logprobs=known.reference if algorithm.kl_in == "loss" else None,
+            reference_logprobs=known.reference if algorithm.kl_placement == "loss" else None,
             kl=objective.kl,
-            kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+            kl_coef=algorithm.kl_coef if algorithm.kl_placement == "loss" else 0.0,
             entropies=entropies,
             entropy_coef=algorithm.entropy_coef,
         )

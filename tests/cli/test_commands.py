@@ -308,7 +308,7 @@ def test_resume_of_a_run_of_an_earlier_version(tmp_path: Path) -> None:
     shown = refused(asyncrl("resume", "run-1", "--set", "rollout.max_failures=3", cwd=tmp_path), 2)
     assert "rollout.max_failed_share" in shown
     shown = refused(asyncrl("validate-spec", str(recorded), cwd=tmp_path), 2)
-    assert "Did you mean `rollout.max_failed_share`?" in shown
+    assert "replaced by `rollout.max_failed_share`" in shown
 
 
 def test_resume_of_a_run_that_is_driven(tmp_path: Path) -> None:

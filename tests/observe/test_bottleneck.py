@@ -153,7 +153,7 @@ def test_the_advice_goes_by_what_engines_and_disk_did_and_fits_the_run() -> None
     assert "take turns" in advice("training", max_staleness=0)
     assert "take turns" not in advice("training") + advice("reward", max_staleness=0)
     assert "disk" in advice("between", others={"journal_busy": 0.9})
-    assert "evaluation.every" in advice("between") and "evaluation.pin" in advice("between")
+    assert "evaluation.every" in advice("between") and "evaluation.fix_version" in advice("between")
     assert "evaluation" not in advice("between", spec={})
     assert "weight_update" in advice("publishing", spec={})
     assert "weight_update" not in advice("publishing", spec={"pipeline": {"weight_update": "keep"}})

@@ -91,7 +91,7 @@ def test_few_steps_are_inconclusive_and_shown() -> None:
     ("spec", "reason"),
     [
         ({"data": {"curriculum": {"stages": 3}}}, "data.curriculum"),
-        ({"data": {"pools": {"retire": 3}}}, "data.pools"),
+        ({"data": {"filter": {"solved_streak": 3}}}, "data.filter"),
         ({"algorithm": {"uniform_groups": "reject"}}, "uniform_groups: reject"),
     ],
 )

@@ -115,7 +115,7 @@ class Finished:
         assert done == due or self.simulation.drivers > 1
         for step, kind, oldest, newest in self.evaluations:
             assert step // every <= oldest <= newest
-            if evaluation.pin or step in (0, STEPS):
+            if evaluation.fix_version or step in (0, STEPS):
                 assert oldest == newest == step // every, f"the {kind} evaluation after step {step} is of one version"
 
     def _check_tokens(self, batch: TrainingBatch, admitted_at: int, rollout: Any) -> None:

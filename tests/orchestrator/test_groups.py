@@ -30,7 +30,7 @@ from stand_ins import (
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.failure_share import LEAST
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
@@ -560,19 +560,19 @@ def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no
 
 def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_the_buffer_died(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        pools = scene.stream.pools = Pools(1, 0.0, 0)
+        prompt_filter = scene.stream.filter = PromptFilter(1, 0.0, 0)
         scene.scorer.rule = lambda text: 0.5 if "3-" in text else 1.0
         await scene.finish(0, 3)
         await scene.end(RolloutFailure("1-0", "no"))
-        assert pools.leaves_out("p0", 0)
-        assert not pools.leaves_out("p3", 0), "one that is not solved"
-        assert not pools.leaves_out("p1", 0), "one that failed"
-        pools.restore({"p3": 1})
+        assert prompt_filter.excludes("p0", 0)
+        assert not prompt_filter.excludes("p3", 0), "one that is not solved"
+        assert not prompt_filter.excludes("p1", 0), "one that failed"
+        prompt_filter.restore({"p3": 1})
         scene.buffers.last.die()
         await scene.end("2-0")
         await scene.settled()
         assert len(scene.buffers.made) == 2
-        assert pools.leaves_out("p0", 0)
-        assert pools.retired == 1, "what the journal knows, and nothing else"
+        assert prompt_filter.excludes("p0", 0)
+        assert prompt_filter.filtered == 1, "what the journal knows, and nothing else"
 
-    play(tmp_path, test, data={"pools": {}})
+    play(tmp_path, test, data={"filter": {}})

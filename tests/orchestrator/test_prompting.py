@@ -8,7 +8,7 @@ from stand_ins import prompts
 
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_filter import Pools
+from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.orchestrator.prompt_source import MAX_SKIPS_IN_A_ROW, UNUSABLE_NAMED, PromptEncoder, PromptSource
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
@@ -120,7 +120,10 @@ def test_solved_prompts_are_left_out_until_all_are() -> None:
     said: list[str] = []
     rows = [Prompt(f"p{i}", "1") for i in range(4)]
     stream = PromptSource(
-        PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), pools=Pools(1, 0.0, 0), warn=said.append
+        PromptLoader(rows, 0, shuffle=False),
+        PromptEncoder(TOKENIZER, 3),
+        prompt_filter=PromptFilter(1, 0.0, 0),
+        warn=said.append,
     )
     stream.visited("p1", solved=True)
     stream.visited("p2", solved=True)
@@ -132,7 +135,7 @@ def test_solved_prompts_are_left_out_until_all_are() -> None:
         stream.visited(row.uid, solved=True)
     drawn = [stream.next()[0].uid for _ in range(8)]
     assert set(drawn) <= {row.uid for row in rows}, "training goes on"
-    assert said == ["every training prompt is solved (data.pools): they are trained on again"]
+    assert said == ["every training prompt is solved (data.filter): they are trained on again"]
 
 
 REFUSING = character_tokenizer(256)

@@ -98,7 +98,7 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
         (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "weights have no bound"),
         (["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"], "groups with equal rewards teach"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
-        (["algorithm.reference_every=5"], "there is no reference"),
+        (["algorithm.reference_update_every=5"], "there is no reference"),
         (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "belongs to loss: clip or gspo"),
         (["algorithm.gae_lambda=0.9"], "belongs to advantage: gae"),
         (["algorithm.sequence_divisor=64"], "belongs to aggregation: sequence_sum"),

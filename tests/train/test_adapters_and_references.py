@@ -22,8 +22,8 @@ LORA = LoraSpec(rank=4, alpha=8.0)
 KINDS = {
     "adapters": (3, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
     "adapters-zero1": (1, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
-    "reference": (3, ("algorithm.kl_coef=0.5", "algorithm.reference_every=2")),
-    "both": (2, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5", "algorithm.reference_every=2")),
+    "reference": (3, ("algorithm.kl_coef=0.5", "algorithm.reference_update_every=2")),
+    "both": (2, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5", "algorithm.reference_update_every=2")),
 }
 
 

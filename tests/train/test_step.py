@@ -109,7 +109,7 @@ def experiment_of(**sections: Any) -> ExperimentSpec:
 
 VARIANTS = [
     *({"preset": name} for name in sorted(PRESETS)),
-    {"kl_coef": 0.1, "kl_in": "reward"},
+    {"kl_coef": 0.1, "kl_placement": "reward"},
     {"kl_coef": 0.1, "aggregation": "sequence_sum", "entropy_coef": 0.01},
     {"correction": {"preset": "geometric", "reject_high": 1.5, "reject_low": 0.7}},
     {"correction": {"preset": "sequence_truncated"}},
@@ -223,7 +223,9 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_the_whole_rollout(models: Any) 
     """Rewards less the summed penalties, worked out by hand, give the same gradient."""
     policy, reference, _ = models
     batch = batch_of(1)
-    spec = experiment_of(algorithm={"advantage": "group_mean", "kl_coef": 0.3, "kl_estimator": "k1", "kl_in": "reward"})
+    spec = experiment_of(
+        algorithm={"advantage": "group_mean", "kl_coef": 0.3, "kl_estimator": "k1", "kl_placement": "reward"}
+    )
     group = batch.groups[0]
     sums = []
     for rollout in group.rollouts:
@@ -271,7 +273,7 @@ def test_overlong_responses_lose_reward_and_cut_ones_may_be_left_out() -> None:
 
     group = batch.groups[0]
     cut = replace(group, rollouts=(replace(group.rollouts[0], finish_reason="length"), *group.rollouts[1:]))
-    spec = experiment_of(algorithm={"mask_cut": True})
+    spec = experiment_of(algorithm={"mask_truncated": True})
     one = replace(batch, groups=(cut,))
     rows = training_rows(one, shaped_rewards(one, spec), spec)[0]
     assert [row.rollout for row in rows] == [1, 2, 3]

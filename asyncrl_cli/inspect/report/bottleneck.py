@@ -241,7 +241,7 @@ def _in_vain(run: Circumstances) -> Iterator[str]:
     if run.rejected >= WASTED:
         yield (
             f"For each trained group, {run.rejected:.2f} were rejected (`asyncrl inspect buffer` says why): prompts "
-            "whose rollouts are not all right or all wrong waste less (data.curriculum, data.pools)."
+            "whose rollouts are not all right or all wrong waste less (data.curriculum, data.filter)."
         )
     if run.requeued >= WASTED:
         yield (
@@ -271,5 +271,5 @@ def _less_between(activity: Activity, run: Circumstances) -> list[str]:
         return ["The journal was being written most of the time: put the runs folder on a faster local disk."]
     if not value_at(run.spec, "evaluation.every"):
         return ["The timeline (`asyncrl timeline`) shows what ran between two steps."]
-    pin = " and switch evaluation.pin off" if value_at(run.spec, "evaluation.pin") else ""
+    pin = " and switch evaluation.fix_version off" if value_at(run.spec, "evaluation.fix_version") else ""
     return [f"Evaluate less often or on fewer prompts (evaluation.every, evaluation.prompts){pin}."]

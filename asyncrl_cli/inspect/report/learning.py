@@ -151,7 +151,7 @@ def not_comparable(spec: Mapping[str, Any]) -> list[str]:
     """Why training rewards of different steps are of different prompts."""
     reasons = {
         "data.curriculum changes the prompts": value_at(spec, "data.curriculum"),
-        "data.pools leaves out solved prompts": value_at(spec, "data.pools"),
+        "data.filter leaves out solved prompts": value_at(spec, "data.filter"),
         "algorithm.uniform_groups: reject leaves out groups that are all right or all wrong": value_at(
             spec, "algorithm.uniform_groups"
         )

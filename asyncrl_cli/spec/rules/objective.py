@@ -77,12 +77,12 @@ def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
 def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
     """A KL penalty in the loss has a gradient, and a reference is refreshed only where there is one."""
     algorithm = spec.algorithm
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+    if algorithm.kl_coef and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
         message = "k1 in the loss has a gradient of zero in expectation"
-        yield warning("algorithm.kl_estimator", message, "use k2 or k3, or kl_in: reward")
-    if algorithm.reference_every and not algorithm.kl_coef:
+        yield warning("algorithm.kl_estimator", message, "use k2 or k3, or kl_placement: reward")
+    if algorithm.reference_update_every and not algorithm.kl_coef:
         message = "has no effect: kl_coef is 0, so there is no reference"
-        yield warning("algorithm.reference_every", message, "set algorithm.kl_coef, or remove it")
+        yield warning("algorithm.reference_update_every", message, "set algorithm.kl_coef, or remove it")
 
 
 @rule

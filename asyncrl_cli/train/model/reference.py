@@ -2,8 +2,8 @@
 
 A reference answers as a ``Policy`` does, without gradient. With adapters the initial model is the policy without them,
 which takes no memory. Otherwise it is a model of its own, frozen and whole on every rank; with
-``algorithm.reference_every`` it becomes the policy before every step whose number that divides, so a run that goes on
-from a checkpoint needs what the reference was then: it is a file of the checkpoint.
+``algorithm.reference_update_every`` it becomes the policy before every step whose number that divides, so a run that
+resumes from a checkpoint needs the reference of that step: it is a file of the checkpoint.
 
     state/reference.pt      the weights, where they are not those of the initial model
 """
@@ -82,7 +82,7 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
     algorithm = spec.algorithm
     if not algorithm.kl_coef:
         return None
-    if spec.model.lora is not None and not algorithm.reference_every:
+    if spec.model.lora is not None and not algorithm.reference_update_every:
         return Unadapted(engine)
     from transformers import AutoModelForCausalLM
 
@@ -91,4 +91,4 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
         model_dir, dtype=getattr(torch, trainer.dtype), attn_implementation=trainer.attention
     )
     model = model.to(engine.device).eval().requires_grad_(False)
-    return Copy(Policy(model, spec.rollout.sampling.temperature, trainer.packing), algorithm.reference_every)
+    return Copy(Policy(model, spec.rollout.sampling.temperature, trainer.packing), algorithm.reference_update_every)
