@@ -122,18 +122,22 @@ def test_pages_fit_and_are_json_too(run: RecordedRun, asyncrl: Any, arguments: t
 
 @pytest.mark.parametrize("arguments", PAGES)
 def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    assert asyncrl(*arguments) == (1, "", "runs: there is no run yet. Start one: asyncrl train SPEC.\n")
+    assert asyncrl(*arguments) == (
+        1,
+        "",
+        "error: there is no run yet\n --> runs\nhint: start one: asyncrl train SPEC\n",
+    )
     make_run(tmp_path / "runs", phase="failed", reason="no memory")
     code, out, err = asyncrl(*arguments)
     path = tmp_path / "runs" / "run-1" / "journal.db"
     assert (code, err) == (
         1,
-        f"{path}: there is no journal. A run has one from its first group on. If this run has trained, restore the "
-        "file from a copy.\n".replace(f"{tmp_path}/", ""),
+        f"error: there is no journal\n --> {path}\nhint: a run has one from its first group on; if this run has trained, "
+        "restore the file from a copy\n".replace(f"{tmp_path}/", ""),
     )
     assert ("no memory" in out) == (arguments == ("inspect", "run")), "what is known is told"
     path.touch()
-    assert "this is not a journal of asyncrl. Restore" in asyncrl(*arguments)[2]
+    assert "error: this is not a journal of asyncrl\n" in asyncrl(*arguments)[2]
     path.write_bytes(b"no journal at all" * 100)
     code, _, err = asyncrl(*arguments)
     assert code == 1
@@ -169,9 +173,9 @@ def test_numbers_that_no_journal_can_hold(run: RecordedRun, asyncrl: Any, number
     for options in (("--limit", str(number)), ("--stale-over", str(number)), ("--stale-over", str(-number))):
         assert asyncrl("inspect", "buffer", *options)[::2] == (0, "")
     code, _, err = asyncrl("inspect", "buffer", "--group", str(number))
-    assert (code, err.startswith("run-1: no group has the id")) == (1, True)
+    assert (code, err.startswith("error: no group has the id")) == (1, True)
     code, _, err = asyncrl("inspect", "buffer", "--rollout", f"{number}-0")
-    assert (code, err.startswith("run-1: there is no group")) == (1, True)
+    assert (code, err.startswith("error: there is no group")) == (1, True)
 
 
 def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
@@ -182,7 +186,7 @@ def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, 
     }
     assert len({page.replace(f"{tmp_path}/", "") for page in pages}) == 1
     code, _, err = asyncrl("staleness", "run-2")
-    assert (code, err) == (1, "runs: no run is called 'run-2'. List the runs: asyncrl runs.\n")
+    assert (code, err) == (1, "error: no run is called 'run-2'\n --> runs\nhint: list the runs: asyncrl runs\n")
 
 
 def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
@@ -330,9 +334,12 @@ def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:
 def test_what_is_not_there(run: RecordedRun, asyncrl: Any) -> None:
     code, out, err = asyncrl("inspect", "buffer", "--group", "p1000")
     assert (code, out) == (1, "")
-    assert err.startswith("run-1: no group has the id or the prompt uid 'p1000'. ")
+    assert err.startswith("error: no group has the id or the prompt uid 'p1000'\n --> run-1\nhint: ")
     assert asyncrl("inspect", "buffer", "--rollout", "1000-0")[0] == 1
-    assert asyncrl("inspect", "buffer", "--rollout", "0-9")[2] == "run-1: nothing is recorded of rollout 0-9 yet.\n"
+    assert (
+        asyncrl("inspect", "buffer", "--rollout", "0-9")[2]
+        == "error: nothing is recorded of rollout 0-9 yet\n --> run-1\n"
+    )
 
 
 def test_ids_where_there_is_no_tokenizer(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
@@ -500,7 +507,10 @@ def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pyte
     RecordedRun(directory.path / "journal.db", monkeypatch, settings(), lambda g: 1.0)
     assert asyncrl("staleness")[0] == 0
     code, _, err = asyncrl("staleness", "--what-if", "1")
-    assert (code, err) == (1, "run-1: no step is trained yet. --what-if goes by the times of trained steps.\n")
+    assert (code, err) == (
+        1,
+        "error: no step is trained yet\n --> run-1\nhint: --what-if goes by the times of trained steps\n",
+    )
 
 
 # -- the parts

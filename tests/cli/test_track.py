@@ -14,7 +14,7 @@ from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from tests.buffer.recorded_run import RecordedRun, settings
-from tests.observe.mlflow_server import Server
+from tests.monitors.mlflow_server import Server
 
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
 
@@ -94,8 +94,8 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, t
     failed = track("--uri", server.uri, cwd=tmp_path)
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr == (
-        f"{run.run_id}: MLflow did not take everything: no answer from {server.uri}. "
-        f"Everything is kept in the run's folder; try again later: asyncrl track {run.run_id}.\n"
+        f"error: MLflow did not take everything: no answer from {server.uri}\n --> {run.run_id}\n"
+        f"hint: everything is kept in the run's folder; try again later: asyncrl track {run.run_id}\n"
     )
     (run.path / FILE).unlink()
     server.start()

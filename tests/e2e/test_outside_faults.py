@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.mlflow_server import Server
+from tests.monitors.mlflow_server import Server
 
 from .conftest import Runs, rows, until
 

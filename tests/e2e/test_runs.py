@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.mlflow_runs import tracking_at
+from tests.monitors.mlflow_runs import tracking_at
 
 from .conftest import ROOT, Runs, rows
 from .journal import steps_of

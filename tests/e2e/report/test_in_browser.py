@@ -12,7 +12,7 @@ from asyncrl_cli.inspect.report.charts import SERIES
 from asyncrl_cli.inspect.report.page import render, write
 from asyncrl_cli.inspect.report.summary import summarize
 from tests.e2e.report.browser import Page, installed, page
-from tests.observe.made_runs import SITUATIONS, made_run, vary_metrics
+from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="there is no Chromium")
 

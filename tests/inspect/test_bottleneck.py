@@ -30,8 +30,8 @@ from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.step_timeline import step_spans
 from tests.buffer.recorded_run import STARTED, RecordedRun, settings
-from tests.observe.made_runs import SITUATIONS, made_run
-from tests.observe.quickstart_run import quickstart_run
+from tests.inspect.made_runs import SITUATIONS, made_run
+from tests.inspect.quickstart_run import quickstart_run
 
 TIMES = st.floats(0, 1000, allow_nan=False).map(lambda value: round(value, 3))
 SHARE = st.none() | st.floats(0, 1)

@@ -19,7 +19,7 @@ from asyncrl_cli.monitors.outlet import LINES, Outlet
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
-from tests.observe.test_reporter import METRICS
+from tests.monitors.test_reporter import METRICS
 
 LINE = "a line of a log\n"
 
@@ -76,7 +76,7 @@ def test_a_reader_that_stops_reading_holds_nothing_up_and_hears_what_it_missed()
 STALLED = """
 import os, sys
 from pathlib import Path
-from asyncrl_cli.observe import outlet
+from asyncrl_cli.monitors import outlet
 outlet.Outlet.close.__defaults__ = (0.2,)
 with outlet.run_terminal(Path(sys.argv[1])) as screen:
     for _ in range(1000):
@@ -97,7 +97,7 @@ def test_a_reader_that_never_reads_does_not_keep_the_process_from_ending(tmp_pat
 ENDED = """
 import os, sys
 from pathlib import Path
-from asyncrl_cli.observe import outlet
+from asyncrl_cli.monitors import outlet
 with outlet.run_terminal(Path(sys.argv[1])) as screen:
     if len(sys.argv) > 2:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

@@ -20,7 +20,7 @@ from asyncrl_cli.monitors.mlflow.sender import Sender, Target
 from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
 from asyncrl_cli.monitors.mlflow.tracker import Tracker, TrackerClient
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.observe.made_runs import SITUATIONS, made_run
+from tests.inspect.made_runs import SITUATIONS, made_run
 
 from .mlflow_runs import Logged, do_steps, evaluate, local, sent, started_run, tracking_at
 from .mlflow_server import Server

@@ -14,7 +14,7 @@ from asyncrl_cli.monitors.mlflow.outbox import FILE
 from asyncrl_cli.monitors.mlflow.sender import Sender
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import settings
-from tests.observe.made_runs import Situation, made_run, vary_metrics
+from tests.inspect.made_runs import Situation, made_run, vary_metrics
 
 from .mlflow_runs import Logged, do_steps, evaluate, local, started_run
 
