@@ -132,8 +132,8 @@ def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tup
     path = tmp_path / "runs" / "run-1" / "journal.db"
     assert (code, err) == (
         1,
-        f"error: there is no journal\n --> {path}\nhint: a run has one from its first group on; if this run has trained, "
-        "restore the file from a copy\n".replace(f"{tmp_path}/", ""),
+        f"error: there is no journal\n --> {path}\nhint: a run has one from its first group on; "
+        "if this run has trained, restore the file from a copy\n".replace(f"{tmp_path}/", ""),
     )
     assert ("no memory" in out) == (arguments == ("inspect", "run")), "what is known is told"
     path.touch()
