@@ -42,7 +42,7 @@ from asyncrl_cli.orchestrator.checks.machine import (
 )
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
-from asyncrl_cli.tasks.sandbox.judge import Check, Limits, choose, run
+from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, choose, run
 
 LEAST_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
 """Memory of the smallest run: one engine, one rank."""

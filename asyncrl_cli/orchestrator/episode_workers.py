@@ -17,6 +17,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import EpisodeSpec
 from asyncrl_cli.system.remote import ActorDied, NoAnswer, wait_for
 from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.workers.episode_messages import Retry
 from asyncrl_cli.workers.episode_owner import START_S, Played
 from asyncrl_cli.workers.scoring import RewardFailure
 
@@ -61,7 +62,7 @@ class Runner:
             if self._actor is actor:  # the first to notice
                 self._actor = None
                 await self._lose(actor, lost)
-            return Played(RewardFailure(f"{self.name}: {lost.message}"), "on")
+            return Played(RewardFailure(f"{self.name}: {lost.message}"), Retry.RESUME)
         except asyncio.CancelledError:
             actor.cancel.remote([key])
             raise

@@ -25,6 +25,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.workers.episode_messages import Retry
 from asyncrl_cli.workers.episode_owner import Played
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
@@ -99,11 +100,11 @@ class Episodes:
                 )
                 played, end = await self._play(opening, told, prompt, apart)
                 playing += 1
-                if played.again == "anew" and attempt < self._retries:
+                if played.retry is Retry.RESTART and attempt < self._retries:
                     attempt += 1
                     told = _Told(rollout_id, {}, record)
-                elif played.again in ("on", "apart"):
-                    apart = apart or played.again == "apart"
+                elif played.retry in (Retry.RESUME, Retry.ISOLATED):
+                    apart = apart or played.retry is Retry.ISOLATED
                 else:
                     return await self._judged(prompt, end, played)
         finally:
@@ -121,7 +122,7 @@ class Episodes:
                 played = await self._patiently(place.play(opening.name, prompt, session.access), session)
                 return played, await session.finish()
         except GatewayLost as lost:  # whatever the episode made of it
-            return Played(RewardFailure(f"the gateway: {lost}"), "on"), SessionEnd(opening.number)
+            return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.number)
 
     async def _patiently(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
         """What the work comes to. Raises ``GatewayLost`` as soon as there is no gateway any more."""

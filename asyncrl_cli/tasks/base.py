@@ -12,6 +12,9 @@ from asyncrl_cli.records.prompt import Message, Prompt
 
 Split = Literal["train", "eval"]
 
+SPEC_FOLDER = "ASYNCRL_FOLDER"
+"""Environment variable with the folder of the spec file, for agents, environments and their commands."""
+
 CORRECT = 1.0
 """A reward of at least this counts as correct in the accuracies shown."""
 

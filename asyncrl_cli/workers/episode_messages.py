@@ -9,6 +9,7 @@ import asyncio
 import pickle
 import struct
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,21 @@ BEAT_S = 1.0
 """Seconds between two bytes of the pulse."""
 BEATS, HELD = b".", b"!"
 """The pulse: the loop turns; an episode (its number, then a line feed; no number is an unknown one) holds it."""
-FOLDER = "ASYNCRL_FOLDER"
-"""Environment variable with the folder of the spec file, for the task's own code and its commands."""
 
 _LENGTH = struct.Struct("!I")
+
+
+class Retry(StrEnum):
+    """Whether to play an episode again, and how."""
+
+    NONE = "none"
+    """It has its result."""
+    RESTART = "restart"
+    """From its start: its own code failed, and may succeed another time."""
+    RESUME = "resume"
+    """From what was generated: the cause lies outside the episode."""
+    ISOLATED = "isolated"
+    """From what was generated, in a process of its own: it may have been the cause."""
 
 
 @dataclass(frozen=True, slots=True)

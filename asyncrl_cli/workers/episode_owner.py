@@ -22,14 +22,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers import episode_process
-from asyncrl_cli.workers.episode_messages import BEAT_S, GRACE_S, HELD, Cancel, Ended, Load, Loaded, Play, receive, send
+from asyncrl_cli.workers.episode_messages import (
+    BEAT_S,
+    GRACE_S,
+    HELD,
+    Cancel,
+    Ended,
+    Load,
+    Loaded,
+    Play,
+    Retry,
+    receive,
+    send,
+)
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
 START_S = 600.0
@@ -43,19 +55,16 @@ LOG_BYTES = 16 * 2**20
 """What one process may print into the log; the rest is read and dropped."""
 CHUNK = 2**16
 
-Again = Literal["no", "anew", "on", "apart"]
-
 
 @dataclass(frozen=True, slots=True)
 class Played:
     """How the playing of an episode ended. ``score`` None leaves it to the task's ``reward``.
 
-    ``again`` says whether to play it again: ``anew``, as its own code failed and may fare better another time; ``on``
-    from what was generated, as it was none of its doing; ``apart`` from others and on, as it may have been.
+    ``retry`` says whether to play it again.
     """
 
     score: Scored | RewardFailure | None
-    again: Again = "no"
+    retry: Retry = Retry.NONE
 
 
 class EpisodeProcess:
@@ -144,7 +153,7 @@ class EpisodeProcess:
         if self.retired and not self._episodes:
             self.close("")
 
-    def close(self, reason: str, again: Again = "no") -> None:
+    def close(self, reason: str, retry: Retry = Retry.NONE) -> None:
         """Kill the process and what came from it. Its episodes end with the ``reason``."""
         if self.closed:
             return
@@ -165,7 +174,7 @@ class EpisodeProcess:
         for task in self._tasks:
             task.cancel()
         for number in list(self._episodes):
-            self._end(number, Played(RewardFailure(f"{self.name}: {reason}"), again))
+            self._end(number, Played(RewardFailure(f"{self.name}: {reason}"), retry))
 
     def _name(self, loading: asyncio.Task[Loaded]) -> str:
         """What the user calls the task. Raises ``TaskError``."""
@@ -198,7 +207,7 @@ class EpisodeProcess:
             while True:
                 message: Ended = await receive(reader)
                 self.retired = self.retired or message.stuck
-                self._end(message.number, Played(message.score, "anew" if message.raised else "no"))
+                self._end(message.number, Played(message.score, Retry.RESTART if message.raised else Retry.NONE))
                 self.retire_when_idle()
 
     async def _guard(self, listening: asyncio.Task[None]) -> None:
@@ -207,7 +216,7 @@ class EpisodeProcess:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(ends, timeout=1.0)
         how = self._ended.result() if self._ended.done() else "it closed its socket"
-        self.close(f"the process that played it ended ({how})", "apart")
+        self.close(f"the process that played it ended ({how})", Retry.ISOLATED)
 
     async def _wait(self) -> None:
         """Wait for a process that gives no sign of life. Seconds are counted by turns of this loop: when the machine
@@ -216,7 +225,7 @@ class EpisodeProcess:
         while self._silent < limit_s:
             await asyncio.sleep(BEAT_S)
             self._silent += BEAT_S
-        self.close(f"the process that played it gave no sign of life for {limit_s:.0f} s", "apart")
+        self.close(f"the process that played it gave no sign of life for {limit_s:.0f} s", Retry.ISOLATED)
 
     def _watch(self, descriptor: int, on_readable: Callable[[], None]) -> None:
         os.set_blocking(descriptor, False)
@@ -240,7 +249,7 @@ class EpisodeProcess:
             seconds = f"the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
             if holder.strip():
                 self._end(int(holder), Played(RewardFailure(f"{self.name}: the episode blocked {seconds}")))
-            self.close(f"another episode blocked {seconds}", "on" if holder.strip() else "apart")
+            self.close(f"another episode blocked {seconds}", Retry.RESUME if holder.strip() else Retry.ISOLATED)
 
     def _on_output(self) -> None:
         with suppress(OSError):

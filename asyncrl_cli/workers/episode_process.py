@@ -32,13 +32,12 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.system.parent import die_with
 from asyncrl_cli.system.process_tree import adopt_orphans, below, see_off
-from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, task_of
+from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, ModelAccess, task_of
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.play import play
 from asyncrl_cli.workers.episode_messages import (
     BEAT_S,
     BEATS,
-    FOLDER,
     GRACE_S,
     HELD,
     Ended,
@@ -230,7 +229,7 @@ class _Pulse(threading.Thread):
 async def _serve(descriptor: int, pulse: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     load: Load = await receive(reader)
-    os.environ[FOLDER] = str(load.search_path.resolve())
+    os.environ[SPEC_FOLDER] = str(load.search_path.resolve())
     if load.spec.episode.memory_mb is not None:
         limit = load.spec.episode.memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -19,6 +19,7 @@ from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.process_tree import adopt_orphans, below, kill_below
 from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.workers.episode_messages import Retry
 from asyncrl_cli.workers.episode_owner import BLOCKED_S, EpisodeProcess, Played
 from asyncrl_cli.workers.scoring import RewardFailure
 
@@ -81,7 +82,7 @@ class Runner:
         if not process.retired:
             self._idle.append(process)
         # Who ends a process of its own has no other to blame.
-        return Played(played.score, "anew") if played.again == "apart" else played
+        return Played(played.score, Retry.RESTART) if played.retry is Retry.ISOLATED else played
 
     async def _shared(self) -> EpisodeProcess:
         async with self._starting:

@@ -28,6 +28,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.continuation import cut, join
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
+from asyncrl_cli.workers.episode_messages import Retry
 from asyncrl_cli.workers.episode_owner import Played
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 from tests.rollout.conversation_stand_ins import end_of
@@ -138,8 +139,8 @@ def turns(count: int, then: Played = FINE) -> Agent:
     return agent
 
 
-def failed(reason: str, again: Any) -> Played:
-    return Played(RewardFailure(reason), again)
+def failed(reason: str, retry: Retry) -> Played:
+    return Played(RewardFailure(reason), retry)
 
 
 def test_an_episode_is_one_rollout_with_its_score() -> None:
@@ -158,11 +159,11 @@ def test_an_episode_is_one_rollout_with_its_score() -> None:
     run(test())
 
 
-@pytest.mark.parametrize(("again", "apart"), [("on", False), ("apart", True)])
-def test_what_was_generated_is_kept_when_the_process_was_lost(again: str, apart: bool) -> None:
+@pytest.mark.parametrize(("retry", "apart"), [(Retry.RESUME, False), (Retry.ISOLATED, True)])
+def test_what_was_generated_is_kept_when_the_process_was_lost(retry: Retry, apart: bool) -> None:
     async def test() -> None:
         whole, _ = await Scene(turns(3)).run()
-        scene = Scene(turns(2, failed("lost", again)), turns(3), retries=0)
+        scene = Scene(turns(2, failed("lost", retry)), turns(3), retries=0)
         rollout, score = await scene.run()
         assert score == FINE.score
         assert rollout is not None and whole is not None
@@ -184,7 +185,7 @@ def test_a_reply_that_was_under_way_goes_on() -> None:
             talking.cancel()
             await asyncio.gather(talking, return_exceptions=True)
             scene.model.held.set()
-            return failed("lost", "on")
+            return failed("lost", Retry.RESUME)
 
         scene = Scene(lost, turns(1))
         rollout, _ = await scene.run()
@@ -197,7 +198,7 @@ def test_a_reply_that_was_under_way_goes_on() -> None:
 
 def test_an_agent_that_fails_is_tried_again_with_other_numbers() -> None:
     async def test() -> None:
-        scene = Scene(*(turns(1, failed(f"reason {attempt}", "anew")) for attempt in range(3)), retries=2)
+        scene = Scene(*(turns(1, failed(f"reason {attempt}", Retry.RESTART)) for attempt in range(3)), retries=2)
         _, score = await scene.run()
         assert score == RewardFailure("reason 2"), "the last reason is kept"
         assert len({request.sampling.seed for request in scene.model.asked}) == 3
@@ -209,7 +210,7 @@ def test_an_agent_that_fails_is_tried_again_with_other_numbers() -> None:
 
 def test_what_has_its_time_is_not_tried_again() -> None:
     async def test() -> None:
-        scene = Scene(turns(1, failed("late", "no")))
+        scene = Scene(turns(1, failed("late", Retry.NONE)))
         assert (await scene.run())[1] == RewardFailure("late")
 
     run(test())
@@ -236,7 +237,7 @@ def test_branches_are_kept_too() -> None:
 
     async def lost(session: Session) -> Played:
         await other_histories(session)
-        return failed("lost", "on")
+        return failed("lost", Retry.RESUME)
 
     async def test() -> None:
         scene = Scene(lost, other_histories)
@@ -308,7 +309,7 @@ def test_a_gateway_that_dies_is_replaced_and_its_episodes_go_on() -> None:
         async def fails_with_it(session: Session) -> Played:
             await turns(2)(session)
             scene.actors[-1].die()
-            return failed("no connection", "anew")
+            return failed("no connection", Retry.RESTART)
 
         scene = Scene(killed, fails_with_it, turns(3), retries=0)
         rollout, score = await scene.run()

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.tasks.sandbox import boxes, judge
-from asyncrl_cli.tasks.sandbox.judge import Check, Kind, Limits, SandboxError, choose, run
+from asyncrl_cli.tasks.sandbox import process, run_tests
+from asyncrl_cli.tasks.sandbox.run_tests import Check, Kind, Limits, SandboxError, choose, run
 from tests.tasks import sandbox_attacks
 
 LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
@@ -60,7 +60,7 @@ def nothing_is_left() -> Any:
 def test_nothing_is_left_where_orphans_are_adopted(kind: Kind) -> None:
     script = (
         "import psutil\nfrom asyncrl_cli.system.process_tree import adopt_orphans\n"
-        "from asyncrl_cli.tasks.sandbox.judge import Check, Limits, run\nadopt_orphans()\n"
+        "from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, run\nadopt_orphans()\n"
         f"print(run('x = 1', [Check('assert x == 1')], Limits(), {kind!r}))\n"
         "print(psutil.Process().children(recursive=True))"
     )
@@ -105,7 +105,7 @@ def test_no_attack_gets_out(kind: Kind, outside: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be somebody else")
 def test_no_attack_of_an_ordinary_user_gets_out(kind: Kind) -> None:
     # That user may not enter root's folders, where Python may be: it is mounted where all may.
-    repository, packages = Path(__file__).parents[2], ":".join(boxes._packages())
+    repository, packages = Path(__file__).parents[2], ":".join(process._packages())
     script = (
         "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
         "from tests.tasks.test_sandbox import *;"
@@ -473,7 +473,7 @@ def test_no_space_is_taken_without_writing(kind: Kind) -> None:
 def test_files_stay_where_removed_ones_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.getuid() != 0 or not works("seccomp"):
         pytest.skip("needs root and Landlock")
-    monkeypatch.setattr(boxes, "_sees_other_users", lambda: False)
+    monkeypatch.setattr(process, "_sees_other_users", lambda: False)
     code = """
 import os
 def f():
@@ -518,7 +518,9 @@ def test_threads_of_others_do_not_count(kind: Kind) -> None:
 
 def test_it_ends_with_its_owner(kind: Kind) -> None:
     code = "while True: pass"
-    script = f"from asyncrl_cli.tasks.sandbox.judge import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
+    script = (
+        f"from asyncrl_cli.tasks.sandbox.run_tests import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
+    )
     with tempfile.TemporaryDirectory() as temporary:  # a killed owner removes nothing
         os.chmod(temporary, 0o711)
         owner = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": temporary})
@@ -558,7 +560,7 @@ def programs(folder: Path, **scripts: str) -> str:
 @pytest.fixture
 def anew() -> Any:
     """Have sandboxes looked for again, before and after."""
-    cached = (judge.choose, boxes._bubblewrap)
+    cached = (run_tests.choose, process._bubblewrap)
     for function in cached:
         function.cache_clear()
     yield
@@ -571,7 +573,7 @@ def test_a_sandbox_that_does_not_start_is_no_wrong_code(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", programs(tmp_path, bwrap="echo 'bwrap: no permissions' >&2; exit 1"))
     with pytest.raises(SandboxError, match="bubblewrap sandbox did not start: bwrap: no permissions"):
         passes("def f(): return 1", kind="bubblewrap")
-    monkeypatch.setattr(boxes, "LIBRARIES", ("/nowhere",))
+    monkeypatch.setattr(process, "LIBRARIES", ("/nowhere",))
     with pytest.raises(TaskError, match=r"no sandbox .*bubblewrap: .*no permissions"):
         choose("bubblewrap")
 
@@ -583,7 +585,7 @@ def test_without_bubblewrap_there_is_seccomp_and_without_both_a_refusal(monkeypa
         choose.cache_clear()
         assert choose() == "seccomp"
     choose.cache_clear()
-    monkeypatch.setattr(boxes.sandbox_confine, "landlock_version", lambda: 0)
+    monkeypatch.setattr(process.confine, "landlock_version", lambda: 0)
     with pytest.raises(TaskError, match="bwrap is not installed; seccomp: this kernel has no Landlock") as refusal:
         choose()
     assert "sandbox: none" in str(refusal.value.hint)
@@ -593,7 +595,7 @@ def test_without_bubblewrap_there_is_seccomp_and_without_both_a_refusal(monkeypa
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_code_never_runs_as_root_of_the_machine() -> None:
-    script = "from asyncrl_cli.tasks.sandbox.judge import *\ntry: choose()\nexcept Exception as error: print(error)"
+    script = "from asyncrl_cli.tasks.sandbox.run_tests import *\ntry: choose()\nexcept Exception as error: print(error)"
     alone = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
     result = subprocess.run(alone, capture_output=True, text=True, check=False)
     if "unshare" in result.stderr:

@@ -28,9 +28,8 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.system.keeper import with_keeper
 from asyncrl_cli.system.process_tree import PATIENCE_S
-from asyncrl_cli.tasks.base import ModelAccess, RewardResult
+from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult
 from asyncrl_cli.tasks.function_task import row_of
-from asyncrl_cli.workers.episode_messages import FOLDER
 
 KEPT = 2**16
 """Bytes of what a command prints, on either stream, that are kept: the last ones."""
@@ -81,7 +80,7 @@ class Command:
             cwd = Path(scratch, "cwd")
             cwd.mkdir()
             if self._cwd is not None:
-                cwd = Path(os.environ.get(FOLDER, "."), self._cwd)
+                cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
             environment = os.environ | {
                 "OPENAI_BASE_URL": model.base_url,
                 "OPENAI_API_KEY": model.api_key,
@@ -182,8 +181,8 @@ def _check_program(program: str, cwd: str | None, path: str | None) -> None:
         missing = shutil.which(program, path=path) is None
     elif cwd is None:  # it is started in an empty folder
         missing = True
-    elif os.path.isabs(cwd) or FOLDER in os.environ:  # otherwise relative to the spec's folder, which is not known yet
-        missing = shutil.which(os.path.join(os.environ.get(FOLDER, ""), cwd, program)) is None
+    elif os.path.isabs(cwd) or SPEC_FOLDER in os.environ:  # else the folder is not known yet
+        missing = shutil.which(os.path.join(os.environ.get(SPEC_FOLDER, ""), cwd, program)) is None
     if missing:
         raise TaskError(
             f"there is no program {program}" + (f" in {cwd or 'an empty folder'}" if "/" in program else ""),

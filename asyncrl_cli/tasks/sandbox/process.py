@@ -3,7 +3,7 @@
 ``bubblewrap``: bwrap starts the process in namespaces of its own, with no network and an empty file system, to which
 Python and its packages are bound read-only, and one in memory that it may write to. ``seccomp``: for machines without
 namespaces; Landlock closes the file system but for the same files and one folder. In both, seccomp refuses every system
-call that ``sandbox_filter`` does not name. ``none`` confines nothing but what the process may use up.
+call that ``syscall_filter`` does not name. ``none`` confines nothing but what the process may use up.
 """
 
 from __future__ import annotations

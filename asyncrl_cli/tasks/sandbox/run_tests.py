@@ -3,7 +3,7 @@
     run -> a sandbox with the tests  <- questions ->  a sandbox with the code
 
 The two processes share nothing but two pipes: the code sees no test, no expected value and no report, only the names
-and arguments that it is asked with (``sandbox_calls``). ``sandbox_boxes`` says what a sandbox is.
+and arguments that it is asked with (``sandbox.calls``). ``sandbox.process`` says what a sandbox is.
 
 Invariants: when ``run`` returns, no process of the code's lives, and its files are gone. A sandbox that did not start
 raises ``SandboxError``; it never counts as wrong code.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.tasks.sandbox.boxes import Box, Kind, Limits, SandboxError, missing
+from asyncrl_cli.tasks.sandbox.process import Box, Kind, Limits, SandboxError, missing
 from asyncrl_cli.tasks.sandbox.program import BEGAN, PASSED
 
 __all__ = ["Check", "Kind", "Limits", "SandboxError", "Wanted", "choose", "run"]

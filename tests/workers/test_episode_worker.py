@@ -17,6 +17,7 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.workers.episode_messages import Retry
 from asyncrl_cli.workers.episode_owner import Played
 from asyncrl_cli.workers.runner import Runner
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
@@ -115,7 +116,7 @@ def test_episodes_end_each_in_its_own_way_in_one_process(tmp_path: Path) -> None
         assert "SystemExit: 3" in reason(leaves)
         assert none == Played(None)
         assert "returned 'a lot'" in reason(wrong)
-        assert [one.again for one in (raises, leaves, wrong)] == ["anew"] * 3
+        assert [one.retry for one in (raises, leaves, wrong)] == [Retry.RESTART] * 3
         many = await scene.play(*["await asyncio.sleep(0.01); return len(asyncio.all_tasks())"] * 100)
         assert all(isinstance(one.score, Scored) for one in many)
         assert max(one.score.reward for one in many if isinstance(one.score, Scored)) > 100, "at the same time"
@@ -129,7 +130,7 @@ def test_an_episode_that_does_not_end_has_failed_and_others_go_on(tmp_path: Path
     async def test(scene: Scene) -> None:
         pid = await scene.pid()
         late, fine = await scene.play(hangs, SOON)
-        assert (late.again, fine.score) == ("no", Scored(0.5))
+        assert (late.retry, fine.score) == (Retry.NONE, Scored(0.5))
         assert reason(late) == "agents:agent: the episode of prompt 'row/0' failed: it had not ended after 2 s"
         renewed = await scene.pid() != pid
         assert renewed == ("to_thread" in hangs), "a process with a thread that hangs is given up"
@@ -153,7 +154,7 @@ def test_who_blocks_the_loop_has_failed_and_others_are_played_again(tmp_path: Pa
     async def test(scene: Scene) -> None:
         pid = await scene.pid()
         blocks, other = await scene.play("time.sleep(600)", WAITS)
-        assert (blocks.again, other.again) == ("no", "on")
+        assert (blocks.retry, other.retry) == (Retry.NONE, Retry.RESUME)
         assert "the episode blocked the event loop for 2 s" in reason(blocks)
         assert await scene.pid() != pid
 
@@ -174,10 +175,10 @@ def test_a_process_that_is_lost_makes_all_suspects_who_show_apart(tmp_path: Path
     async def test(scene: Scene) -> None:
         await scene.pid()
         both = await scene.play(ends, WAITS)
-        assert [one.again for one in both] == ["apart", "apart"]
+        assert [one.retry for one in both] == [Retry.ISOLATED, Retry.ISOLATED]
         assert how in reason(both[0])
         guilty, innocent = await scene.play(ends, "return 1", apart=True)
-        assert (guilty.again, innocent.score) == ("anew", Scored(1.0))
+        assert (guilty.retry, innocent.score) == (Retry.RESTART, Scored(1.0))
         assert how in reason(guilty)
         await scene.pid()
 
