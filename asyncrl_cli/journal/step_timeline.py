@@ -55,6 +55,10 @@ def first_publish(connection: sqlite3.Connection) -> PublishSpan | None:
     return PublishSpan(version, at - seconds, at, stall_s)
 
 
+_RENAMED = {"response/cut": "response/truncated_ratio", "data/retired_prompts": "data/filtered_prompts"}
+"""Today's names of metrics that older runs recorded under others."""
+
+
 def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[StepSpan]:
     """The trained steps, one at a time, in order."""
     rows = connection.execute(
@@ -65,7 +69,7 @@ def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[S
         {"every": publish_every},
     )
     for step, version, taken_at, reported_at, text, published, at, seconds, stall_s in rows:
-        metrics = json.loads(text) if text else {}
+        metrics = {_RENAMED.get(name, name): value for name, value in json.loads(text or "{}").items()}
         trained_until = taken_at + metrics.get("time/train_s", max(0.0, reported_at - taken_at - (seconds or 0.0)))
         publish = None
         if published is not None:

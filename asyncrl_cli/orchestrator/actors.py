@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.placement import engine_wants, placed, rank_wants
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
@@ -183,7 +183,7 @@ async def start_fleet(
     skeleton: Callable[[], Path],
     checkpoint: Path | None,
     progress: Callable[[str], None],
-    faults: Faults,
+    budget: RestartBudget,
 ) -> str:
     """Bring engines and trainer up; returns the initial model's folder. Those that die meanwhile are started again.
 
@@ -192,8 +192,8 @@ async def start_fleet(
     progress("starting engines and trainer")
     folder = asyncio.create_task(asyncio.to_thread(skeleton))
     starting = [
-        asyncio.create_task(_start_trainers(trainers, checkpoint, progress, faults)),
-        *(asyncio.create_task(start_engine(engine, folder, faults)) for engine in engines),
+        asyncio.create_task(_start_trainers(trainers, checkpoint, progress, budget)),
+        *(asyncio.create_task(start_engine(engine, folder, budget)) for engine in engines),
     ]
     try:
         model_dir, *nodes = await asyncio.gather(*starting)
@@ -210,24 +210,24 @@ async def start_fleet(
 
 
 async def _start_trainers(
-    trainers: TrainerRanks, checkpoint: Path | None, progress: Callable[[str], None], faults: Faults
+    trainers: TrainerRanks, checkpoint: Path | None, progress: Callable[[str], None], budget: RestartBudget
 ) -> str:
     while True:
         try:
-            await trainers.placed(faults.warn)
+            await trainers.placed(budget.warn)
             await trainers.preload()
             model_dir = await trainers.prepare_model(progress)
             progress("starting trainer")
             await trainers.start(checkpoint)
         except TrainerLost as lost:
-            await faults.restarting("trainer", lost.name, lost.cause)
+            await budget.spend("trainer", lost.name, lost.cause)
             trainers.renew()
         else:
             progress("starting engines")
             return model_dir
 
 
-async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], faults: Faults) -> str:
+async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], budget: RestartBudget) -> str:
     """Start one engine on ``folder``; returns the Ray node's id.
 
     It is started again when its process dies or does not answer, and for no other reason: a mistake in the settings
@@ -235,9 +235,9 @@ async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], faul
     """
     while True:
         try:
-            await engine.placed(faults.warn)
+            await engine.placed(budget.warn)
             await engine.preload()
             return await engine.start(await asyncio.shield(folder))
         except (ActorDied, NoAnswer) as error:
-            await faults.restarting("engine", engine.name, error.message)
+            await budget.spend("engine", engine.name, error.message)
             engine.renew()

@@ -2,7 +2,7 @@
 
 A call that died with its actor is made again on a new one, which has read the journal. Every call may be repeated
 (``buffer.durable``), so the caller sees one answer. Before that, ``on_reopen`` learns where the journal stands:
-groups that were admitted without anyone hearing of it are in there. ``faults`` counts the deaths.
+groups that were admitted without anyone hearing of it are in there. ``budget`` counts the deaths.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.groups import Opening
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
@@ -28,7 +28,7 @@ class BufferClient:
         self._actor = make_actor()
         self._lock = asyncio.Lock()
         self._opened = asyncio.Event()
-        self.faults: Faults | None = None
+        self.budget: RestartBudget | None = None
         self.on_reopen: Callable[[Opening], None] = lambda _: None
 
     async def open(self, kind: str, note: str, base: dict[str, Any] | None) -> Opening:
@@ -67,5 +67,5 @@ class BufferClient:
             self._actor = actor
             if opening is not None:
                 self.on_reopen(opening)
-        if self.faults is not None:
-            await self.faults.restarting("buffer", NAME, died.message)
+        if self.budget is not None:
+            await self.budget.spend("buffer", NAME, died.message)

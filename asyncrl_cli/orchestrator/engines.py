@@ -8,7 +8,7 @@ from typing import Protocol
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.publisher import Engine
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 
 
@@ -27,14 +27,14 @@ class EngineKeeper:
         self,
         client: GenerationClient,
         weights: Weights,
-        faults: Faults,
+        budget: RestartBudget,
         skeleton: Path,
         on_serving: Callable[[], None],
     ) -> None:
         """``skeleton`` is the folder that engines start on. ``on_serving`` hears that one has begun to serve."""
         self._client = client
         self._weights = weights
-        self._faults = faults
+        self._budget = budget
         self._skeleton = skeleton
         self._on_serving = on_serving
 
@@ -61,7 +61,7 @@ class EngineKeeper:
     async def _restart(self, engine: EngineState, cause: str) -> None:
         while True:
             self._client.take_back(engine)
-            await self._faults.restarting("engine", engine.name, cause)
+            await self._budget.spend("engine", engine.name, cause)
             try:
                 await engine.process.replace(self._skeleton)
             except RunError as error:

@@ -1,4 +1,4 @@
-"""The runner actors as one: places for episodes, and what can befall the actors.
+"""The worker actors as one: places for episodes, and what can befall the actors.
 
 The actor sees to what agents and environments do. Here is what can befall the actor itself: it is killed, or it does
 not answer. Then it is replaced, and its episodes are to be played on.
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import EpisodeSpec
 from asyncrl_cli.system.remote import ActorDied, NoAnswer, wait_for
@@ -22,21 +22,21 @@ from asyncrl_cli.workers.episode_owner import START_S, Played
 from asyncrl_cli.workers.scoring import RewardFailure
 
 APART = 2
-"""Processes of one runner in which episodes under suspicion are played, one at a time in each."""
+"""Processes of one worker in which episodes under suspicion are played, one at a time in each."""
 ACTOR_S = 60.0
 """Seconds that Ray may take for an actor's process or an answer's way, beside what the actor does itself."""
 STOP_S = 5.0
-"""Seconds in which a runner must have ended its processes; what is left dies with the cluster."""
+"""Seconds in which a worker must have ended its processes; what is left dies with the cluster."""
 
 
-class Runner:
-    """One runner: its present actor, and those before."""
+class EpisodeWorker:
+    """One worker: its present actor, and those before."""
 
-    def __init__(self, name: str, make_actor: Callable[[str], Any], faults: Faults) -> None:
+    def __init__(self, name: str, make_actor: Callable[[str], Any], budget: RestartBudget) -> None:
         self.name = name
         self.episodes = 0
         self._make_actor = make_actor
-        self._faults = faults
+        self._budget = budget
         self._actor: Any = None
         self._starting = asyncio.Lock()
 
@@ -78,48 +78,48 @@ class Runner:
         import ray
 
         ray.kill(actor)
-        await self._faults.restarting("runner", self.name, lost.message)
+        await self._budget.spend("runner", self.name, lost.message)
 
 
-class Runners:
-    """All runners of one task. ``make_actor(name)`` asks Ray for one's actor."""
+class EpisodeWorkers:
+    """All workers of one task. ``make_actor(name)`` asks Ray for one's actor."""
 
     def __init__(
-        self, spec: EpisodeSpec, make_actor: Callable[[str], Any], faults: Faults, name: str = "runner"
+        self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str = "runner"
     ) -> None:
-        self._runners = [Runner(f"{name}-{index}", make_actor, faults) for index in range(spec.workers)]
+        self._workers = [EpisodeWorker(f"{name}-{index}", make_actor, budget) for index in range(spec.workers)]
         self._places = asyncio.Semaphore(spec.workers * spec.concurrency)
         self._apart = asyncio.Semaphore(spec.workers * APART)
         self._limit_s = spec.timeout_s + START_S + ACTOR_S
 
     async def start(self) -> None:
         """Have the task loaded everywhere. Raises ``UserError`` when it cannot be."""
-        await asyncio.gather(*(runner.start() for runner in self._runners))
+        await asyncio.gather(*(worker.start() for worker in self._workers))
 
     @asynccontextmanager
     async def place(self, apart: bool) -> AsyncIterator[Place]:
         """A place for one episode, once there is one; ``apart`` from others in a process of its own."""
         async with self._apart if apart else self._places:
-            runner = min(self._runners, key=lambda runner: runner.episodes)
-            runner.episodes += 1
+            worker = min(self._workers, key=lambda worker: worker.episodes)
+            worker.episodes += 1
             try:
-                yield Place(runner, apart, self._limit_s)
+                yield Place(worker, apart, self._limit_s)
             finally:
-                runner.episodes -= 1
+                worker.episodes -= 1
 
     async def stop(self) -> None:
         """End all processes, in bounded time."""
-        await asyncio.gather(*(runner.stop() for runner in self._runners))
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
 
 
 class Place:
     """Where one episode is played."""
 
-    def __init__(self, runner: Runner, apart: bool, limit_s: float) -> None:
-        self._runner = runner
+    def __init__(self, worker: EpisodeWorker, apart: bool, limit_s: float) -> None:
+        self._worker = worker
         self._apart = apart
         self._limit_s = limit_s
 
     async def play(self, key: str, prompt: Prompt, access: ModelAccess) -> Played:
-        """Play it; raises ``UserError`` when the task cannot be loaded any more, or a runner died too often."""
-        return await self._runner.play(key, prompt, access, self._apart, self._limit_s)
+        """Play it; raises ``UserError`` when the task cannot be loaded any more, or a worker died too often."""
+        return await self._worker.play(key, prompt, access, self._apart, self._limit_s)

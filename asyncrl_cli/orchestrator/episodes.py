@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl_cli.gateway.crossing import SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import Limits
-from asyncrl_cli.orchestrator.episode_workers import Runners
+from asyncrl_cli.orchestrator.episode_workers import EpisodeWorkers
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
@@ -44,7 +44,7 @@ class Episodes:
         self,
         client: GenerationClient,
         gateway: GatewayClient,
-        runners: Runners,
+        workers: EpisodeWorkers,
         scoring: Scoring,
         *,
         limits: Limits,
@@ -56,7 +56,7 @@ class Episodes:
         their time, which is bounded."""
         self._client = client
         self._gateway = gateway
-        self._runners = runners
+        self._workers = workers
         self._scoring = scoring
         self._limits = limits
         self._retries = retries
@@ -116,7 +116,7 @@ class Episodes:
     ) -> tuple[Played, SessionEnd]:
         try:
             async with (
-                self._runners.place(apart) as place,
+                self._workers.place(apart) as place,
                 self._gateway.session(opening, told.add, self._generate) as session,
             ):
                 played = await self._patiently(place.play(opening.name, prompt, session.access), session)

@@ -25,7 +25,7 @@ from asyncrl_cli.gateway.crossing import Generation, News, Orders, SessionEnd, S
 from asyncrl_cli.gateway.keys import new_secret, session_key, session_url
 from asyncrl_cli.gateway.session import Generate
 from asyncrl_cli.gateway.transcript import OnSegments
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -208,12 +208,14 @@ def setup_of(spec: ExperimentSpec, model_folder: str, model: str, api_key: str |
 class GatewayClient:
     """One gateway: its present actor, and those before."""
 
-    def __init__(self, setup: GatewaySetup, make_actor: Callable[[], Any], generate: Generate, faults: Faults) -> None:
+    def __init__(
+        self, setup: GatewaySetup, make_actor: Callable[[], Any], generate: Generate, budget: RestartBudget
+    ) -> None:
         """``generate`` answers the calls that belong to no session."""
         self._setup = setup
         self._make_actor = make_actor
         self._generate = generate
-        self._faults = faults
+        self._budget = budget
         self._port = setup.spec.rollout.gateway.port
         self._link: asyncio.Future[_Link] = asyncio.get_running_loop().create_future()
 
@@ -225,7 +227,7 @@ class GatewayClient:
                 pid, url = await wait_for(actor.start.remote(self._setup, self._port), GATEWAY, START_TIMEOUT_S)
             except (ActorDied, NoAnswer) as lost:
                 self._kill(actor, None)
-                await self._faults.restarting("gateway", GATEWAY, lost.message)
+                await self._budget.spend("gateway", GATEWAY, lost.message)
             except BaseException:
                 self._kill(actor, None)
                 raise
@@ -245,7 +247,7 @@ class GatewayClient:
                 self._link = asyncio.get_running_loop().create_future()
                 link.lose(lost.message)
                 self._kill(link.actor, link.pid)
-                await self._faults.restarting("gateway", GATEWAY, lost.message)
+                await self._budget.spend("gateway", GATEWAY, lost.message)
                 await self.start()
                 link = self._link.result()
         except Exception as error:

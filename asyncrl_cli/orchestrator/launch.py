@@ -28,15 +28,15 @@ from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_f
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
 from asyncrl_cli.orchestrator.cluster import ray_cluster
-from asyncrl_cli.orchestrator.episode_services import Playing
+from asyncrl_cli.orchestrator.episode_services import EpisodeServices
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
-from asyncrl_cli.orchestrator.loop import Conductor, Parts
+from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.placement import rank_wants
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.tracking import Tracking, close_tracker, start_tracker
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
@@ -191,12 +191,12 @@ async def _run(
     spec, run = experiment.spec, recorder.run
     stop.attach()
     tracker: TrackerClient | None = None
-    conductor: Conductor | None = None
+    orchestrator: Orchestrator | None = None
     status, reason = "FAILED", ""
     tracking: Tracking | None = None
     factory = ActorFactory(spec, run.path, experiment.search_path)
     engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
-    playing = Playing(spec, factory)
+    services = EpisodeServices(spec, factory)
     ray_metrics = RayMetrics(run, spec.stop.steps, spec.pipeline.max_staleness, view.warn)
     if spec.cluster.address is None:  # who runs a cluster has told Prometheus of it
         ray_metrics.publish_targets()
@@ -205,9 +205,11 @@ async def _run(
         if spec.tracking.mlflow:
             tracker = start_tracker(spec, run)
         reporter = Reporter(recorder, view, tracker, notifier, ray_metrics)
-        conductor = await until_stopped(_start(experiment, recorder, factory, engines, playing, start, reporter), stop)
+        orchestrator = await until_stopped(
+            _start(experiment, recorder, factory, engines, services, start, reporter), stop
+        )
         recorder.update(phase="running", steps=spec.stop.steps)
-        await until_stopped(conductor.run(), stop)
+        await until_stopped(orchestrator.run(), stop)
         status = "FINISHED"
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(
@@ -220,7 +222,7 @@ async def _run(
     except Interrupted:
         status = "KILLED"
         recorder.update(phase="interrupted")  # for whoever does not wait for the end
-        await _save_before_leaving(conductor, view)
+        await _save_before_leaving(orchestrator, view)
         raise
     except BaseException as error:
         reason = _cause(error)
@@ -230,7 +232,7 @@ async def _run(
             view.status("finishing MLflow's log")
             await asyncio.to_thread(recorder.wait)  # the log is made from these files
             tracking = close_tracker(tracker, run, spec, status, reason)
-        closing = [conductor.close(), playing.stop()] if conductor is not None else [playing.stop()]
+        closing = [orchestrator.close(), services.stop()] if orchestrator is not None else [services.stop()]
         await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
         kept.cancel()
         ray_metrics.close()
@@ -242,10 +244,10 @@ async def _start(
     recorder: Recorder,
     factory: ActorFactory,
     engines: list[EngineProcess],
-    playing: Playing,
+    services: EpisodeServices,
     start: Start,
     reporter: Reporter,
-) -> Conductor:
+) -> Orchestrator:
     """Start every part, and put them together."""
     spec, limit_s = experiment.spec, experiment.spec.pipeline.stall_minutes * 60
     run = recorder.run
@@ -259,16 +261,16 @@ async def _start(
         await buffer.call("failed", kind, part, hide(message))
 
     buffer = BufferClient(factory.buffer, limit_s)
-    faults = Faults(spec.pipeline.max_restarts, record_fault, reporter.warn)
-    buffer.faults = faults
+    budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
+    buffer.budget = budget
     # The watchdog knows since when a call takes too long, so it speaks first.
     ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s, rank_wants(spec))
-    scoring = Scoring(spec.task, partial(factory.scorer, spec.task), faults)
+    scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None
-    runners = playing.runners(spec.task, faults) if "" in experiment.episodic else None
-    scorer = asyncio.create_task(runners.start() if runners is not None else scoring.start())
-    fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status, faults))
+    workers = services.workers(spec.task, budget) if "" in experiment.episodic else None
+    scorer = asyncio.create_task(workers.start() if workers is not None else scoring.start())
+    fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status, budget))
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
         for found in await asyncio.to_thread(unrecorded, run):
@@ -294,10 +296,10 @@ async def _start(
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
     gateway: GatewayClient | None = None
     if experiment.episodic:
-        gateway = await playing.open(client, model_dir, faults)
+        gateway = await services.open(client, model_dir, budget)
     episodes: Episodes | None = None
-    if gateway is not None and runners is not None:
-        episodes = playing.episodes(spec.task, client, gateway, runners, scoring, watchdog.progress)
+    if gateway is not None and workers is not None:
+        episodes = services.episodes(spec.task, client, gateway, workers, scoring, watchdog.progress)
 
     def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
         chosen = spec.evaluation.sets.get(name)
@@ -306,11 +308,11 @@ async def _start(
         encoded = _encoded(prompts, encoder, location, reporter.warn)
         if chosen is None or chosen.task is None:
             return HeldOut(encoded, scoring, episodes)
-        own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), faults)
+        own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
         if gateway is None or name not in experiment.episodic:
             return HeldOut(encoded, own_scoring)
-        own_runners = playing.runners(chosen.task, faults, f"runner-{name}")
-        player = playing.episodes(chosen.task, client, gateway, own_runners, own_scoring, watchdog.progress)
+        own_workers = services.workers(chosen.task, budget, f"runner-{name}")
+        player = services.episodes(chosen.task, client, gateway, own_workers, own_scoring, watchdog.progress)
         return HeldOut(encoded, own_scoring, player)
 
     sets = {name: held_out(name, prompts) for name, prompts in experiment.sets.items()}
@@ -325,12 +327,12 @@ async def _start(
         evaluator=Evaluator(spec, recorder.write_text, client, held_out("", experiment.eval_prompts), sets),
         checkpoints=Checkpoints(run, ranks, spec),
         reporter=reporter,
-        faults=faults,
+        budget=budget,
         watchdog=watchdog,
         skeleton=skeleton_folder,
         model_folder=run.path / MODEL,
     )
-    return Conductor(spec, parts, opening, checkpoint.step if checkpoint else 0)
+    return Orchestrator(spec, parts, opening, checkpoint.step if checkpoint else 0)
 
 
 def _encoded(
@@ -359,15 +361,15 @@ def _encoded(
     return fitting
 
 
-async def _save_before_leaving(conductor: Conductor | None, view: View) -> None:
+async def _save_before_leaving(orchestrator: Orchestrator | None, view: View) -> None:
     """Save a checkpoint if there is time: resuming takes less then. The journal has everything else already."""
-    if conductor is None:
+    if orchestrator is None:
         return
     view.status("stopping: saving where the run is")
     try:
         async with asyncio.timeout(INTERRUPT_S):
-            await conductor.settle()
-            await conductor.checkpoint()
+            await orchestrator.settle()
+            await orchestrator.checkpoint()
     except (TimeoutError, UserError):
         pass
     except Exception as error:  # a full disk, say; the user still stopped the run

@@ -27,10 +27,10 @@ from asyncrl_cli.orchestrator.evaluation import Evaluator, Series
 from asyncrl_cli.orchestrator.metrics import StepClock, batch_digest, step_metrics
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import TOLERANCE, Publisher, PublishReport
-from asyncrl_cli.orchestrator.restart_budget import Faults
-from asyncrl_cli.orchestrator.rollout_scheduler import GroupSource
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
+from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
-from asyncrl_cli.orchestrator.trainer_recovery import Follower
+from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import GENERATION, Wait, Watchdog
 from asyncrl_cli.records.groups import Opening, PublishRecord, StepRecord, Taken, Waiting
@@ -61,13 +61,13 @@ class Parts:
     checkpoints: Checkpoints
     run: RunDirectory
     reporter: Reporter
-    faults: Faults
+    budget: RestartBudget
     watchdog: Watchdog
     skeleton: Path
     model_folder: Path
 
 
-class Conductor:
+class Orchestrator:
     """Drives started parts from where the journal stands to the last step."""
 
     def __init__(self, spec: ExperimentSpec, parts: Parts, opening: Opening, checkpoint_step: int) -> None:
@@ -80,7 +80,7 @@ class Conductor:
         self._step, self._version = opening.step, opening.version
         self._checksum = opening.checksum  # of the bytes of the present version, once that is published
         self._accuracies = dict(opening.evaluated)
-        self._follower = Follower(
+        self._trainer = ResilientTrainer(
             parts.ranks,
             checkpoint_step,
             newest=self._newest_checkpoint,
@@ -104,21 +104,21 @@ class Conductor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                self._groups = GroupSource(
+                self._scheduler = RolloutScheduler(
                     *(self._spec, parts.buffer, parts.client, parts.scoring, parts.prompts),
                     self._spawn,
                     parts.episodes,
                 )
-                parts.buffer.on_reopen = self._groups.reopened
-                parts.client.on_segments = self._groups.note_segments
-                parts.client.on_engine_request = self._groups.note_engine_request
-                parts.client.on_room = self._groups.fill
+                parts.buffer.on_reopen = self._scheduler.reopened
+                parts.client.on_segments = self._scheduler.note_segments
+                parts.client.on_engine_request = self._scheduler.note_engine_request
+                parts.client.on_room = self._scheduler.fill
                 parts.watchdog.on_stall = self._note_stall
-                keeper = EngineKeeper(parts.client, self._publisher, parts.faults, parts.skeleton, self._groups.fill)
+                keeper = EngineKeeper(parts.client, self._publisher, parts.budget, parts.skeleton, self._scheduler.fill)
                 endless = [
-                    tasks.create_task(self._groups.keep_full()),
+                    tasks.create_task(self._scheduler.keep_full()),
                     tasks.create_task(parts.watchdog.watch()),
-                    tasks.create_task(self._follower.guard()),
+                    tasks.create_task(self._trainer.guard()),
                     *(tasks.create_task(keeper.keep(engine)) for engine in parts.client.engines),
                 ]
                 await self._loop()
@@ -137,9 +137,9 @@ class Conductor:
             taken, training = self._in_flight
             await self._note_step(taken, await training, None)
         await self._tell()
-        if not self._follower.between_steps:
+        if not self._trainer.between_steps:
             raise RunError("it was interrupted while it caught up", location="trainer-0")
-        self._step = self._follower.step
+        self._step = self._trainer.step
 
     async def close(self) -> None:
         """The run is over, however it ended: have the journal closed. Whatever goes wrong loses nothing."""
@@ -156,7 +156,7 @@ class Conductor:
         started = time.monotonic()
         await self._tell()
         state = {"step": step, **await parts.buffer.call("fallback", step)}
-        saving = self._follower.at(step, lambda: parts.checkpoints.save(step, state))
+        saving = self._trainer.at(step, lambda: parts.checkpoints.save(step, state))
         saved = await parts.watchdog.until(saving, "the trainer", f"the checkpoint of step {step}")
         removed = await parts.checkpoints.prune(self._accuracies, self._evaluating)
         seconds = time.monotonic() - started
@@ -164,13 +164,13 @@ class Conductor:
 
     async def _loop(self) -> None:
         parts, steps = self._parts, self._spec.stop.steps
-        self._groups.resume(self._opening)  # before any engine serves, and new groups are admitted
-        behind = self._step - self._follower.step
+        self._scheduler.resume(self._opening)  # before any engine serves, and new groups are admitted
+        behind = self._step - self._trainer.step
         parts.reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
         if self._publish_due:
             await self._publish()
         else:
-            await self._follower.at(self._step, _nothing)
+            await self._trainer.at(self._step, _nothing)
         if self._step < steps:
             self._begin_evaluation()
         while self._step < steps:
@@ -192,10 +192,10 @@ class Conductor:
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
         await self._finish_evaluation("the evaluation after training")
-        await self._groups.record_engine_requests()
+        await self._scheduler.record_engine_requests()
         await self.checkpoint()
         parts.reporter.status("saving the model")
-        await self._follower.call(self._step, "save_model", str(parts.model_folder))
+        await self._trainer.call(self._step, "save_model", str(parts.model_folder))
 
     @property
     def _publish_due(self) -> bool:
@@ -209,7 +209,7 @@ class Conductor:
                 if isinstance(answer, Taken):
                     return answer
                 if answer.overdue:
-                    await self._groups.requeue(answer.overdue)
+                    await self._scheduler.requeue(answer.overdue)
                     continue
                 running = f"{parts.client.running} rollouts are running"
                 wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
@@ -219,25 +219,25 @@ class Conductor:
         """The batch is full: what has not ended keeps its tokens, and goes on when engines may generate again."""
         if self._pinned:
             await self._finish_evaluation("the evaluation of the present weights")
-        await self._parts.watchdog.until(self._parts.client.pause(), "the conductor", "engines to stop generating")
+        await self._parts.watchdog.until(self._parts.client.pause(), "the orchestrator", "engines to stop generating")
 
     async def _train(self, taken: Taken) -> StepReport:
         parts = self._parts
         parts.reporter.doing("training", taken.counts)
-        training = asyncio.create_task(self._follower.train(taken.batch))
+        training = asyncio.create_task(self._trainer.train(taken.batch))
         self._in_flight = (taken, training)
         work = asyncio.shield(training)
-        report = await parts.watchdog.until(work, "the conductor", f"the trainer's step {self._step + 1}")
+        report = await parts.watchdog.until(work, "the orchestrator", f"the trainer's step {self._step + 1}")
         self._step += 1
         return report
 
     async def _publish(self) -> PublishReport:
         version, parts = self._version + 1, self._parts
-        serving = self._follower.at(self._step, lambda: self._serve(version))
-        report = await parts.watchdog.until(serving, "the conductor", f"every engine to load version {version}")
+        serving = self._trainer.at(self._step, lambda: self._serve(version))
+        report = await parts.watchdog.until(serving, "the orchestrator", f"every engine to load version {version}")
         await self._record_publish(report)
         self._version, self._checksum = version, report.checksum
-        self._groups.fill()
+        self._scheduler.fill()
         return report
 
     async def _record_publish(self, report: PublishReport) -> None:
@@ -254,7 +254,7 @@ class Conductor:
     async def _write_weights(self, version: int) -> Publication:
         writing = self._parts.ranks.call("publish", version)
         publications = await self._parts.watchdog.until(
-            writing, "the conductor", f"the trainer to write version {version}"
+            writing, "the orchestrator", f"the trainer to write version {version}"
         )
         publication: Publication = publications[0]
         return publication
@@ -280,7 +280,7 @@ class Conductor:
             self._checksum = report.checksum
             await self._record_publish(report)
         elif report.checksum != self._checksum:
-            await self._parts.faults.note(
+            await self._parts.budget.note(
                 "weights",
                 "trainer-0",
                 f"made version {self._version} again with other bits; expected after a change of settings or "
@@ -301,7 +301,7 @@ class Conductor:
 
     async def _lost_trainer(self, lost: TrainerLost) -> None:
         self._publisher.lost()
-        await self._parts.faults.restarting("trainer", lost.name, lost.cause)
+        await self._parts.budget.spend("trainer", lost.name, lost.cause)
 
     # -- between steps
 
@@ -357,7 +357,7 @@ class Conductor:
         if prompts.unusable:
             metrics["data/unusable_prompts"] = float(prompts.unusable)
         if prompts.filter is not None:
-            metrics["data/retired_prompts"] = float(prompts.filter.filtered)
+            metrics["data/filtered_prompts"] = float(prompts.filter.filtered)
         step = taken.batch.step
         self._warn_of_gap(step + 1, report)
         self._parts.reporter.stepped(step + 1, self._version, metrics, time.time())

@@ -106,7 +106,7 @@ def step_metrics(
         "reward/correct": float((rewards >= CORRECT).mean()),
         "response/tokens_mean": float(lengths.mean()),
         "response/tokens_max": float(lengths.max()),
-        "response/cut": float(np.mean([not rollout.finished for rollout in rollouts])),
+        "response/truncated_ratio": float(np.mean([not rollout.finished for rollout in rollouts])),
         "staleness/groups_mean": float(np.mean(batch.staleness)),
         "staleness/groups_max": float(max(batch.staleness)),
         "staleness/tokens_mean": float(lags.mean()),

@@ -17,7 +17,7 @@ WINDOW_S = 6 * 3600.0
 """Seconds over which restarts are counted. One takes 10 minutes at most, so a part that never comes up ends the run."""
 
 
-class Faults:
+class RestartBudget:
     """Counts recent restarts by the kind of part."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Faults:
         self._now = now
         self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind: when, and what it was
 
-    async def restarting(self, kind: Part, name: str, cause: str) -> None:
+    async def spend(self, kind: Part, name: str, cause: str) -> None:
         """The part ``name`` failed and is about to be started again. Raises ``RunError`` when that is one too many."""
         now, hours = self._now(), f"{WINDOW_S / 3600:g} hours"
         recent = [one for one in self._restarts[kind] if one[0] > now - WINDOW_S]

@@ -51,7 +51,7 @@ def rollout_seed(seed: int, group_id: int, index: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class GroupSource:
+class RolloutScheduler:
     """Starts groups while the buffer has room and the engines have slots, and sees their rollouts through.
 
     ``failures`` knows of groups lately lost to failed rollouts; ``rejected_in_a_row`` counts rejections since a group
@@ -77,7 +77,7 @@ class GroupSource:
         self._prompts = prompts
         self._spawn = spawn
         self._episodes = episodes
-        self._playing: dict[str, asyncio.Task[Any]] = {}
+        self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
         self._to_play = 0  # episodes of which the coroutine has yet to begin
         self._untold: list[Segment] = []
         self._engine_requests: list[EngineRequest] = []  # to be recorded with whatever is recorded next
@@ -194,16 +194,16 @@ class GroupSource:
         """See an episode through; its tokens are recorded as they come, and once more whole, with its outcome."""
         self._to_play -= 1
         group_id = admission.group_id
-        playing = asyncio.current_task()
-        if group_id not in self._open or playing is None:  # it was given up at once
+        task = asyncio.current_task()
+        if group_id not in self._open or task is None:  # it was given up at once
             return
-        self._playing[rollout_id] = playing
+        self._episode_tasks[rollout_id] = task
         try:
             rollout, score = await episodes.play(
                 rollout_id, admission.prompt, sampling, group_id, recorded, self._tell_soon
             )
         finally:
-            del self._playing[rollout_id]
+            del self._episode_tasks[rollout_id]
         if group_id in self._open:
             finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
             await self._tell(finished, [_outcome(rollout_id, score)])
@@ -276,8 +276,8 @@ class GroupSource:
     async def _cancel(self, group_id: int) -> None:
         ids = [training_rollout_id(group_id, place) for place in range(self._spec.rollout.group_size)]
         for rollout_id in ids:
-            if (playing := self._playing.get(rollout_id)) is not None:
-                playing.cancel()
+            if (task := self._episode_tasks.get(rollout_id)) is not None:
+                task.cancel()
         await self._client.cancel(ids)
 
     def _check(self) -> None:

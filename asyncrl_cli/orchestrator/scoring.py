@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.spec.sections import TaskSpec
 from asyncrl_cli.system.remote import NoAnswer, wait_for
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
@@ -36,9 +36,9 @@ class Scoring:
     Both methods raise ``UserError`` when the task cannot be loaded (any more), and when too many actors were lost.
     """
 
-    def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], faults: Faults) -> None:
+    def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget) -> None:
         self._make_actor = make_actor
-        self._faults = faults
+        self._budget = budget
         self._actor: Any = None
         self._starting = asyncio.Lock()
         self._calls = task.reward_workers * task.reward_concurrency
@@ -105,7 +105,7 @@ class Scoring:
         try:
             scored: list[Scored | RewardFailure] = await _answer(actor.score.remote(list(responses)), actor)
         except _Lost as lost:
-            await self._give_up(actor, lost)
+            await self._abandon(actor, lost)
             raise
         return scored
 
@@ -117,16 +117,16 @@ class Scoring:
                 try:
                     await _answer(actor.start.remote(), actor)
                 except _Lost as lost:
-                    await self._give_up(actor, lost)
+                    await self._abandon(actor, lost)
                 except BaseException:
                     self._kill()
                     raise
             return self._actor
 
-    async def _give_up(self, actor: Any, lost: _Lost) -> None:
+    async def _abandon(self, actor: Any, lost: _Lost) -> None:
         if actor is self._actor:
             self._kill()
-            await self._faults.restarting("scorer", SCORER, str(lost))
+            await self._budget.spend("scorer", SCORER, str(lost))
 
     def _kill(self) -> None:
         import ray

@@ -21,7 +21,7 @@ from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.orchestrator.publisher import Engine
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
@@ -129,10 +129,10 @@ async def _serve(
             hang_s=spec.rollout.hang_seconds,
             decode=encoder.decode,
         )
-        keeper = EngineKeeper(client, _OwnWeights(), faults, folder, lambda: None)
+        keeper = EngineKeeper(client, _OwnWeights(), budget, folder, lambda: None)
         api_key = secrets.token_urlsafe(32)
         setup = setup_of(spec, str(folder), served.name, api_key)
-        gateway = GatewayClient(setup, factory.gateway, client.generate, faults)
+        gateway = GatewayClient(setup, factory.gateway, client.generate, budget)
         url = await gateway.start()
         try:
             async with asyncio.TaskGroup() as group:
@@ -140,14 +140,14 @@ async def _serve(
                 status("starting engines")
                 there: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
                 there.set_result(folder)
-                await asyncio.gather(*(start_engine(engine, there, faults) for engine in engines))
+                await asyncio.gather(*(start_engine(engine, there, budget) for engine in engines))
                 for engine in client.engines:
                     group.create_task(keeper.keep(engine))
                 ready(Address(f"{url}/v1", api_key, served.name))
         finally:
             await gateway.stop()
 
-    faults = Faults(spec.pipeline.max_restarts, not_recorded, warn)
+    budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
     engines = [EngineProcess(factory, f"engine-{index}", served.version) for index in range(spec.rollout.engines)]
     # Below Ray's folder, which the guardian removes when nobody else can.

@@ -21,7 +21,7 @@ GUARD_S = 2.0
 T = TypeVar("T")
 
 
-class Follower:
+class ResilientTrainer:
     """Trainer ranks that survive their deaths."""
 
     def __init__(

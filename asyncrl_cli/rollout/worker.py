@@ -1,6 +1,6 @@
 """The Ray actor round one engine.
 
-The conductor submits requests in bulk and collects what has ended in bulk: one call each per scheduling
+The orchestrator submits requests in bulk and collects what has ended in bulk: one call each per scheduling
 round instead of one per rollout, so that the cost of remote calls does not grow with short rollouts.
 
 A delivery also brings the tokens of rollouts that have not ended, so that they survive this process: at every weight

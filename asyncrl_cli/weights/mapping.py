@@ -5,7 +5,7 @@ exists in /dev/shm, so nothing can be left behind: the kernel frees the pages wh
 maps them is gone, however it went.
 
 Writer and readers take turns: the trainer writes version v only after every engine has finished loading
-version v - 1, which the conductor enforces by publishing one version at a time.
+version v - 1, which the orchestrator enforces by publishing one version at a time.
 """
 
 from __future__ import annotations

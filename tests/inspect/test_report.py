@@ -404,7 +404,7 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
 
 
 def test_what_never_changes_is_said_and_not_drawn() -> None:
-    flat = course(30).series | {"response/cut": (0.0,) * 30}
+    flat = course(30).series | {"response/truncated_ratio": (0.0,) * 30}
     found = curve_charts({"run": course(30, series=flat)})
     assert found.constant == {"Truncated responses (share)": 0.0}
     assert "Truncated responses (share)" not in [chart.title for chart in found.charts]

@@ -29,7 +29,7 @@ from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
-from asyncrl_cli.orchestrator.loop import Conductor, Parts
+from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.resume import prepare
@@ -401,8 +401,8 @@ class Simulation:
         self.drivers += 1
         self.fate.driver.clear()
         before = asyncio.all_tasks()
-        conductor = await self._start(start)
-        running = asyncio.create_task(conductor.run())
+        orchestrator = await self._start(start)
+        running = asyncio.create_task(orchestrator.run())
         dying = asyncio.create_task(self.fate.driver.wait())
         await asyncio.wait([running, dying], return_when=asyncio.FIRST_COMPLETED)
         finished = running.done()
@@ -412,7 +412,7 @@ class Simulation:
             running.cancel()
             await asyncio.wait([running])
             if self.fate.random.random() < 0.5:  # Ctrl-C, and no SIGKILL
-                await _save_before_leaving(conductor, self.view)
+                await _save_before_leaving(orchestrator, self.view)
         dying.cancel()
         for actor in self._actors:
             actor.die()
@@ -425,12 +425,12 @@ class Simulation:
         assert self.recorder.close() == ""
         return finished
 
-    async def _start(self, start: Start) -> Conductor:
+    async def _start(self, start: Start) -> Orchestrator:
         spec, run = self.spec, self.run
         self.recorder = Recorder(run, self.view.warn)
         reporter = Reporter(self.recorder, self.view, None)
         buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0)
-        buffer.faults = faults = Notes().faults(max_restarts=1000)
+        buffer.budget = budget = Notes().budget(max_restarts=1000)
         opening = await buffer.open(start.kind, start.note, start.base)
         ranks = TrainerRanks(
             lambda rank: self._noted(Rank(self.fate, rank)),
@@ -479,12 +479,12 @@ class Simulation:
             ),
             checkpoints=Checkpoints(run, ranks, spec),
             reporter=reporter,
-            faults=faults,
+            budget=budget,
             watchdog=watchdog,
             skeleton=Path(),
             model_folder=run.path / MODEL,
         )
-        return Conductor(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
+        return Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
 
     def _noted(self, actor: Any) -> Any:
         self._actors.append(actor)

@@ -24,7 +24,7 @@ from asyncrl_cli.gateway.crossing import News, Orders
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import (
     Delivery,
     EngineActivity,
@@ -329,8 +329,8 @@ class Notes(list[tuple[str, str, str]]):
         super().__init__()
         self.warnings: list[str] = []
 
-    def faults(self, max_restarts: int = 10) -> Faults:
-        return Faults(max_restarts, self._record, self.warnings.append)
+    def budget(self, max_restarts: int = 10) -> RestartBudget:
+        return RestartBudget(max_restarts, self._record, self.warnings.append)
 
     async def _record(self, kind: str, part: str, message: str) -> None:
         self.append((kind, part, message))
@@ -355,7 +355,7 @@ class BufferActors:
     def client(self, notes: Notes | None = None, max_restarts: int = 10) -> BufferClient:
         """A client, of which deaths of the buffer are counted in ``notes``."""
         client = BufferClient(self, limit_s=600.0)
-        client.faults = (notes if notes is not None else Notes()).faults(max_restarts)
+        client.budget = (notes if notes is not None else Notes()).budget(max_restarts)
         return client
 
 

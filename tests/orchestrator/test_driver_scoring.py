@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from asyncrl_cli.core.errors import RunError, TaskError
 from asyncrl_cli.orchestrator import scoring
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import TaskSpec
@@ -85,8 +85,8 @@ async def dies_of(deadly: str, texts: list[str]) -> list[Any]:
 class Notes(list[tuple[str, str, str]]):
     """What becomes durable of faults."""
 
-    def faults(self, max_restarts: int = 10) -> Faults:
-        return Faults(max_restarts, self._record, lambda text: None)
+    def budget(self, max_restarts: int = 10) -> RestartBudget:
+        return RestartBudget(max_restarts, self._record, lambda text: None)
 
     async def _record(self, kind: str, part: str, message: str) -> None:
         self.append((kind, part, message))
@@ -94,7 +94,7 @@ class Notes(list[tuple[str, str, str]]):
 
 def scoring_with(*actors: StandIn, max_restarts: int = 10, spec: TaskSpec = SPEC) -> tuple[Scoring, Notes]:
     notes = Notes()
-    return Scoring(spec, iter(actors).__next__, notes.faults(max_restarts)), notes
+    return Scoring(spec, iter(actors).__next__, notes.budget(max_restarts)), notes
 
 
 def test_callers_take_turns_and_get_their_own_in_order(killed: list[Any]) -> None:
@@ -253,7 +253,7 @@ def real(cluster: None, tmp_path: Path) -> tuple[Scoring, Notes]:
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     task = TaskSpec(use="user_rewards:reward", reward_timeout_s=1.0)
     notes = Notes()
-    return Scoring(task, actors(task, tmp_path), notes.faults()), notes
+    return Scoring(task, actors(task, tmp_path), notes.budget()), notes
 
 
 @pytest.mark.stack
@@ -309,6 +309,6 @@ def test_the_actor_itself_may_be_killed_at_any_time(
 @pytest.mark.stack
 def test_a_task_that_is_missing_is_known_at_the_start(cluster: None, tmp_path: Path) -> None:
     task = TaskSpec(use="absent:reward")
-    asked = Scoring(task, actors(task, tmp_path), Notes().faults())
+    asked = Scoring(task, actors(task, tmp_path), Notes().budget())
     with pytest.raises(TaskError, match="no module 'absent'"):
         asyncio.run(asked.start())

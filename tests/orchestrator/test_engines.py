@@ -70,7 +70,7 @@ class Scene:
         self.keeper = EngineKeeper(
             self.client,
             self.publisher,
-            self.notes.faults(max_restarts),
+            self.notes.budget(max_restarts),
             Path("skeleton"),
             on_serving=self.serving.release,
         )

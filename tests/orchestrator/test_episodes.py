@@ -22,7 +22,7 @@ from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionErr
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.orchestrator.episodes import Episodes, _Told
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.continuation import cut, join
@@ -78,7 +78,7 @@ class Scene:
         self.faults: list[str] = []
         anyone: Any = self
         setup = GatewaySetup(spec(), lambda: CHAT, "policy", SECRET)
-        restarts = Faults(limits.pop("max_restarts", 2), self._record, lambda _: None)
+        restarts = RestartBudget(limits.pop("max_restarts", 2), self._record, lambda _: None)
         self.gateway = GatewayClient(setup, self._gateway_actor, self.generate, restarts)
         limit = Limits(max_length=limits.pop("max_length", 200), max_call_tokens=1, **limits)
         self.episodes = Episodes(anyone, self.gateway, anyone, anyone, limits=limit, retries=retries)

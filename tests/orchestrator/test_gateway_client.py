@@ -17,7 +17,7 @@ from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.gateway.crossing import MOST_TOKENS, Crossing, Orders, SessionOpening
 from asyncrl_cli.gateway.session import CallOptions, Limits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
-from asyncrl_cli.orchestrator.restart_budget import Faults
+from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 
@@ -56,9 +56,9 @@ class Scene:
         self.actor = HeldGateway()
         self.model = Model()
         self.told: list[Segment] = []
-        faults = Faults(0, self._record, lambda _: None)
+        budget = RestartBudget(0, self._record, lambda _: None)
         setup = GatewaySetup(spec(), lambda: CHAT, "policy", b"secret")
-        self.client = GatewayClient(setup, lambda: self.actor, self.model.generate, faults)
+        self.client = GatewayClient(setup, lambda: self.actor, self.model.generate, budget)
 
     async def _record(self, *fault: str) -> None:
         """Nothing is made durable here."""

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 from stand_ins import run, segment
-from test_groups import Scene
+from test_rollout_scheduler import Scene
 
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment

@@ -78,7 +78,7 @@ def test_what_work_raises_while_it_ends_is_nobodys_business(caplog: pytest.LogCa
     assert caplog.text == ""
 
 
-class Conductor:
+class Orchestrator:
     """Saves, or does not come to it."""
 
     def __init__(self, settle: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -111,7 +111,7 @@ def test_an_interrupted_run_saves_if_it_can(
 ) -> None:
     if settle is never:
         monkeypatch.setattr(launch, "INTERRUPT_S", 0.01)
-    conductor = Conductor(settle)
+    orchestrator = Orchestrator(settle)
 
     class View:
         said: str = ""
@@ -123,8 +123,8 @@ def test_an_interrupted_run_saves_if_it_can(
             self.warned = text
 
     view = View()
-    run(_save_before_leaving(conductor, view))  # type: ignore[arg-type]
-    assert conductor.saved == saves
+    run(_save_before_leaving(orchestrator, view))  # type: ignore[arg-type]
+    assert orchestrator.saved == saves
     assert (getattr(view, "warned", "") != "") == (settle is full_disk)
     assert view.said == "stopping: saving where the run is"
 

@@ -98,7 +98,7 @@ def test_the_numbers_of_a_step() -> None:
         "reward/correct": 0.5,
         "response/tokens_mean": 2.5,
         "response/tokens_max": 4,
-        "response/cut": 0.25,
+        "response/truncated_ratio": 0.25,
         "staleness/groups_mean": 1.5,
         "staleness/groups_max": 2,
         "staleness/tokens_mean": (2 + 2 + 2 + 1 + 0 + 0 + 0 + 1 + 1 + 1) / 10,

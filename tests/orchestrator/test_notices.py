@@ -28,7 +28,7 @@ from asyncrl_cli.spec.sections import NotifySpec
             "finish",
             "finished 9 steps in 12 s, held-out accuracy (greedy) 0.500",
         ),
-        (RunError("no space", location="journal.db"), "failure", "journal.db: no space."),
+        (RunError("no space", location="journal.db"), "failure", "journal.db: no space"),
         (ZeroDivisionError(), "failure", "ZeroDivisionError"),
         (Interrupted(), None, None),
     ],
@@ -73,7 +73,7 @@ def test_on_a_full_disk_the_cause_is_told_first(tmp_path: Path, monkeypatch: pyt
     (run.path / ".state.json.tmp").mkdir()
     experiment = cast("Experiment", SimpleNamespace(spec=SimpleNamespace(notify=NotifySpec(command="cat > ../told"))))
     monkeypatch.chdir(run.path)
-    with pytest.raises(RunError, match=r"journal.db: no space left on device\. Make room"):
+    with pytest.raises(RunError, match=r"journal.db: no space left on device \(Make room"):
         run_experiment(experiment, run, PlainView(10, out), Start())
     assert json.loads((tmp_path / "told").read_text())["message"].startswith("journal.db: no space")
     assert "state.json cannot be written" in out.getvalue()

@@ -77,7 +77,7 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
         look(
             ("the scorer", "a turn", 0.1),
             ("the trainer", "the batch of step 7", 1.2),
-            ("the conductor", "every engine", 1.1),
+            ("the orchestrator", "every engine", 1.1),
         )
     assert error.value.location == "pipeline"
     first, *others = error.value.message.split("; ")
@@ -85,7 +85,7 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
         r"nothing moved: the trainer waits for the batch of step 7 since \d\d:\d\d:\d\d \(120\d s\)", first
     )
     assert sorted(other.split(" since ")[0] for other in others) == [
-        "the conductor waits for every engine",
+        "the orchestrator waits for every engine",
         "the scorer waits for a turn",
     ]
     assert "asyncrl resume" in error.value.hint
@@ -133,9 +133,9 @@ def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
             scene.dog.progress()
             await scene.look()
             assert scene.told == []
-            with scene.waiting("the conductor", "every engine", 2 * LIMIT_S):
+            with scene.waiting("the orchestrator", "every engine", 2 * LIMIT_S):
                 scene.dog.progress()
-                with pytest.raises(RunError, match="nothing moved: the conductor waits for every engine"):
+                with pytest.raises(RunError, match="nothing moved: the orchestrator waits for every engine"):
                     await scene.look()
 
     asyncio.run(check())
@@ -167,10 +167,10 @@ def test_work_is_watched_until_its_result() -> None:
     async def check() -> None:
         scene = Scene()
         work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(scene.dog.until(work, "the conductor", "the trainer's step 1"))
+        waiting = asyncio.create_task(scene.dog.until(work, "the orchestrator", "the trainer's step 1"))
         await scene.look()
         (wait,) = scene.dog._waits
-        assert str(wait).startswith("the conductor waits for the trainer's step 1 since ")
+        assert str(wait).startswith("the orchestrator waits for the trainer's step 1 since ")
         work.set_result(7)
         assert await waiting == 7
         assert scene.dog._waits == []

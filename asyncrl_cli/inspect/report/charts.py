@@ -67,7 +67,7 @@ LEARNING_RATE = "Learning rate"
 PANELS = (
     Panel(LEARNING, "Reward", {"reward/mean": "mean", "reward/correct": "share correct"}),
     Panel(LEARNING, "Response length (tokens)", {"response/tokens_mean": "mean", "response/tokens_max": "longest"}),
-    Panel(LEARNING, "Truncated responses (share)", {"response/cut": "truncated"}),
+    Panel(LEARNING, "Truncated responses (share)", {"response/truncated_ratio": "truncated"}),
     Panel(LEARNING, "Entropy (nats)", {"train/entropy": "entropy"}),
     Panel(OPTIMIZATION, "Loss", {"train/loss": "loss"}),
     Panel(OPTIMIZATION, "Gradient norm", {"train/gradient_norm": "norm"}),

@@ -146,7 +146,7 @@ def _late(of: Sources) -> dict[str, str]:
         for name, metric, form in (
             ("reward", "reward/mean", ".3f"),
             ("response length (tokens)", "response/tokens_mean", ",.1f"),
-            ("truncated responses", "response/cut", ".1%"),
+            ("truncated responses", "response/truncated_ratio", ".1%"),
             ("tokens clipped below", "train/clip_low_fraction", ".1%"),
             ("tokens clipped above", "train/clip_high_fraction", ".1%"),
             ("importance weight", "correction/importance_mean", ".3f"),

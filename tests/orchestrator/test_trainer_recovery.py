@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stand_ins import run
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.trainer_recovery import Follower
+from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 
@@ -75,7 +75,7 @@ class Scene:
         self.trained: list[int] = []
         self.lost: list[str] = []
         self._max_deaths = max_deaths
-        self.follower = Follower(
+        self.trainer = ResilientTrainer(
             ranks,  # type: ignore[arg-type]
             len(ranks.weights),
             newest=self._newest,
@@ -124,10 +124,10 @@ def test_a_trainer_that_is_level_just_works() -> None:
     async def check() -> None:
         scene = Scene(Ranks())
         for step in range(3):
-            report = await scene.follower.train(batch(step))
+            report = await scene.trainer.train(batch(step))
             assert report.metrics == {"step": step}
-            assert scene.follower.step == step + 1
-        assert await scene.follower.call(3, "publish", 1) == [None, None]
+            assert scene.trainer.step == step + 1
+        assert await scene.trainer.call(3, "publish", 1) == [None, None]
         assert scene.ranks.weights == (0, 1, 2)
         assert (scene.read, scene.trained, scene.lost) == ([], [], [])
         assert scene.passed == [0, 1, 2, 3], "before every work"
@@ -144,11 +144,11 @@ def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> 
             done.append(scene.ranks.weights)
             return "done"
 
-        assert await scene.follower.at(5, work) == "done"
+        assert await scene.trainer.at(5, work) == "done"
         assert done == [(0, 1, 2, 3, 4)], "only at the right step"
         assert scene.read == scene.trained == [2, 3, 4]
         assert scene.passed == [2, 3, 4, 5]
-        assert scene.follower.step == 5
+        assert scene.trainer.step == 5
 
     run(check())
 
@@ -158,10 +158,10 @@ def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(deat
     async def check() -> None:
         scene = Scene(Ranks(dies=once(death)))
         for step in range(3):
-            await scene.follower.train(batch(step))
-        await scene.follower.call(3, "save")
+            await scene.trainer.train(batch(step))
+        await scene.trainer.call(3, "save")
         for step in range(3, 6):
-            await scene.follower.train(batch(step))
+            await scene.trainer.train(batch(step))
         assert scene.ranks.weights == (0, 1, 2, 3, 4, 5)
         assert scene.lost == [death]
         assert scene.read == scene.trained == [3, 4], "and the step that was asked for is the caller's own"
@@ -174,8 +174,8 @@ def test_without_a_checkpoint_everything_is_repeated() -> None:
     async def check() -> None:
         scene = Scene(Ranks(dies=once("publish:4")))
         for step in range(4):
-            await scene.follower.train(batch(step))
-        await scene.follower.call(4, "publish")
+            await scene.trainer.train(batch(step))
+        await scene.trainer.call(4, "publish")
         assert scene.ranks.weights == (0, 1, 2, 3)
         assert scene.read == [0, 1, 2, 3]
 
@@ -186,11 +186,11 @@ def test_deaths_while_catching_up_begin_it_anew() -> None:
     async def check() -> None:
         deaths = ("publish:4", "restart:2", "train_step:3", "after train_step:3", "after publish:4")
         scene = Scene(Ranks())
-        await scene.follower.call(2, "save")
-        await scene.follower.train(batch(2))
-        await scene.follower.train(batch(3))
+        await scene.trainer.call(2, "save")
+        await scene.trainer.train(batch(2))
+        await scene.trainer.train(batch(3))
         scene.ranks.dies = once(*deaths)
-        await scene.follower.call(4, "publish")
+        await scene.trainer.call(4, "publish")
         assert scene.lost == list(deaths)
         assert scene.ranks.weights == (0, 1, 2, 3)
 
@@ -202,15 +202,15 @@ def test_a_death_in_a_callback_of_catching_up_counts_too() -> None:
 
     async def check() -> None:
         scene = Scene(Ranks(dies=once("serve:1")))
-        passed = scene.follower._passed
+        passed = scene.trainer._passed
 
         async def serve(step: int) -> None:
             await passed(step)
             if step == 1:
                 await scene.ranks.call("serve")
 
-        scene.follower._passed = serve
-        await scene.follower.call(2, "save")
+        scene.trainer._passed = serve
+        await scene.trainer.call(2, "save")
         assert scene.lost == ["serve:1"]
         assert scene.ranks.checkpoints == {2: (0, 1)}
 
@@ -221,7 +221,7 @@ def test_too_many_deaths_end_the_work() -> None:
     async def check() -> None:
         scene = Scene(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
         with pytest.raises(RunError, match="too many deaths"):
-            await scene.follower.train(batch(0))
+            await scene.trainer.train(batch(0))
         assert len(scene.lost) == 4
 
     run(check())
@@ -235,9 +235,9 @@ def test_an_error_that_is_no_death_comes_out() -> None:
             raise RunError("the loss is not finite")
 
         with pytest.raises(RunError, match="not finite"):
-            await scene.follower.at(2, work)
+            await scene.trainer.at(2, work)
         assert scene.lost == []
-        await scene.follower.train(batch(2))
+        await scene.trainer.train(batch(2))
 
     run(check())
 
@@ -245,7 +245,7 @@ def test_an_error_that_is_no_death_comes_out() -> None:
 def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
     async def check() -> None:
         scene = Scene(Ranks())
-        await scene.follower.call(1, "save")
+        await scene.trainer.call(1, "save")
         begun, go_on = asyncio.Event(), asyncio.Event()
         call = scene.ranks.call
 
@@ -255,17 +255,17 @@ def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
             return await call(method, *arguments)
 
         scene.ranks.call = slow  # type: ignore[method-assign]
-        catching_up = asyncio.create_task(scene.follower.call(3, "publish"))
+        catching_up = asyncio.create_task(scene.trainer.call(3, "publish"))
         await begun.wait()
-        assert not scene.follower.between_steps
+        assert not scene.trainer.between_steps
         catching_up.cancel()
         await asyncio.wait([catching_up])
-        assert (scene.follower.step, scene.follower.between_steps) == (1, False), "the ranks are still at it"
+        assert (scene.trainer.step, scene.trainer.between_steps) == (1, False), "the ranks are still at it"
         scene.ranks.call = call  # type: ignore[method-assign]
         await scene.ranks.call("train_step", batch(1))
-        await scene.follower.call(2, "look")
+        await scene.trainer.call(2, "look")
         assert scene.ranks.weights == (0, 1), "from the checkpoint on, and not twice"
-        assert (scene.follower.step, scene.follower.between_steps) == (2, True)
+        assert (scene.trainer.step, scene.trainer.between_steps) == (2, True)
 
     run(check())
 
@@ -275,15 +275,15 @@ def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytes
 
     async def check() -> None:
         scene = Scene(Ranks(dies=once("check:2")))
-        await scene.follower.train(batch(0))
-        await scene.follower.call(1, "save")
-        await scene.follower.train(batch(1))
+        await scene.trainer.train(batch(0))
+        await scene.trainer.call(1, "save")
+        await scene.trainer.train(batch(1))
         passed = len(scene.passed)
-        guarding = asyncio.create_task(scene.follower.guard())
+        guarding = asyncio.create_task(scene.trainer.guard())
         while scene.passed[passed:][-2:] != [1, 2]:
             await asyncio.sleep(0)
         assert scene.lost == ["check:2"]
-        await scene.follower.train(batch(2))
+        await scene.trainer.train(batch(2))
         assert scene.ranks.weights == (0, 1, 2)
         guarding.cancel()
 
@@ -294,7 +294,7 @@ def test_weights_of_a_later_step_are_refused() -> None:
     async def check() -> None:
         scene = Scene(Ranks(weights=(0, 1, 2)))
         with pytest.raises(RuntimeError, match="the weights are those after 3 steps, not after 2"):
-            await scene.follower.call(2, "save")
+            await scene.trainer.call(2, "save")
         assert scene.ranks.checkpoints == {}
 
     run(check())
@@ -312,7 +312,7 @@ def test_one_piece_of_work_at_a_time() -> None:
             assert going_on == 1
             going_on -= 1
 
-        await asyncio.gather(*(scene.follower.at(2, work) for _ in range(5)))
+        await asyncio.gather(*(scene.trainer.at(2, work) for _ in range(5)))
         assert scene.ranks.weights == (0, 1)
 
     run(check())
@@ -335,12 +335,12 @@ def test_whatever_dies_when_the_weights_are_those_of_the_batches_in_order(data: 
         ranks.checkpoints[len(ranks.weights)] = ranks.weights
         scene = Scene(ranks)
         saved = {**ranks.checkpoints}
-        await scene.follower.at(behind, lambda: ranks.call("look"))
+        await scene.trainer.at(behind, lambda: ranks.call("look"))
         for step in range(behind, behind + data.draw(st.integers(1, 5))):
-            await scene.follower.train(batch(step))
+            await scene.trainer.train(batch(step))
             assert ranks.weights == tuple(range(step + 1))
             if data.draw(st.booleans()):
-                await scene.follower.call(step + 1, "save")
+                await scene.trainer.call(step + 1, "save")
                 assert ranks.checkpoints[step + 1] == tuple(range(step + 1))
         assert ranks.checkpoints.items() >= saved.items()
 

@@ -8,18 +8,18 @@ import pytest
 from stand_ins import Notes
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.restart_budget import WINDOW_S, Faults, Part
+from asyncrl_cli.orchestrator.restart_budget import WINDOW_S, Part, RestartBudget
 
 
-def restart(faults: Faults, kind: Part, name: str, cause: str) -> None:
-    asyncio.run(faults.restarting(kind, name, cause))
+def restart(budget: RestartBudget, kind: Part, name: str, cause: str) -> None:
+    asyncio.run(budget.spend(kind, name, cause))
 
 
 def test_every_restart_is_recorded_and_shown() -> None:
     notes = Notes()
-    faults = notes.faults(2)
-    restart(faults, "engine", "engine-1", "the process died")
-    restart(faults, "engine", "engine-0", "no answer within 120 s")
+    budget = notes.budget(2)
+    restart(budget, "engine", "engine-1", "the process died")
+    restart(budget, "engine", "engine-0", "no answer within 120 s")
     assert notes == [("engine", "engine-1", "the process died"), ("engine", "engine-0", "no answer within 120 s")]
     assert notes.warnings == [
         "engine-1: the process died; restart 1 of at most 2 in 6 hours",
@@ -29,13 +29,13 @@ def test_every_restart_is_recorded_and_shown() -> None:
 
 def test_one_too_many_ends_the_run_with_the_first_cause() -> None:
     notes = Notes()
-    faults = notes.faults(2)
+    budget = notes.budget(2)
     for name, cause in (("engine-1", "out of memory"), ("engine-0", "died"), ("engine-2", "hangs")):
         if name == "engine-2":
             with pytest.raises(RunError) as error:
-                restart(faults, "engine", name, cause)
+                restart(budget, "engine", name, cause)
         else:
-            restart(faults, "engine", name, cause)
+            restart(budget, "engine", name, cause)
     assert error.value.location == "engine-2"
     assert (
         error.value.message
@@ -47,13 +47,13 @@ def test_one_too_many_ends_the_run_with_the_first_cause() -> None:
 
 
 def test_kinds_are_counted_apart() -> None:
-    faults = Notes().faults(1)
+    budget = Notes().budget(1)
     kinds: list[Part] = ["engine", "trainer", "buffer", "scorer"]
     for kind in kinds:
-        restart(faults, kind, kind, f"the {kind}'s first")
+        restart(budget, kind, kind, f"the {kind}'s first")
     for kind in kinds:
         with pytest.raises(RunError, match=f"the first cause: {kind}: the {kind}'s first"):
-            restart(faults, kind, kind, "again")
+            restart(budget, kind, kind, "again")
 
 
 def test_no_restart_at_all_may_be_allowed() -> None:
@@ -61,25 +61,25 @@ def test_no_restart_at_all_may_be_allowed() -> None:
     with pytest.raises(
         RunError, match="restarted 0 times in 6 hours, and it failed again; the first cause: buffer: gone"
     ):
-        restart(notes.faults(0), "buffer", "buffer", "gone")
+        restart(notes.budget(0), "buffer", "buffer", "gone")
     assert notes == [("buffer", "buffer", "gone")]
 
 
 def test_what_needs_no_restart_is_noted_and_not_counted() -> None:
     notes = Notes()
-    faults = notes.faults(1)
+    budget = notes.budget(1)
     for _ in range(3):
-        asyncio.run(faults.note("weights", "trainer-0", "other bits"))
-    restart(faults, "trainer", "trainer-0", "died")
+        asyncio.run(budget.note("weights", "trainer-0", "other bits"))
+    restart(budget, "trainer", "trainer-0", "died")
     assert notes[:3] == [("weights", "trainer-0", "other bits")] * 3
     assert notes.warnings[:3] == ["trainer-0: other bits"] * 3
 
 
 def test_restarts_of_long_ago_do_not_count() -> None:
     notes, clock = Notes(), [0.0]
-    faults = Faults(2, notes._record, notes.warnings.append, lambda: clock[0])
+    budget = RestartBudget(2, notes._record, notes.warnings.append, lambda: clock[0])
     for number in range(20):
         clock[0] = number * WINDOW_S / 2
-        restart(faults, "engine", "engine-0", f"cause {number}")
+        restart(budget, "engine", "engine-0", f"cause {number}")
     with pytest.raises(RunError, match="the first cause: engine-0: cause 18"):
-        restart(faults, "engine", "engine-0", "again")
+        restart(budget, "engine", "engine-0", "again")

@@ -128,7 +128,7 @@ def started(
             skeleton,
             Path("/step-000004"),
             shown.append,
-            noted.faults(max_restarts),
+            noted.budget(max_restarts),
         )
         assert all(process.actor.started_on == "/skeleton" for process in processes)
         return folder, noted, shown

@@ -34,7 +34,7 @@ from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.failure_share import LEAST
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
-from asyncrl_cli.orchestrator.rollout_scheduler import GroupSource, rollout_seed
+from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken, Waiting
 from asyncrl_cli.records.prompt import Prompt
@@ -94,7 +94,7 @@ class Scene:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the journal and go on from there."""
-        self.groups = GroupSource(
+        self.groups = RolloutScheduler(
             self.spec,
             self.buffer,
             self.client,
