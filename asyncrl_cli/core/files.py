@@ -1,9 +1,10 @@
-"""Writing a file that a user has named."""
+"""Files and folders that appear complete or not at all, so that no reader sees half of one."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +18,63 @@ def is_replaceable(path: Path) -> bool:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, with its folder made. A regular file appears whole or not at all, so that no reader sees half
-    of it. Raises ``OSError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def atomic_write(path: Path, *, private: bool = False, durable: bool = False) -> Iterator[BinaryIO]:
+    """A file to write to, which replaces ``path`` when the block ends without an error.
+
+    Only its owner can read a ``private`` file; a ``durable`` one is on disk when the block has ended. Raises
+    ``OSError``.
+    """
     if not is_replaceable(path):
         with path.open("wb") as file:
             yield file
         return
-    aside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    unfinished = _unfinished(path)
     try:
-        with aside.open("xb") as file:
+        mode = 0o600 if private else 0o666
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file
-        os.replace(aside, path)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        # Sync before the rename: after a power cut, the name must not lead to an empty file.
+        os.replace(unfinished, path)
+        if durable:
+            sync(path.parent)
     finally:
-        aside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)  # also on a full disk, which needs the space
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which is renamed to ``path`` when the block ends without an error, and else removed.
+
+    Its parents are made. Raises ``OSError``, also when ``path`` is a folder that is not empty.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = _unfinished(path)
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        os.rename(unfinished, path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or folder within its folder, on disk too when this returns."""
+    os.rename(source, target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, on disk before returning."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unfinished(path: Path) -> Path:
+    """A hidden name beside ``path``, on the same file system; a random one, as several processes may write it."""
+    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")

@@ -8,8 +8,9 @@ Invariant: what is excluded follows from the visits' outcomes alone, which the j
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
+
+from asyncrl_cli.core.seeds import derive_fraction
 
 
 class PromptFilter:
@@ -41,5 +42,4 @@ class PromptFilter:
         """Whether a prompt's turn in an epoch goes to others."""
         if self._streaks.get(uid, 0) < self._solved_streak:
             return False
-        digest = hashlib.blake2b(f"{self._seed}/{epoch}/{uid}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") / 2**64 >= self._revisit_fraction
+        return derive_fraction(self._seed, epoch, uid) >= self._revisit_fraction

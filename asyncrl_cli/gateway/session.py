@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.chat import ChatError, ChatFormat, before_stop, key, normal
 from asyncrl_cli.gateway.text_stream import TextStream
 from asyncrl_cli.gateway.tool_calls import Tools
@@ -432,8 +433,7 @@ class Session:
             return replace(sampling, seed=options.seed + choice)
         seed = self._sampling.seed
         if seed is not None:
-            digest = hashlib.blake2b(f"{seed}/call/{index}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "big") >> 1
+            seed = derive_seed(seed, "call", index)
         return replace(sampling, seed=seed)
 
     def _refuse_flood(self, characters: int) -> None:

@@ -3,7 +3,7 @@ one would refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl_cli.core.secrets import hide_settings
@@ -43,12 +43,3 @@ def setting(spec: Mapping[str, Any], path: str, default: int) -> int:
     """The whole number under a dotted key, or ``default`` where there is none."""
     value = value_at(spec, path)
     return value if isinstance(value, int) else default
-
-
-def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values; a list is a value."""
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from flattened(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value

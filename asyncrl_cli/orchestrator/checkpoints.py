@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Collection, Mapping
 from contextlib import closing
@@ -18,6 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from asyncrl_cli.core.files import rename
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
@@ -32,7 +32,6 @@ from asyncrl_cli.runs.checkpoints import (
     remove,
     seal,
     sweep,
-    sync,
     verify,
 )
 from asyncrl_cli.runs.directory import RunDirectory
@@ -102,8 +101,7 @@ class Checkpoints:
         (aside / RUN_FILE).write_text(json.dumps(state) + "\n")
         seal(aside, check)
         check()
-        os.rename(aside, final)
-        sync(self._folder)
+        rename(aside, final)
 
     def _prune(self, accuracies: Mapping[int, float], awaited: Collection[int]) -> list[int]:
         found = complete_checkpoints(self._folder)

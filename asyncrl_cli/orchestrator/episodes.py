@@ -12,11 +12,11 @@ or another episode, to blame, and of those only so many may fail.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
+from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.crossing import SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import Limits
 from asyncrl_cli.orchestrator.episode_workers import EpisodeWorkers
@@ -190,5 +190,4 @@ def _seed(seed: int | None, attempt: int) -> int | None:
     """Another attempt gets other random numbers."""
     if seed is None or attempt == 0:
         return seed
-    digest = hashlib.blake2b(f"{seed}/attempt/{attempt}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return derive_seed(seed, "attempt", attempt)

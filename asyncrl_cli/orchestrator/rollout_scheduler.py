@@ -7,13 +7,13 @@ as it allows, and tells the buffer of every token before anything rests on it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.episodes import Episodes, Recorded
 from asyncrl_cli.orchestrator.failure_share import RecentFailures
@@ -47,8 +47,7 @@ TELL_S = 0.25
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
     """The sampling seed of one rollout: a function of what it is, never of when or where it runs."""
-    digest = hashlib.blake2b(f"{seed}/{group_id}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return derive_seed(seed, group_id, index)
 
 
 class RolloutScheduler:

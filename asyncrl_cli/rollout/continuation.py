@@ -8,7 +8,6 @@ arrays back. Text never takes part, except to find a stop string of which two en
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.records.generation import GIVEN, FinishReason, Rollout, RolloutRequest, Sampling, Segment
 
 
@@ -44,8 +44,7 @@ def rest_of(sampling: Sampling, generated: int) -> Sampling:
         return sampling
     seed = sampling.seed
     if seed is not None:
-        digest = hashlib.blake2b(f"{seed}/{generated}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") >> 1
+        seed = derive_seed(seed, generated)
     return replace(sampling, max_tokens=max(sampling.max_tokens - generated, 0), seed=seed)
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -43,7 +44,7 @@ def check_changes(
 
     Raises ``SpecError`` when one of them may not.
     """
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    old, new = _flat(before), _flat(after)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "runs_dir")
     problems = [problem for key in changed if (problem := _problem(key)) is not None]
     if after.pipeline.max_staleness < before.pipeline.max_staleness:
@@ -73,12 +74,6 @@ def _problem(key: str) -> Problem | None:
     return None
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        value = {str(index): item for index, item in enumerate(value)}
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
-    return flat
+def _flat(spec: ExperimentSpec) -> dict[str, Any]:
+    settings = flatten(spec.model_dump(mode="json"), index_lists=True)
+    return {key: value for key, value in settings.items() if value != {}}

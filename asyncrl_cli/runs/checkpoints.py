@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.files import atomic_write, rename, sync
 from asyncrl_cli.runs.directory import RunDirectory
 
 STATE = "state"
@@ -186,15 +187,6 @@ def seal(folder: Path, check: Check = lambda: None) -> None:
         sync(path)
 
 
-def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, on disk before returning."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda: None) -> list[Damage]:
     """What is not as it was written; empty when all is well. Without ``contents`` only names and sizes are compared.
 
@@ -267,8 +259,7 @@ def remove(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint. It is hidden first: half of one must not look like one if we die in between."""
     doomed = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(checkpoint.folder, doomed)
-    sync(doomed.parent)
+    rename(checkpoint.folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -285,11 +276,8 @@ def set_aside_later(folder: Path, step: int | None) -> Path | None:
     if not later:
         marker.unlink(missing_ok=True)
         return None
-    unfinished = marker.with_suffix(".tmp")
-    unfinished.write_text(str(min(marks)))
-    sync(unfinished)
-    os.replace(unfinished, marker)
-    sync(folder)
+    with atomic_write(marker, durable=True) as file:
+        file.write(str(min(marks)).encode())
     aside = next(path for number in count(1) if not (path := folder / f"aside-{number}").exists())
     aside.mkdir()
     for path in later:

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.files import atomic_write
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
@@ -164,18 +165,8 @@ class RunDirectory:
 
     def write_text(self, name: str, text: str, private: bool = False) -> None:
         """Replace a text file whole; a ``private`` one only its owner can read."""
-        path = self.path / name
-        aside = path.with_name(f".{path.name}.tmp")
-        try:
-            aside.unlink(missing_ok=True)  # what a kill left may have another mode
-            with os.fdopen(
-                os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600 if private else 0o644), "w", encoding="utf-8"
-            ) as file:
-                file.write(text)
-            os.replace(aside, path)
-        except OSError:
-            aside.unlink(missing_ok=True)  # half a file is of no use, and its room is: the disk may be full
-            raise
+        with atomic_write(self.path / name, private=private) as file:
+            file.write(text.encode())
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Add one line to a JSON Lines file, whole or not at all."""

@@ -503,6 +503,6 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
-        patch("asyncrl_cli.orchestrator.checkpoints.sync", lambda path: None),
+        patch("asyncrl_cli.core.files.sync", lambda path: None),
     ):
         yield

@@ -105,7 +105,7 @@ def test_a_driver_that_dies_leaves_no_half_checkpoint(
         if dies_at == "write":
             patched.setattr(Path, "write_text", die)
         else:
-            patched.setattr(*{"seal": (subject, "seal", die), "rename": (subject.os, "rename", die)}[dies_at])
+            patched.setattr(subject, dies_at, die)
         with pytest.raises(Killed):
             save(run, ranks, 40)
     assert newest_sound(run) is None
@@ -203,13 +203,13 @@ def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
 ) -> None:
     ranks = StandInRanks(size=50_000_000)
     slow = threading.Event()
-    sync, ticks = subject.sync, []
+    rename, ticks = subject.rename, []
 
-    def sync_slowly(path: Path) -> None:
+    def rename_slowly(source: Path, target: Path) -> None:
         slow.wait(1.0)
-        sync(path)
+        rename(source, target)
 
-    monkeypatch.setattr(subject, "sync", sync_slowly)
+    monkeypatch.setattr(subject, "rename", rename_slowly)
     checkpoints = checkpoints_of(run, ranks, keep_last=1)
 
     async def tick() -> None:

@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.files import written
+from asyncrl_cli.core.files import atomic_write
+from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.report.charts import Chart, curve_charts, sections
 from asyncrl_cli.inspect.report.summary import RunSummary
-from asyncrl_cli.inspect.resolved import flattened
 
 NOT_SET = "not set"
 RUN_ID = re.compile(r"^(.+)-\d{8}-\d{6}-(\w+)$")
@@ -81,7 +81,8 @@ def short_labels(run_ids: Sequence[str]) -> list[str]:
 
 def write(text: str, path: Path) -> None:
     """Write a page whole. Raises ``OSError``."""
-    with written(path) as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
@@ -92,7 +93,7 @@ def embedded(value: Any) -> str:
 
 def differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     """The keys of the specs that are not the same in all runs, with the value of each run."""
-    specs = [dict(flattened(run.spec)) for run in runs]
+    specs = [flatten(run.spec) for run in runs]
     keys = dict.fromkeys(key for spec in specs for key in spec)
     rows = [(key, [_told(spec[key]) if key in spec else NOT_SET for spec in specs]) for key in keys]
     return [(key, values) for key, values in rows if any(a != b for a, b in pairwise(values))]

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from asyncrl_cli.core.flatten import flatten
+
 Number = tuple[str, float, float, int]
 """Name, value, unix time (s) and step."""
 
@@ -39,11 +41,6 @@ def evaluation_numbers(line: str, at: float) -> Iterator[Number]:
             yield f"{prefix}_{name}", value, at, result["step"]
 
 
-def parameters(value: Any, prefix: str = "") -> dict[str, str]:
+def parameters(spec: dict[str, Any]) -> dict[str, str]:
     """A spec flattened to what MLflow takes: dotted names, short texts."""
-    if isinstance(value, dict) and value:
-        flat: dict[str, str] = {}
-        for key, item in value.items():
-            flat |= parameters(item, f"{prefix}.{key}" if prefix else str(key))
-        return flat
-    return {re.sub(r"[^\w.\-/ ]", "_", prefix): str(value)[:PARAMETER_LENGTH]}
+    return {re.sub(r"[^\w.\-/ ]", "_", key): str(value)[:PARAMETER_LENGTH] for key, value in flatten(spec).items()}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.sections import LoraSpec
 
@@ -45,38 +44,38 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
     ``skeleton``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters it was trained
     with; they are merged. ``folder`` appears whole or not at all. Raises ``RunError`` when it is there and not empty.
     """
+    check_target(folder)
+    folder = folder.resolve()  # a link stays, and what it points to is written
+    try:
+        with atomic_folder(folder) as unfinished:
+            _write_model(checkpoint, skeleton, unfinished, lora)
+    except OSError as error:
+        raise RunError(
+            f"the model cannot be written: {error.strerror or error}",
+            location=str(folder),
+            hint="name another folder with --to",
+        ) from None
+
+
+def _write_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: LoraSpec | None) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from asyncrl_cli.train.model.initial import without_progress_bars
     from asyncrl_cli.train.model.lora import merge
 
-    check_target(folder)
-    folder = folder.resolve()  # a link stays, and what it points to is written
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise RunError(
-            f"the folder cannot be made: {error.strerror}", location=str(folder), hint="name another folder with --to"
-        ) from None
-    try:
-        dtype = getattr(torch, checkpoint.trainer().dtype)
-        weights = consolidate(checkpoint)
-        config = AutoConfig.from_pretrained(skeleton)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            if lora is not None:
-                weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
-        model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
-        model.tie_weights()
-        with without_progress_bars():
-            model.save_pretrained(aside)
-        AutoTokenizer.from_pretrained(skeleton).save_pretrained(aside)
-        aside.chmod(0o755)
-        os.rename(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    dtype = getattr(torch, checkpoint.trainer().dtype)
+    weights = consolidate(checkpoint)
+    config = AutoConfig.from_pretrained(skeleton)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if lora is not None:
+            weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+    model.tie_weights()
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(skeleton).save_pretrained(folder)
 
 
 def check_target(folder: Path) -> None:

@@ -1,20 +1,19 @@
 """The model a run starts from: a saved one, or one made from the spec and kept for the next run.
 
 Made models lie in ``<runs folder>/models/<key>``, where the key is a digest of everything that decides the
-weights. A folder appears there whole or not at all: it is made aside and renamed.
+weights. A folder appears there complete or not at all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl_cli import __version__
+from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.spec.sections import ExperimentSpec, ModelSpec
 from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE
@@ -69,38 +68,43 @@ def prepare_model(
     ``load_task`` is called only for a warm start, as importing a task takes its time. Raises ``ModelInitError``
     or ``WarmStartError``.
     """
-    from asyncrl_cli.train.model.initial import build_initial_model
-    from asyncrl_cli.train.warm_start import warm_start
-
     final = made_model_dir(spec)
     if final is None:
         assert spec.model.path is not None
         return Path(spec.model.path)
     if final.is_dir():
         return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".making-", dir=final.parent))
     try:
-        source = Path(spec.model.path) if spec.model.path else aside / "initial"
-        if spec.model.init is not None:
-            build_initial_model(spec.model.init, spec.model.max_length, spec.seed, source, spec.model.chat_template)
-        if spec.model.warm_start is not None:
-            warm_start(
-                source,
-                load_task(),
-                spec.model.warm_start,
-                spec.model.max_length,
-                spec.seed,
-                aside / "warm",
-                progress,
-                spec.model.chat_template,
-            )
-            source = aside / "warm"
-        try:
-            os.rename(source, final)
-        except OSError:
-            if not final.is_dir():  # another run has just made the same model
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        with atomic_folder(final) as folder:
+            _make(spec, load_task, folder, progress)
+    except OSError:
+        if not final.is_dir():  # another run has just made the same model
+            raise
     return final
+
+
+def _make(
+    spec: ExperimentSpec, load_task: Callable[[], Task], folder: Path, progress: Callable[[int, int, float], None]
+) -> None:
+    from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.train.warm_start import warm_start
+
+    model = spec.model
+    if model.init is not None and model.warm_start is None:
+        build_initial_model(model.init, model.max_length, spec.seed, folder, model.chat_template)
+        return
+    assert model.warm_start is not None
+    with tempfile.TemporaryDirectory(prefix=".initial-", dir=folder.parent) as initial:
+        source = Path(model.path or initial)
+        if model.init is not None:
+            build_initial_model(model.init, model.max_length, spec.seed, source, model.chat_template)
+        warm_start(
+            source,
+            load_task(),
+            model.warm_start,
+            model.max_length,
+            spec.seed,
+            folder,
+            progress,
+            model.chat_template,
+        )

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.core.files import is_replaceable, written
+from asyncrl_cli.core.files import atomic_folder, atomic_write, is_replaceable
 from asyncrl_cli.inspect.report.page import write
 
 
 def test_a_regular_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "report.html"
-    with written(path) as file:
+    path = tmp_path / "report.html"
+    with atomic_write(path) as file:
         file.write(b"first")
         assert not path.exists()
-    with pytest.raises(TypeError), written(path) as file:
+    with pytest.raises(TypeError), atomic_write(path) as file:
         file.writelines([b"half", "text"])  # type: ignore[list-item]
     assert path.read_bytes() == b"first"
     assert [found.name for found in path.parent.iterdir()] == ["report.html"]
-    with written(path) as file:
+    with atomic_write(path) as file:
         file.write(b"second")
     assert path.read_bytes() == b"second"
 
@@ -60,3 +60,24 @@ def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path: Path) -> 
         assert link.is_symlink()
         assert target.read_text() == text
     assert {found.name for found in tmp_path.iterdir()} == {"link", "target"}
+
+
+def test_a_private_file_is_private_also_over_a_public_one(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.touch(0o644)
+    with atomic_write(path, private=True, durable=True) as file:
+        file.write(b"{}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "model"
+    with pytest.raises(TypeError), atomic_folder(path) as folder:
+        (folder / "half").write_bytes("text")  # type: ignore[arg-type]
+    assert not list(path.parent.iterdir())
+    with atomic_folder(path) as folder:
+        (folder / "weights").touch()
+        assert not path.exists()
+    with pytest.raises(OSError, match="not empty"), atomic_folder(path) as folder:
+        (folder / "other").touch()
+    assert [found.relative_to(path.parent).as_posix() for found in path.parent.rglob("*")] == ["model", "model/weights"]

@@ -1,0 +1,23 @@
+"""Random numbers that depend on what they are for, and never on when or where they are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed of 63 bits for what ``parts`` name, such as a seed, a group's id and an index.
+
+    Earlier runs are replayed with the same function: it must not change.
+    """
+    return _number(parts) >> 1
+
+
+def derive_fraction(*parts: object) -> float:
+    """A number in [0, 1) for what ``parts`` name."""
+    return _number(parts) / 2**64
+
+
+def _number(parts: tuple[object, ...]) -> int:
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
