@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 import asyncrl_cli
 from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.schema import FILE, schema_text
 
 SPEC = "spec.yaml"
@@ -83,6 +83,5 @@ def find(name: str) -> Template:
     known = {template.name: template for template in templates()}
     if name in known:
         return known[name]
-    close = get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"templates: {', '.join(known)}"
+    hint = did_you_mean(name, known, f"templates: {', '.join(known)}")
     raise TemplateError(f"there is no template {name!r}", hint=hint)

@@ -17,10 +17,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.suggest import did_you_mean
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -66,8 +66,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
 
     known = ToolParserManager.list_registered()
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
+        hint = did_you_mean(name, known, f"use one of {', '.join(known)}")
         raise ToolParserError(f"vLLM has no tool parser {name!r}", location="rollout.tool_parser", hint=hint)
     # vLLM logs every malformed call of the model with its traceback.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)

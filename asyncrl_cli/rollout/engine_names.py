@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.gateway.tool_calls import HERMES
 
 
@@ -42,11 +42,11 @@ def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] 
     """Raises ``ConfigError`` for the first argument of ``rollout.engine_args`` that vLLM does not have."""
     for name in arguments:
         if known is not None and name not in known:
-            close = get_close_matches(name.strip("-").replace("-", "_"), known, n=1)
+            written = name.strip("-").replace("-", "_")
             raise ConfigError(
                 f"vLLM has no engine argument {name!r}",
                 location=f"rollout.engine_args.{name}",
-                hint=f"did you mean {close[0]}?" if close else "remove it; `vllm serve --help` lists the arguments",
+                hint=did_you_mean(written, known, "remove it; `vllm serve --help` lists the arguments"),
             )
 
 
@@ -54,11 +54,10 @@ def check_tool_parser(name: str | None) -> None:
     """Raises ``ConfigError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has."""
     known = tool_parsers() if name not in (None, HERMES) else None
     if known is not None and name not in known:
-        close = get_close_matches(str(name), known, n=1)
         raise ConfigError(
             f"vLLM has no tool parser {name!r}",
             location="rollout.tool_parser",
-            hint=f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(known))}",
+            hint=did_you_mean(str(name), known, f"use one of {', '.join(sorted(known))}"),
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.keys import Key, general, keys
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.renamed import successor
@@ -109,7 +109,7 @@ def _known(location: Location) -> tuple[list[str], str]:
     if answer.endswith("."):
         return [], answer
     if suggestions:
-        return suggestions, f"Did you mean {_choice(suggestions)}?"
+        return suggestions, f"did you mean {_choice(suggestions)}?"
     prefix = ".".join((*filter(None, [general(parent)]), ""))
     siblings = [path.removeprefix(prefix) for path in keys() if path.startswith(prefix)]
     return [], f"Keys here: {', '.join(name for name in siblings if '.' not in name)}."
@@ -161,10 +161,8 @@ def _message(detail: ErrorDetails, words: str = "") -> str:
 
 def _hint(detail: ErrorDetails, key: Key | None) -> str:
     value = detail["input"]
-    if detail["type"] == "literal_error" and isinstance(value, str):
-        close = get_close_matches(value.lower(), _allowed(detail), n=1, cutoff=0.6)
-        if close:
-            return f"did you mean `{close[0]}`?"
+    if detail["type"] == "literal_error" and isinstance(value, str) and (hint := did_you_mean(value, _allowed(detail))):
+        return hint
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "put it in quotes to make it text"
     if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):

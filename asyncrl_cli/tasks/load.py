@@ -12,13 +12,13 @@ Whatever is wrong is a ``TaskError`` that names the field and the hint, raised b
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.user_imports import import_beside
 from asyncrl_cli.spec.rules.task import GYM
 from asyncrl_cli.spec.sections import TaskSpec
@@ -88,8 +88,7 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
     if not (module_name and colon and name):
         raise TaskError(
             f"task.use: there is no ready task {use!r}",
-            hint=f"{_did_you_mean(use, READY)}ready tasks are {', '.join(READY)}, {GYM}<data set>; "
-            "your own is module:name",
+            hint=did_you_mean(use, READY, f"ready tasks are {', '.join(READY)}, {GYM}<data set>; yours is module:name"),
         )
     found = _attribute(_module(module_name, search_path), module_name, name)
     if isinstance(found, type):
@@ -128,7 +127,7 @@ def _attribute(module: Any, module_name: str, name: str) -> Any:
         where = getattr(module, "__file__", None) or module_name
         raise TaskError(
             f"task.use: module {module_name} ({where}) has no {name!r}",
-            hint=f"{_did_you_mean(name, public)}it must be a Task class or a reward function of that module",
+            hint=did_you_mean(name, public, "it must be a Task class or a reward function of that module"),
         ) from None
 
 
@@ -156,10 +155,10 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
         accepted = list(signature.parameters)
         arguments = signature.replace(return_annotation=signature.empty)
         unknown = [option for option in options if option not in accepted]
-        hint = "".join(_did_you_mean(option, accepted) for option in unknown)
+        hints = [did_you_mean(option, accepted) for option in unknown]
         raise TaskError(
             f"task.options do not fit {use}: {error}",
-            hint=f"{hint}it is constructed as {found.__name__}{arguments}",
+            hint=" ".join(filter(None, [*hints, f"it is constructed as {found.__name__}{arguments}"])),
         ) from None
     if is_environment:
         return EnvironmentClass(found, options, use)
@@ -201,8 +200,3 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
             hint="make it async def, or name its second parameter response",
         )
     return AgentFunction(function, use)
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {close[0]}? " if close else ""

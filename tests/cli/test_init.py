@@ -95,9 +95,9 @@ def test_a_folder_in_use_is_left_alone_unless_forced(asyncrl, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("agnet", "x"), "there is no template 'agnet'. Did you mean agent?\n"),
+        (("agnet", "x"), "there is no template 'agnet'. did you mean `agent`?\n"),
         (("zzz", "x"), f"there is no template 'zzz'. Templates: {', '.join(NAMES)}.\n"),
-        (("../reward-function", "x"), "there is no template '../reward-function'. Did you mean reward-function?\n"),
+        (("../reward-function", "x"), "there is no template '../reward-function'. did you mean `reward-function`?\n"),
         (("agent", "file"), "file: there is a file of this name. Name a folder.\n"),
         (("agent", "x" * 300), f"{'x' * 300}: it cannot be written: [Errno 36] File name too long: '{'x' * 300}'.\n"),
         (("agent", "file/below"), "file/below: it cannot be written: [Errno 20] Not a directory: 'file/below'.\n"),

@@ -47,7 +47,7 @@ def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-d
 def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", BROKEN)
     assert (code, out) == (2, "")
-    assert err.startswith(f"{BROKEN}:3:1: seeds: there is no such key\n    Did you mean `seed`?\n")
+    assert err.startswith(f"{BROKEN}:3:1: seeds: there is no such key\n    did you mean `seed`?\n")
     assert "Traceback" not in err
     assert "Traceback" in asyncrl("--debug", "validate-spec", BROKEN)[2]
 
@@ -65,7 +65,7 @@ def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert document["problems"][0] == {
         "path": "seeds",
         "message": "there is no such key",
-        "hint": "Did you mean `seed`?",
+        "hint": "did you mean `seed`?",
         "severity": "error",
         "file": BROKEN,
         "line": 3,

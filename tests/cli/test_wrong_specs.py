@@ -39,8 +39,8 @@ stop: {steps: 20}
 CONFIG = "model.init.config"
 WRONG = [
     # the model
-    ("model.init.architecture=qwen33", "model.init.architecture", "Did you mean qwen3?"),
-    (f"{CONFIG}.hiden_size=96", CONFIG, "Did you mean hidden_size?"),
+    ("model.init.architecture=qwen33", "model.init.architecture", "did you mean `qwen3`?"),
+    (f"{CONFIG}.hiden_size=96", CONFIG, "did you mean `hidden_size`?"),
     (f"{CONFIG}.hidden_size=0", CONFIG, ""),
     (f"{CONFIG}.hidden_size=-96", CONFIG, ""),
     (f"{CONFIG}.hidden_size=big", CONFIG, ""),
@@ -69,7 +69,7 @@ WRONG = [
     ("task.use=nosuch:reward", "task.use", "nosuch.py"),
     ("task.use=exits:reward", "exits.py:3", "Remove the call"),
     ("task.use=raises:reward", "task.use", "raises"),
-    ("task.options={min_term: 2}", "task.options", "Did you mean min_terms?"),
+    ("task.options={min_term: 2}", "task.options", "did you mean `min_terms`?"),
     ("task={mix: [{name: a, use: chain_sum}, {name: b, use: 'own:nosuch'}]}", "task.mix.1.use", ""),
     ("evaluation={sets: {hard: {data: {size: 3}, task: {use: nosuch}}}}", "evaluation.sets.hard.task.use", ""),
     (
@@ -87,12 +87,12 @@ WRONG = [
     ("rollout.max_prompt_tokens=1", "data.train", "Raise rollout.max_prompt_tokens"),
     # engines
     ("rollout.tool_parser=hermess", "rollout.tool_parser", ""),
-    ("rollout.tool_parser=lama3_json", "rollout.tool_parser", "Did you mean llama3_json?"),
+    ("rollout.tool_parser=lama3_json", "rollout.tool_parser", "did you mean `llama3_json`?"),
     ("rollout.engine_args={nosuch: 1}", "rollout.engine_args.nosuch", "Remove it"),
     (
         "rollout.engine_args={gpu_memory_utilisation: 0.5}",
         "rollout.engine_args",
-        "Did you mean gpu_memory_utilization?",
+        "did you mean `gpu_memory_utilization`?",
     ),
     ("rollout.gpus_per_engine=1", "rollout.gpus_per_engine", "to 0 to run on CPU"),
     ("trainer.gpus_per_rank=1", "trainer.gpus_per_rank", "to 0 to run on CPU"),

@@ -231,7 +231,7 @@ def test_other_formats_are_vllms_and_unknown_ones_are_refused() -> None:
         "arguments": '{"e": "1+1"}',
     }
     assert chat.parse([], chat.encode("[calc(e="), [CALC]) == {"role": "assistant", "content": "[calc(e="}
-    with pytest.raises(ToolParserError, match="Did you mean hermes"):
+    with pytest.raises(ToolParserError, match="did you mean `hermes`"):
         tool_parser("hermez", byte_tokenizer())
     with pytest.raises(ToolParserError, match="does not fit this model's tokenizer"):
         tool_parser("mistral", byte_tokenizer())

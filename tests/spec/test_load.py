@@ -62,7 +62,7 @@ def test_broken_yaml_names_every_mistake_where_it_is(monkeypatch: pytest.MonkeyP
     ]
     text = str(SpecError(problems))
     assert f"{DATA}/broken.yaml:22:3: trainer.learning_rate: there is no such key\n" in text
-    assert "Did you mean `trainer.optimizer.learning_rate`, `model.warm_start.learning_rate` or " in text
+    assert "did you mean `trainer.optimizer.learning_rate`, `model.warm_start.learning_rate` or " in text
     assert text.endswith("17 errors")
     assert "Input should" not in text and "pydantic" not in text
 
@@ -143,15 +143,15 @@ def test_sections_of_other_trainers_are_answered_key_by_key(write: Write) -> Non
         "  actor: {optim: {lr: 1e-6}}\nforeign: {junk: {trash: 1}}\n"
     )
     assert [(p.path, p.line, p.hint) for p in mistakes(path)[:2]] == [
-        ("actor_rollout_ref.rollout.n", 6, "Did you mean `rollout.group_size`?"),
-        ("actor_rollout_ref.actor.optim.lr", 8, "Did you mean `trainer.optimizer.learning_rate`?"),
+        ("actor_rollout_ref.rollout.n", 6, "did you mean `rollout.group_size`?"),
+        ("actor_rollout_ref.actor.optim.lr", 8, "did you mean `trainer.optimizer.learning_rate`?"),
     ]
     assert [p.path for p in mistakes(path)[2:]] == ["foreign"]
 
 
 def test_a_dotted_key_in_a_file_has_its_own_location(write: Write) -> None:
     (problem,) = mistakes(write(f"{write().read_text()}trainer: {{}}\ntrainer.ranks: 2\n"))
-    assert (problem.line, problem.hint) == (5, "Did you mean `trainer.ranks`?")
+    assert (problem.line, problem.hint) == (5, "did you mean `trainer.ranks`?")
 
 
 def test_a_broken_extends_does_not_make_keys_missing(write: Write) -> None:

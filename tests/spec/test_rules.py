@@ -77,7 +77,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["task.use=nothing"], "task.use", "Ready tasks: chain_sum, spell_backward"),
         (["task.use=null"], "task", "Give task.use (one task) or task.mix (several)."),
         (["task.mix=[{name: a, use: exact}]"], "task.use", "Set one of the two to null."),
-        (["task.use=null", "task.mix=[{name: a, use: exakt}]"], "task.mix.0.use", "Did you mean `exact`?"),
+        (["task.use=null", "task.mix=[{name: a, use: exakt}]"], "task.mix.0.use", "did you mean `exact`?"),
         (
             ["task.use=null", "task.mix=[{name: a, use: exact}, {name: a, use: gym/any}]"],
             "task.mix.1.name",
@@ -159,7 +159,7 @@ def test_the_same_file_cannot_hold_out_prompts(write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "hint"),
-    [("qwen33", "Did you mean `qwen3`?"), ("Llama", "`llama`?"), ("zzz", "`qwen3` or `llama`")],
+    [("qwen33", "did you mean `qwen3`?"), ("Llama", "`llama`?"), ("zzz", "`qwen3` or `llama`")],
 )
 def test_architectures_that_transformers_has_not(write: Write, architecture: str, hint: str) -> None:
     path = write("model: {init: {architecture: qwen3_moe}}\ntask: {use: math}\nstop: {steps: 10}\n")

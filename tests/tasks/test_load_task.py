@@ -110,7 +110,7 @@ def test_an_environment_class_is_made_anew_for_each_episode(load: Any) -> None:
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        ("chain_sums", "Did you mean chain_sum"),
+        ("chain_sums", "did you mean `chain_sum`"),
         ("nothing_like_it", "Ready tasks are chain_sum, spell_backward"),
         (":f", "no ready task"),
         ("module:", "no ready task"),
@@ -133,8 +133,8 @@ def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "name", "options", "said"),
     [
-        (CLASS, "Ecko", {}, "Did you mean Echo"),
-        (CLASS, "Echo", {"bonsu": 1}, "Did you mean bonus"),
+        (CLASS, "Ecko", {}, "did you mean `Echo`"),
+        (CLASS, "Echo", {"bonsu": 1}, "did you mean `bonus`"),
         (CLASS, "Echo", {"bonus": -1}, "bonus must not be negative"),
         ("class C: pass", "C", {}, "no method reward"),
         ("x = 3", "x", {}, "neither a class nor a function but int"),

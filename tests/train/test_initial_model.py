@@ -88,9 +88,9 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("init", "said"),
     [
-        (ModelInit(architecture="qwen33"), "Did you mean qwen3"),
+        (ModelInit(architecture="qwen33"), "did you mean `qwen3`"),
         (ModelInit(architecture="vit"), "no causal language model of type 'vit'"),
-        (qwen3(hiden_size=16), "Did you mean hidden_size"),
+        (qwen3(hiden_size=16), "did you mean `hidden_size`"),
         (qwen3(vocab_size=100), "vocab_size follows from the tokenizer"),
         (qwen3(eos_token_id=3), "eos_token_id follows from the tokenizer"),
         (qwen3(hidden_size="wide"), "'hidden_size' expected int"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import LARGEST
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule
@@ -67,8 +67,7 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """`model.init.architecture` is one that transformers has a causal language model of."""
     name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
     if spec.model.init and known and name not in known:
-        close = get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else "small models are well served by `qwen3` or `llama`"
+        hint = did_you_mean(name, known, "for a small model, use `qwen3` or `llama`")
         message = f"transformers has no causal language model of type `{name}`"
         yield Problem("model.init.architecture", message, hint)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import MODULE_NAME
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule
@@ -58,6 +58,5 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
                 dotted = module.removesuffix(".py").strip("./").replace("/", ".")
                 yield Problem(path, f"`{use}` is no module:name", f"write it like an import, as `{dotted}:{name}`")
         elif use not in READY_TASKS and not use.startswith(GYM):
-            close = get_close_matches(use, READY_TASKS, n=1)
-            known = f"Ready tasks: {', '.join(READY_TASKS)}, {GYM}<data set>. Your own is `module:name`."
-            yield Problem(path, f"there is no ready task `{use}`", f"did you mean `{close[0]}`?" if close else known)
+            known = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
+            yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, known))

@@ -8,13 +8,13 @@ never trained on, however few different questions a data set has. ``_index`` is 
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.suggest import closest
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
@@ -67,10 +67,10 @@ class Gym:
             raise ValueError(f"rows must be 1 or more, not {rows}")
         names = data_set_names(f"gym/{data_set}")
         if data_set not in names:
-            close = difflib.get_close_matches(data_set, names, n=1)
+            close = closest(data_set, names)
             raise TaskError(
                 f"task.use: reasoning-gym has no data set {data_set!r}",
-                hint=f"did you mean gym/{close[0]}?" if close else f"it has {', '.join(sorted(names))}",
+                hint=f"did you mean `gym/{close[0]}`?" if close else f"it has {', '.join(sorted(names))}",
             )
         self._name = data_set
         self._extract = extract

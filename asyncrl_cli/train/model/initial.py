@@ -10,14 +10,14 @@ from nowhere else, and the weights are a function of the skeleton and the seed a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.sections import ModelInit
 from asyncrl_cli.train.model.tokenizer import character_tokenizer, load_tokenizer, with_chat_template
 
@@ -142,7 +142,7 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
     if init.architecture not in names or init.architecture not in CONFIG_MAPPING:
         raise ModelInitError(
             f"model.init.architecture: transformers has no causal language model of type {init.architecture!r}",
-            hint=f"{_did_you_mean(init.architecture, names)}small models are well served by qwen3 or llama",
+            hint=did_you_mean(init.architecture, names, "for a small model, use qwen3 or llama"),
         )
     config_class = CONFIG_MAPPING[init.architecture]
     _check_keys(init, config_class)
@@ -168,7 +168,7 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
         if key not in known and key not in OLDER_NAMES:
             raise ModelInitError(
                 f"model.init.config: {config_class.__name__} has no {key!r}",
-                hint=f"{_did_you_mean(key, known)}remove it or correct its name",
+                hint=did_you_mean(key, known, "remove it or correct its name"),
             )
 
 
@@ -198,8 +198,3 @@ def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
             f"model.init.config.max_position_embeddings is {positions}, less than model.max_length {max_length}",
             hint="raise it, or leave it out: it then follows from model.max_length",
         )
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {close[0]}? " if close else ""
