@@ -65,7 +65,7 @@ class DurableLedger:
         self._path = path
         self.journal = journal or Journal(path)
         self._settings = settings
-        self._finished: set[tuple[int, int]] = set()  # group and place of running rollouts that are recorded whole
+        self._finished: set[tuple[int, int]] = set()  # group and index of running rollouts that are recorded completely
         with sound(path, LedgerError):
             meta = self.journal.meta()
             self._base: Mapping[str, Any] = meta.get("base", base or {})
@@ -110,7 +110,7 @@ class DurableLedger:
         """Where the run stands. Call it before the first event."""
         with sound(self._path):
             groups = self.journal.open_groups()
-        self._finished = {(group.admission.group_id, place) for group in groups for place in group.unscored}
+        self._finished = {(group.admission.group_id, index) for group in groups for index in group.unscored}
         return Opening(
             step=self.ledger.step,
             version=self.ledger.version,
@@ -164,18 +164,18 @@ class DurableLedger:
         """
         finished, rejected, solved = [], [], []
         for outcome in outcomes:
-            group_id, place = group_and_index(outcome.rollout_id)
+            group_id, index = group_and_index(outcome.rollout_id)
             rewards = self._rewards.get(group_id)
-            if rewards is None or place in rewards:
+            if rewards is None or index in rewards:
                 continue
             if outcome.rollout_id not in told:
                 self.journal.judged(outcome)
-            self._finished.discard((group_id, place))
+            self._finished.discard((group_id, index))
             if outcome.reward is None:
                 self._reject(group_id, "failed")
                 rejected.append((group_id, "failed"))
                 continue
-            rewards[place] = outcome.reward
+            rewards[index] = outcome.reward
             if len(rewards) < self._settings.group_size:
                 continue
             if min(rewards.values()) >= CORRECT:
@@ -248,12 +248,12 @@ class DurableLedger:
         return prompts[self.journal.serial() :]
 
     def _is_unfinished(self, sequence_id: str) -> bool:
-        group_id, place = group_and_index(sequence_id)
-        return place not in self._rewards.get(group_id, (place,)) and (group_id, place) not in self._finished
+        group_id, index = group_and_index(sequence_id)
+        return index not in self._rewards.get(group_id, (index,)) and (group_id, index) not in self._finished
 
     def _forget(self, group_id: int) -> None:
         del self._rewards[group_id]
-        self._finished -= {(group_id, place) for place in range(self._settings.group_size)}
+        self._finished -= {(group_id, index) for index in range(self._settings.group_size)}
 
     def _reject(self, group_id: int, reason: str) -> None:
         self._forget(group_id)

@@ -54,16 +54,18 @@ from asyncrl_cli.records.groups import (
 
 _TABLE = re.compile(r"(?:INTO|UPDATE|FROM) (\w+)")
 _SEGMENT = """
-    INSERT OR REPLACE INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc, at, key_crc)
+    INSERT OR REPLACE INTO segments
+        (group_id, rollout_index, branch, start, version, tokens, logprobs, crc, at, key_crc)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 _ROLLOUT = """
     INSERT INTO rollouts
-        (group_id, place, tokens, finish_reason, reward, failure, metrics, oldest, newest, judged_at, recorded_at, crc)
+        (group_id, rollout_index, tokens, finish_reason, reward, failure, metrics, oldest, newest, scored_at,
+         recorded_at, crc)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
         reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
-        judged_at = excluded.judged_at,
+        scored_at = excluded.scored_at,
         oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at, crc = excluded.crc
 """
 
@@ -84,7 +86,7 @@ class Journal(JournalFile):
         """Open or create it; or only read it, which changes nothing on disk. Raises ``JournalError``."""
         super().__init__(path, to_write)
         self._noted: list[Statement] = []
-        # Rollouts of which segments, but not the whole, are recorded: by group, place, branch and first token.
+        # Rollouts of which segments, but not all, are recorded: by group, index, branch and first token.
         self._in_part: dict[int, dict[int, dict[int, dict[int, _Piece]]]] = {}
 
     # -- events
@@ -142,8 +144,8 @@ class Journal(JournalFile):
         """
         now = time.time()
         for segment in segments:
-            group_id, place, branch = sequence_of(segment.rollout_id)
-            sequences = self._in_part.setdefault(group_id, {}).setdefault(place, {})
+            group_id, index, branch = sequence_of(segment.rollout_id)
+            sequences = self._in_part.setdefault(group_id, {}).setdefault(index, {})
             pieces = sequences.setdefault(branch, {})
             columns = columns_of(segment)
             piece = _Piece(segment.start, segment.end, segment.version, columns[-1])
@@ -155,51 +157,53 @@ class Journal(JournalFile):
             for void in [start for start in pieces if start >= segment.start]:
                 del pieces[void]
                 self._note(
-                    "DELETE FROM segments WHERE group_id = ? AND place = ? AND branch = ? AND start = ?",
-                    *(group_id, place, branch, void),
+                    "DELETE FROM segments WHERE group_id = ? AND rollout_index = ? AND branch = ? AND start = ?",
+                    *(group_id, index, branch, void),
                 )
             pieces[segment.start] = piece
-            self._note_segment(group_id, place, branch, columns, now)
+            self._note_segment(group_id, index, branch, columns, now)
             sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != GIVEN]
             oldest = min((known.version for known in sampled), default=None)
             newest = max((known.version for known in sampled), default=None)
             count = sum(known.end - known.start for known in sampled)
-            self._note_rollout((group_id, place, count, None, None, None, None, oldest, newest), None, now)
+            self._note_rollout((group_id, index, count, None, None, None, None, oldest, newest), None, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """A finished rollout with all its sequences, whole; with its outcome, where that is known."""
         now = time.time()
-        group_id, place = group_and_index(rollout.rollout_id)
+        group_id, index = group_and_index(rollout.rollout_id)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
         verdict = _verdict(outcome) if outcome else (None, None, None)
-        columns = (group_id, place, len(versions), rollout.finish_reason, *verdict, *span)
+        columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
         self._note_rollout(columns, now if outcome else None, now)  # first: it may be refused
-        if self._in_part.get(group_id, {}).pop(place, None):  # cut elsewhere than the whole is
-            self._note("DELETE FROM segments WHERE group_id = ? AND place = ?", group_id, place)
+        if self._in_part.get(group_id, {}).pop(index, None):  # cut elsewhere than the whole is
+            self._note("DELETE FROM segments WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
             for segment in segments_of(sequence):
-                self._note_segment(group_id, place, branch, columns_of(segment), now)
+                self._note_segment(group_id, index, branch, columns_of(segment), now)
 
     def judged(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
-        group_id, place = group_and_index(outcome.rollout_id)
+        group_id, index = group_and_index(outcome.rollout_id)
         verdict = _verdict(outcome)
         self._note(
-            "INSERT INTO rollouts (group_id, place, tokens, reward, failure, metrics, judged_at, recorded_at, crc) "
+            "INSERT INTO rollouts "
+            "(group_id, rollout_index, tokens, reward, failure, metrics, scored_at, recorded_at, crc) "
             "VALUES (?, ?, 0, ?, ?, ?, ?6, ?6, ?) ON CONFLICT DO UPDATE SET reward = excluded.reward, "
-            "failure = excluded.failure, metrics = excluded.metrics, judged_at = excluded.judged_at, "
-            "crc = row_crc(group_id, place, tokens, finish_reason, excluded.reward, excluded.failure, "
+            "failure = excluded.failure, metrics = excluded.metrics, scored_at = excluded.scored_at, "
+            "crc = row_crc(group_id, rollout_index, tokens, finish_reason, excluded.reward, excluded.failure, "
             "excluded.metrics, oldest, newest)",
-            *(group_id, place, *verdict, time.time(), row_crc(group_id, place, 0, None, *verdict, None, None)),
+            *(group_id, index, *verdict, time.time(), row_crc(group_id, index, 0, None, *verdict, None, None)),
         )
 
     def requested(self, requests: Iterable[EngineRequest]) -> None:
         """Requests have left their engines. One that is recorded twice changes nothing."""
         for request in requests:
             self._note(
-                "INSERT OR IGNORE INTO spells (request, begun_at, ended_at, engine, ending) VALUES (?, ?, ?, ?, ?)",
+                "INSERT OR IGNORE INTO engine_requests (request, begun_at, ended_at, engine, ending) "
+                "VALUES (?, ?, ?, ?, ?)",
                 *(request.request_id, request.begun_at, request.ended_at, request.engine, request.ending),
             )
 
@@ -289,18 +293,18 @@ class Journal(JournalFile):
             scored: set[int] = set()
             unscored: dict[int, Rollout] = {}
             prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
-            for place, row in rollouts.items():
+            for index, row in rollouts.items():
                 if row.reward is not None:
-                    scored.add(place)
+                    scored.add(index)
                     continue
                 with explained(self._path):
-                    sequences = sequences_of(self._connection, group_id, place)
-                    check_count(group_id, place, row, sequences)
+                    sequences = sequences_of(self._connection, group_id, index)
+                    check_count(group_id, index, row, sequences)
                 if row.finish_reason is not None:
-                    unscored[place] = rollout_of(group_id, place, group.prompt_ids, sequences, row.finish_reason)
+                    unscored[index] = rollout_of(group_id, index, group.prompt_ids, sequences, row.finish_reason)
                     continue
-                prefixes[place] = sequences
-                self._in_part.setdefault(group_id, {})[place] = {
+                prefixes[index] = sequences
+                self._in_part.setdefault(group_id, {})[index] = {
                     branch: {
                         part.start: _Piece(part.start, part.end, part.version, columns_of(part)[-1]) for part in parts
                     }
@@ -310,14 +314,14 @@ class Journal(JournalFile):
             opened.append(OpenGroup(admission, frozenset(scored), unscored, prefixes))
         return tuple(opened)
 
-    def _note_segment(self, group_id: int, place: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
+    def _note_segment(self, group_id: int, index: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
         start, version, *_, crc = columns
-        keyed = key_crc(group_id, place, branch, start, version, crc)
+        keyed = key_crc(group_id, index, branch, start, version, crc)
         # Unchecked: integers and bytes can always be stored, and this is most of what a run writes.
-        self._noted.append((_SEGMENT, (group_id, place, branch, *columns, at, keyed)))
+        self._noted.append((_SEGMENT, (group_id, index, branch, *columns, at, keyed)))
 
-    def _note_rollout(self, columns: tuple[Any, ...], judged_at: float | None, recorded_at: float) -> None:
-        self._note(_ROLLOUT, *columns, judged_at, recorded_at, row_crc(*columns))
+    def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:
+        self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))
 
     def _note(self, sql: str, *parameters: Any) -> None:
         if fault := fault_in(parameters):

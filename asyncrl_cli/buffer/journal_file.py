@@ -168,10 +168,10 @@ class JournalFile:
         return [prompt_of(*row) for row in rows]
 
     def rewards(self, group_id: int) -> dict[int, float]:
-        """The rewards that a group's rollouts have, by place."""
+        """The rewards that a group's rollouts have, by index."""
         with explained(self._path):
             rollouts = read_rollouts(self._connection, group_id)
-        return {place: row.reward for place, row in rollouts.items() if row.reward is not None}
+        return {index: row.reward for index, row in rollouts.items() if row.reward is not None}
 
     def batch(self, step: int) -> TrainingBatch:
         """The batch of a step, as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""

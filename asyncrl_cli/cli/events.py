@@ -26,7 +26,7 @@ def events(
             "--kind",
             metavar="KIND",
             autocompletion=one_of(_kinds),
-            help="Only these: start, admit, segment, finish, score, group, stay, "
+            help="Only these: start, admit, segment, finish, score, group, request, "
             "batch, step, publish, checkpoint, eval, fault or stall. May be given several times.",
         ),
     ] = None,
@@ -39,12 +39,13 @@ def events(
     docs/events.md says what each kind tells.
     """
     from asyncrl_cli.inspect import event_lines
-    from asyncrl_cli.journal.events import KINDS
+    from asyncrl_cli.journal.events import KINDS, RENAMED_KINDS
     from asyncrl_cli.runs.catalogue import find_run
 
     for name in kind or ():
         if name not in KINDS:
-            raise typer.BadParameter(f"there is no kind {name!r}; one of {', '.join(KINDS)}", param_hint="--kind")
+            known = f"it is {RENAMED_KINDS[name]!r} now" if name in RENAMED_KINDS else f"one of {', '.join(KINDS)}"
+            raise typer.BadParameter(f"there is no kind {name!r}; {known}", param_hint="--kind")
     shown = event_lines.as_json if as_json else event_lines.as_line
     for event in event_lines.run_events(find_run(runs_dir, run), kind or (), follow):
         echo(shown(event))

@@ -98,7 +98,7 @@ def inspect_buffer(
             group_and_index(rollout)
         except ValueError:
             raise typer.BadParameter(
-                "is a group's id and a place in it, such as 12-3", param_hint="--rollout"
+                "is a group's id and an index in it, such as 12-3", param_hint="--rollout"
             ) from None
     found = find_run(runs_dir, run)
 

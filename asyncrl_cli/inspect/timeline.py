@@ -190,7 +190,7 @@ class _Trace:
         """Every rollout of which anything is recorded, in the order of admission."""
         for (
             group,
-            place,
+            index,
             uid,
             state,
             step,
@@ -202,9 +202,9 @@ class _Trace:
             oldest,
             newest,
         ) in self._rows(
-            "SELECT g.id, r.place, g.uid, g.state, g.step, g.admitted_at, r.recorded_at, r.tokens, r.reward, "
+            "SELECT g.id, r.rollout_index, g.uid, g.state, g.step, g.admitted_at, r.recorded_at, r.tokens, r.reward, "
             "r.finish_reason, r.oldest, r.newest "
-            "FROM groups g JOIN rollouts r ON r.group_id = g.id ORDER BY g.id, r.place"
+            "FROM groups g JOIN rollouts r ON r.group_id = g.id ORDER BY g.id, r.rollout_index"
         ):
             start = self._us(admitted_at)
             end = max(start, self._us(recorded_at))
@@ -212,12 +212,12 @@ class _Trace:
             facts |= {"reward": reward, "oldest version": oldest, "newest version": newest}
             if step is not None:
                 facts["trained in step"] = step + 1
-            yield _slice(ROLLOUTS, self._lanes.put(start, end), f"{group}-{place}", start, end, facts)
+            yield _slice(ROLLOUTS, self._lanes.put(start, end), f"{group}-{index}", start, end, facts)
 
     def stays(self) -> Iterator[TraceEvent]:
         """Every stay of a request with an engine, in the order in which they began."""
         for request, engine, begun_at, ended_at, ending in self._rows(
-            "SELECT request, engine, begun_at, ended_at, ending FROM spells ORDER BY begun_at"
+            "SELECT request, engine, begun_at, ended_at, ending FROM engine_requests ORDER BY begun_at"
         ):
             if engine not in self._lanes_of:  # the run had more engines once
                 self._engines.append(engine)

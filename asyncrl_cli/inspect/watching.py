@@ -173,12 +173,14 @@ def neighbour(connection: sqlite3.Connection, place: Place | None, older: bool, 
     """The ended rollout next to a place, by group and place in it; next to None the newest one. None without one, and
     without a wanted one among the next ``SEARCHED``."""
     if place is None:
-        where, order, place = "(group_id, place) > (?, ?)", "DESC", (-1, -1)
+        where, order, place = "(group_id, rollout_index) > (?, ?)", "DESC", (-1, -1)
     else:
-        where, order = ("(group_id, place) < (?, ?)", "DESC") if older else ("(group_id, place) > (?, ?)", "ASC")
-    ordered = f"ORDER BY group_id {order}, place {order}"
+        where, order = (
+            ("(group_id, rollout_index) < (?, ?)", "DESC") if older else ("(group_id, rollout_index) > (?, ?)", "ASC")
+        )
+    ordered = f"ORDER BY group_id {order}, rollout_index {order}"
     found: Place | None = connection.execute(
-        f"SELECT group_id, place FROM (SELECT group_id, place, reward FROM rollouts WHERE {where} "
+        f"SELECT group_id, rollout_index FROM (SELECT group_id, rollout_index, reward FROM rollouts WHERE {where} "
         f"AND finish_reason IS NOT NULL {ordered} LIMIT {1 if wanted == 'all' else SEARCHED}) "
         f"WHERE {_WANTED[wanted]} {ordered} LIMIT 1",
         place,
@@ -189,8 +191,8 @@ def neighbour(connection: sqlite3.Connection, place: Place | None, older: bool, 
 def of_step(connection: sqlite3.Connection, step: int, wanted: Wanted = "all") -> Place | None:
     """The newest wanted rollout of a step's batch, counted from 1."""
     found: Place | None = connection.execute(
-        "SELECT group_id, place FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = ?) "
-        f"AND finish_reason IS NOT NULL AND {_WANTED[wanted]} ORDER BY group_id DESC, place DESC LIMIT 1",
+        "SELECT group_id, rollout_index FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = ?) "
+        f"AND finish_reason IS NOT NULL AND {_WANTED[wanted]} ORDER BY group_id DESC, rollout_index DESC LIMIT 1",
         (step - 1,),
     ).fetchone()
     return found

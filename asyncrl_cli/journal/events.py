@@ -90,7 +90,7 @@ class Segment(Event):
 
     name = "segment"
     query = (
-        "SELECT at, group_id || '-' || place, branch, start, length(tokens) / 4, version FROM segments "
+        "SELECT at, group_id || '-' || rollout_index, branch, start, length(tokens) / 4, version FROM segments "
         "WHERE at > :since AND group_id >= :group"
     )
 
@@ -107,7 +107,7 @@ class Finish(Event):
 
     name = "finish"
     query = (
-        "SELECT recorded_at, group_id || '-' || place, tokens, finish_reason, oldest, newest FROM rollouts "
+        "SELECT recorded_at, group_id || '-' || rollout_index, tokens, finish_reason, oldest, newest FROM rollouts "
         "WHERE recorded_at > :since AND group_id >= :group AND finish_reason IS NOT NULL"
     )
 
@@ -124,8 +124,8 @@ class Score(Event):
 
     name = "score"
     query = (
-        "SELECT judged_at, group_id || '-' || place, reward, coalesce(failure, ''), metrics FROM rollouts "
-        "WHERE judged_at > :since AND group_id >= :group"
+        "SELECT scored_at, group_id || '-' || rollout_index, reward, coalesce(failure, ''), metrics FROM rollouts "
+        "WHERE scored_at > :since AND group_id >= :group"
     )
 
     rollout: str
@@ -151,11 +151,11 @@ class Group(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Stay(Event):
+class Request(Event):
     """A request has left an engine that had it since ``begun_at``."""
 
-    name = "stay"
-    query = "SELECT ended_at, request, engine, begun_at, ending FROM spells WHERE ended_at > :since"
+    name = "request"
+    query = "SELECT ended_at, request, engine, begun_at, ending FROM engine_requests WHERE ended_at > :since"
 
     request: str
     engine: str
@@ -264,11 +264,13 @@ class Stall(Event):
 KINDS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
-        *(Start, Admit, Segment, Finish, Score, Group, Stay, Batch, Step),
+        *(Start, Admit, Segment, Finish, Score, Group, Request, Batch, Step),
         *(Publish, Checkpoint, Evaluation, Fault, Stall),
     )
 }
 """All kinds of events, by name."""
+RENAMED_KINDS = {"stay": "request"}
+"""Names of kinds in earlier versions, and the present ones."""
 
 
 def events(connection: sqlite3.Connection, kinds: Collection[str] = (), since: float = 0.0) -> Iterator[Event]:

@@ -367,24 +367,24 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
     group = read_group(connection, group_id)
     rollouts = [
         RolloutRecord(
-            rollout_id=training_rollout_id(group_id, place),
+            rollout_id=training_rollout_id(group_id, index),
             tokens=row_of.tokens,
             finish_reason=row_of.finish_reason,
             reward=row_of.reward,
             failure=row_of.failure,
             metrics=row_of.measured(),
             recorded_at=row_of.recorded_at,
-            segments=_segments(connection, group_id, place),
+            segments=_segments(connection, group_id, index),
         )
-        for place, row_of in read_rollouts(connection, group_id).items()
+        for index, row_of in read_rollouts(connection, group_id).items()
     ]
     return GroupRecord(GroupRow(*row), group.prompt, group.prompt_ids, tuple(rollouts))
 
 
-def _segments(connection: sqlite3.Connection, group_id: int, place: int) -> tuple[Segment, ...]:
+def _segments(connection: sqlite3.Connection, group_id: int, index: int) -> tuple[Segment, ...]:
     """A rollout's segments; those that were recorded piece by piece under one version are joined."""
     joined = []
-    for sequence in sequences_of(connection, group_id, place).values():
+    for sequence in sequences_of(connection, group_id, index).values():
         for _, pieces in groupby(sequence, key=lambda segment: segment.version):
             first, *more = pieces
             joined.append(

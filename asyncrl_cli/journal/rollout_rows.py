@@ -77,12 +77,12 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
     if len(rewards) != size or len(rows) != size:
         raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
     rollouts = []
-    for place, row in rows.items():
-        sequences = sequences_of(connection, group_id, place)
+    for index, row in rows.items():
+        sequences = sequences_of(connection, group_id, index)
         if row.tokens and not sequences and _is_pruned(connection, group_id):
             raise LookupError(f"the tokens of step {step} are pruned")
-        check_count(group_id, place, row, sequences)
-        rollouts.append(rollout_of(group_id, place, group.prompt_ids, sequences, row.finish_reason))
+        check_count(group_id, index, row, sequences)
+        rollouts.append(rollout_of(group_id, index, group.prompt_ids, sequences, row.finish_reason))
     measured = tuple(row.measured() for row in rows.values())
     return TrainingGroup(
         group_id, group.prompt.uid, group.version, tuple(rollouts), tuple(rewards), measured if any(measured) else ()
@@ -105,33 +105,34 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
-    """What is recorded of a group's rollouts beside tokens, by place. Raises ``sqlite3.DatabaseError`` for damage."""
+    """What is recorded of a group's rollouts beside tokens, by index. Raises ``sqlite3.DatabaseError`` for damage."""
     rollouts = {}
-    for place, crc, *columns in connection.execute(
-        f"SELECT place, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY place", (group_id,)
+    for index, crc, *columns in connection.execute(
+        f"SELECT rollout_index, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY rollout_index",
+        (group_id,),
     ):
         # Schema 4 once took the checksum of a reward of -0.0, which SQLite stores as 0.0.
-        fitting = (function(group_id, place, *columns[:-1]) for function in (row_crc, _crc_of_negative_zero))
+        fitting = (function(group_id, index, *columns[:-1]) for function in (row_crc, _crc_of_negative_zero))
         if crc is not None and crc not in fitting:
-            raise _malformed(f"rollout {training_rollout_id(group_id, place)} has another checksum")
-        rollouts[place] = RolloutRow(*columns)
+            raise _malformed(f"rollout {training_rollout_id(group_id, index)} has another checksum")
+        rollouts[index] = RolloutRow(*columns)
     return rollouts
 
 
-def sequences_of(connection: sqlite3.Connection, group_id: int, place: int) -> dict[int, tuple[Segment, ...]]:
+def sequences_of(connection: sqlite3.Connection, group_id: int, index: int) -> dict[int, tuple[Segment, ...]]:
     """The recorded segments of a rollout's sequences, by branch. Raises ``sqlite3.DatabaseError`` for damaged ones."""
-    name = training_rollout_id(group_id, place)
+    name = training_rollout_id(group_id, index)
     rows = connection.execute(
         "SELECT branch, start, version, tokens, logprobs, crc, key_crc FROM segments "
-        "WHERE group_id = ? AND place = ? ORDER BY branch, start",
-        (group_id, place),
+        "WHERE group_id = ? AND rollout_index = ? ORDER BY branch, start",
+        (group_id, index),
     )
     sequences = {}
     for branch, of_branch in groupby(rows, key=lambda row: row[0]):
         segments = []
         end = 0
         for _, start, version, tokens, logprobs, crc, keyed in of_branch:
-            key = (group_id, place, branch, start, version)
+            key = (group_id, index, branch, start, version)
             if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
                 raise _malformed(f"the tokens of rollout {name} have another checksum")
             if start != end:
@@ -143,11 +144,11 @@ def sequences_of(connection: sqlite3.Connection, group_id: int, place: int) -> d
     return sequences
 
 
-def check_count(group_id: int, place: int, row: RolloutRow, sequences: Mapping[int, Sequence[Segment]]) -> None:
+def check_count(group_id: int, index: int, row: RolloutRow, sequences: Mapping[int, Sequence[Segment]]) -> None:
     """Raise ``sqlite3.DatabaseError`` unless these are all the sampled tokens of a rollout."""
     held = sum(len(part.response_ids) for parts in sequences.values() for part in parts if part.version != GIVEN)
     if held != row.tokens:
-        name = training_rollout_id(group_id, place)
+        name = training_rollout_id(group_id, index)
         raise _malformed(f"rollout {name} has {held} of its {row.tokens} tokens")
 
 
@@ -200,9 +201,9 @@ def _as_stored(value: Any) -> Any:
     return zlib.crc32(value) if isinstance(value, bytes) else value if value is None else str(value)
 
 
-def key_crc(group_id: int, place: int, branch: int, start: int, version: int, crc: int) -> int:
+def key_crc(group_id: int, index: int, branch: int, start: int, version: int, crc: int) -> int:
     """The CRC-32 of which tokens a segment has, and of their own ``crc``."""
-    return zlib.crc32(b"%d,%d,%d,%d,%d,%d" % (group_id, place, branch, start, version, crc))
+    return zlib.crc32(b"%d,%d,%d,%d,%d,%d" % (group_id, index, branch, start, version, crc))
 
 
 def _crc(tokens: bytes, logprobs: bytes) -> int:
@@ -215,13 +216,13 @@ def _malformed(what: str) -> sqlite3.DatabaseError:
 
 def rollout_of(
     group_id: int,
-    place: int,
+    index: int,
     prompt_ids: tuple[int, ...],
     sequences: Mapping[int, Sequence[Segment]],
     finish_reason: Any,
 ) -> Rollout:
     """A rollout with its branches, which are said to have ended as it did: how is not recorded of them."""
-    name = training_rollout_id(group_id, place)
+    name = training_rollout_id(group_id, index)
     root, *branches = (
         _sequence(branch_id(name, branch), prompt_ids, sequences.get(branch, ()), finish_reason)
         for branch in sorted({0, *sequences})

@@ -5,8 +5,8 @@
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), cut where the weight version
                  changes; version -1 is for tokens that were given and not sampled
-    spells       one row per stay of a request with an engine; ``request`` is GROUP-PLACE, of an episode's call
-                 GROUP-PLACE/CALL, and eval:... of an evaluation's
+    engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, of an episode's call
+                 GROUP-INDEX/CALL, and eval:... of an evaluation's
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
     publishes    one row per weight version, with the checksum of the published bytes
     checkpoints, evaluations, failures, starts    the rest of the run's history
@@ -122,7 +122,24 @@ MIGRATIONS = (
     INSERT INTO meta SELECT 'pruned_to',
         coalesce((SELECT min(group_id) FROM segments), (SELECT max(id) + 1 FROM groups), 0);
     """,
+    # Other names for the same values; ``AS_NEWEST`` has them, too.
+    """
+    ALTER TABLE rollouts RENAME COLUMN place TO rollout_index;
+    ALTER TABLE rollouts RENAME COLUMN judged_at TO scored_at;
+    ALTER TABLE segments RENAME COLUMN place TO rollout_index;
+    ALTER TABLE spells RENAME TO engine_requests;
+    """,
 )
+
+AS_NEWEST = {
+    4: """
+    CREATE TEMP VIEW rollouts AS SELECT *, place AS rollout_index, judged_at AS scored_at FROM main.rollouts;
+    CREATE TEMP VIEW segments AS SELECT *, place AS rollout_index FROM main.segments;
+    CREATE TEMP VIEW engine_requests AS SELECT * FROM main.spells;
+    """
+}
+"""Views that make a journal of an older schema look like one of the newest, by the older schema's number. Others are
+read as a copy that is migrated."""
 
 
 DAMAGED = (
@@ -201,7 +218,12 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             raise JournalError(
                 "this is not a journal of asyncrl", location=str(path), hint="restore the run's own file from a copy"
             )
-        return connection if number == len(MIGRATIONS) else _up_to_date_copy(connection, path)
+        if number == len(MIGRATIONS):
+            return connection
+        if number in AS_NEWEST:
+            connection.executescript(AS_NEWEST[number])
+            return connection
+        return _up_to_date_copy(connection, path)
 
 
 def is_begun(path: Path) -> bool:

@@ -224,12 +224,12 @@ def _token_breaches(
         if version < admitted_at
         else "newer than its batch"
     )
-    for place, branch, start, count in connection.execute(
-        "SELECT place, branch, start, length(tokens) / 4 FROM segments "
-        "WHERE group_id = ? AND version = ? ORDER BY place, branch, start",
+    for index, branch, start, count in connection.execute(
+        "SELECT rollout_index, branch, start, length(tokens) / 4 FROM segments "
+        "WHERE group_id = ? AND version = ? ORDER BY rollout_index, branch, start",
         (group_id, version),
     ):
-        name = branch_id(training_rollout_id(group_id, place), branch)
+        name = branch_id(training_rollout_id(group_id, index), branch)
         yield Breach(
             step, group_id, f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
         )

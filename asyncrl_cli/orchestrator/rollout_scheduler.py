@@ -161,11 +161,11 @@ class RolloutScheduler:
         """Request what is missing of a group, and judge what is there without a reward."""
         admission = group.admission
         self._open[admission.group_id] = admission
-        for place in range(self._spec.rollout.group_size):
-            if place not in group.scored and place not in group.unscored:
-                recorded = group.prefixes.get(place, {})
-                sampling = replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, place))
-                rollout_id = training_rollout_id(admission.group_id, place)
+        for index in range(self._spec.rollout.group_size):
+            if index not in group.scored and index not in group.unscored:
+                recorded = group.prefixes.get(index, {})
+                sampling = replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, index))
+                rollout_id = training_rollout_id(admission.group_id, index)
                 if admission.prompt_ids:
                     self._request(admission, rollout_id, sampling, recorded.get(0, ()))
                 elif self._episodes is not None:
@@ -273,7 +273,7 @@ class RolloutScheduler:
             self._prompts.visited(admission.prompt.uid, group_id in settled.solved)
 
     async def _cancel(self, group_id: int) -> None:
-        ids = [training_rollout_id(group_id, place) for place in range(self._spec.rollout.group_size)]
+        ids = [training_rollout_id(group_id, index) for index in range(self._spec.rollout.group_size)]
         for rollout_id in ids:
             if (task := self._episode_tasks.get(rollout_id)) is not None:
                 task.cancel()

@@ -117,12 +117,12 @@ def publish_record(version: int, step: int) -> PublishRecord:
 
 def group_rollouts(group_id: int, versions: Sequence[int] = (0, 0)) -> list[Rollout]:
     """The rollouts of a group."""
-    return [rollout(training_rollout_id(group_id, place), versions) for place in range(SETTINGS.group_size)]
+    return [rollout(training_rollout_id(group_id, index), versions) for index in range(SETTINGS.group_size)]
 
 
 def group_outcomes(group_id: int) -> list[Outcome]:
     """Rewards that differ, so that the group is finished."""
-    return [Outcome(training_rollout_id(group_id, place), float(place)) for place in range(SETTINGS.group_size)]
+    return [Outcome(training_rollout_id(group_id, index), float(index)) for index in range(SETTINGS.group_size)]
 
 
 def commit(book: DurableLedger) -> None:

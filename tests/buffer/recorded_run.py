@@ -126,12 +126,12 @@ class RecordedRun:
             self._started(admission.group_id)
         self.commit()
 
-    def rollout(self, group_id: int, place: int) -> Rollout:
+    def rollout(self, group_id: int, index: int) -> Rollout:
         """A rollout of a group that ends now: its first half is of the version at admission."""
         half = len(self._response) // 2
         versions = [self._admitted_at[group_id]] * half + [self.book.ledger.version] * (len(self._response) - half)
         return Rollout(
-            rollout_id=training_rollout_id(group_id, place),
+            rollout_id=training_rollout_id(group_id, index),
             prompt_ids=self.prompt_ids,
             response_ids=np.array(self._response, np.int32),
             logprobs=-np.arange(len(versions), dtype=np.float32) / 4,
@@ -150,10 +150,10 @@ class RecordedRun:
 
     def _end_first(self) -> None:
         self.now, group_id = heappop(self._ends)
-        places = range(self.settings.group_size)
-        self.book.record(self.rollout(group_id, place) for place in places)
+        indices = range(self.settings.group_size)
+        self.book.record(self.rollout(group_id, index) for index in indices)
         self.book.judge(
-            Outcome(training_rollout_id(group_id, place), float(place % 2), metrics=self.metrics) for place in places
+            Outcome(training_rollout_id(group_id, index), float(index % 2), metrics=self.metrics) for index in indices
         )
         self.fill()
 
@@ -181,9 +181,9 @@ class EpisodeRun(RecordedRun):
     asked: Sequence[int] = (11, 12, 13)
     tool: Sequence[int] = (14, 15)
 
-    def rollout(self, group_id: int, place: int) -> Rollout:
+    def rollout(self, group_id: int, index: int) -> Rollout:
         """As the base class has it, with what the policy was given between."""
-        answered = super().rollout(group_id, place)
+        answered = super().rollout(group_id, index)
         half = len(self._response) // 2
         calls = answered.response_ids[:half], answered.response_ids[half:]
         old, new = answered.versions[:half].tolist(), answered.versions[half:].tolist()

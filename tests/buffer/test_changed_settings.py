@@ -73,7 +73,7 @@ def test_a_strict_policy_is_refused_while_groups_are_late(path: Path, policy: On
     behind(path).journal.close()
     with pytest.raises(JournalError, match=f"cannot change from train to {policy} now: [0-9]+ of the groups") as caught:
         DurableLedger(path, by(policy))
-    assert "Resume without this change" in caught.value.hint
+    assert "resume without this change" in caught.value.hint
     assert DurableLedger(path, by("train")).ledger.on_stale == "train", "as before"
 
 

@@ -55,9 +55,9 @@ def reopened(book: DurableLedger, path: Path) -> tuple[DurableLedger, Opening]:
     return opened(path)
 
 
-def prefix(opening: Opening, group_id: int, place: int, branch: int = 0) -> tuple[Segment, ...]:
+def prefix(opening: Opening, group_id: int, index: int, branch: int = 0) -> tuple[Segment, ...]:
     (group,) = (group for group in opening.groups if group.admission.group_id == group_id)
-    return group.prefixes.get(place, {}).get(branch, ())
+    return group.prefixes.get(index, {}).get(branch, ())
 
 
 def test_a_new_journal_begins_at_the_beginning(path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_sequences_of_an_episode_are_recorded_each_by_itself(path: Path) -> 
         tokens(part(again, 0, 1)),
         tokens(dropped),
     ]
-    row = "SELECT tokens, oldest, newest FROM rollouts WHERE group_id = 0 AND place = 1"
+    row = "SELECT tokens, oldest, newest FROM rollouts WHERE group_id = 0 AND rollout_index = 1"
     assert book.journal._connection.execute(row).fetchone() == (4, 0, 3), "given tokens have no version"
 
     ended = episode([root, branch])
@@ -411,8 +411,8 @@ def test_which_prompts_are_solved_is_known_after_a_restart(path: Path) -> None:
     )
     solved: set[int] = set()
     for group_id, (_, pair) in enumerate(visits):
-        for place, reward in enumerate(pair):
-            name = f"{group_id}-{place}"
+        for index, reward in enumerate(pair):
+            name = f"{group_id}-{index}"
             solved |= set(book.record([rollout(name)], [Outcome(name, reward)]).solved)
     solved |= set(book.record([], [Outcome(f"{len(visits)}-0", None, "no memory")]).solved)
     assert solved == {group_id for group_id, (_, pair) in enumerate(visits) if min(pair) >= 1.0}

@@ -246,8 +246,8 @@ class Crashes(RuleBasedStateMachine):
         self._die()
         self.known = self.saved.copy()
         opening = self._opened_as_saved()
-        places = [place for group in opening.groups for place in group.prefixes.values()]
-        prefixes = [prefix for branches in places for prefix in branches.values()]
+        indices = [index for group in opening.groups for index in group.prefixes.values()]
+        prefixes = [prefix for branches in indices for prefix in branches.values()]
         self.engines = {prefix[0].rollout_id: joined(prefix[0].rollout_id, prefix) for prefix in prefixes}
         self.delivered = {prefix[0].rollout_id: prefix[-1].end for prefix in prefixes}
         self.calls = []
@@ -302,12 +302,12 @@ class Crashes(RuleBasedStateMachine):
         for group in opening.groups:
             group_id = group.admission.group_id
             assert group.admission.prompt.uid == known.uids[group_id]
-            for place, name in enumerate(self._names(group_id)):
-                assert (place in group.scored) == (name in known.outcomes)
-                assert (place in group.unscored) == (name in known.recorded and name not in known.outcomes)
-                if place in group.unscored:
-                    assert whole(group.unscored[place]) == whole(known.recorded[name])
-                found = group.prefixes.get(place, {})
+            for index, name in enumerate(self._names(group_id)):
+                assert (index in group.scored) == (name in known.outcomes)
+                assert (index in group.unscored) == (name in known.recorded and name not in known.outcomes)
+                if index in group.unscored:
+                    assert whole(group.unscored[index]) == whole(known.recorded[name])
+                found = group.prefixes.get(index, {})
                 assert {
                     branch_id(name, branch): tokens(joined(branch_id(name, branch), found[branch])) for branch in found
                 } == {
@@ -417,8 +417,8 @@ class Crashes(RuleBasedStateMachine):
         return TrainingBatch(batch.step, batch.version, tuple(groups))
 
     def _names(self, *group_ids: int) -> list[str]:
-        places = range(self.settings.group_size)
-        return [training_rollout_id(group_id, place) for group_id in group_ids for place in places]
+        indices = range(self.settings.group_size)
+        return [training_rollout_id(group_id, index) for group_id in group_ids for index in indices]
 
     def _running(self) -> list[str]:
         """Rollouts that are generated."""

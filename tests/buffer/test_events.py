@@ -40,7 +40,7 @@ def whole(recorded: RecordedRun, path: Path) -> None:
     )
     journal.failed("engine", "engine-1", "the process died")
     journal.failed("stall", "the trainer", "the trainer waits")
-    journal.stayed([EngineRequest("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop")] * 2)
+    journal.requested([EngineRequest("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop")] * 2)
     recorded.commit()
     recorded.crash(60.0)
     recorded.step()
@@ -70,7 +70,7 @@ def test_everything_is_told_once_and_in_order(recorded: RecordedRun, tmp_path: P
             "batch": 5,
             "step": 5,
             "publish": 6,
-            **dict.fromkeys(("stay", "checkpoint", "eval", "fault", "stall"), 1),
+            **dict.fromkeys(("request", "checkpoint", "eval", "fault", "stall"), 1),
         }
     assert Counter(event.name for event in told) == expected
     assert [event.at for event in told] == sorted(event.at for event in told)
@@ -111,7 +111,7 @@ def test_who_reads_on_hears_the_same_as_who_reads_at_the_end(recorded: RecordedR
         recorded.commit()
         look()
         journal = recorded.book.journal
-        journal.stayed([EngineRequest(f"{step}-0", "engine-0", recorded.now - 4, recorded.now, "stop")])
+        journal.requested([EngineRequest(f"{step}-0", "engine-0", recorded.now - 4, recorded.now, "stop")])
         recorded.commit()
         look()
     with snapshot(path) as connection:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from asyncrl_cli.buffer import journal_file
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal import schema
+from asyncrl_cli.journal.events import events
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
 from asyncrl_cli.records.generation import GIVEN
@@ -105,7 +107,7 @@ def test_a_full_disk_loses_nothing_acknowledged(path: Path) -> None:
         commit(book)
     assert "full" in caught.value.message
     assert caught.value.location == str(path)
-    assert "Free space" in caught.value.hint
+    assert "free space" in caught.value.hint
     assert content(batch_in(path, 0)) == batch, "and it can be read while the writer is still there"
     book.journal.close()
     book = DurableLedger(path, SETTINGS)
@@ -125,7 +127,7 @@ def test_somebody_elses_lock_is_named_and_does_no_harm(path: Path, monkeypatch: 
         for act in (lambda: book.journal.commit(noted), lambda: book.journal.prune(1)):
             with pytest.raises(JournalError, match="locked") as caught:
                 act()
-            assert "Another program holds its lock" in caught.value.hint
+            assert "another program holds its lock" in caught.value.hint
         somebody.execute("COMMIT")
     book.journal.commit(noted)
     book.journal.close()
@@ -299,7 +301,7 @@ def test_a_killed_run_is_never_read_without_its_last_commits(archive: Path, path
         shutil.copyfile(f"{path}{end}", archive / f"{FILE}{end}")
     with not_writable(archive), pytest.raises(JournalError, match=f"{FILE}-wal") as caught:
         open_for_reading(archive / FILE)
-    assert "Copy the folder" in caught.value.hint
+    assert "copy the folder" in caught.value.hint
     assert content(batch_in(archive / FILE, 1)) == content(book.journal.batch(1))
 
 
@@ -321,7 +323,7 @@ def test_a_newer_schema_is_refused(path: Path, use: Callable[[Path], sqlite3.Con
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     with pytest.raises(JournalError, match=f"schema {len(MIGRATIONS) + 1}, newer than") as caught:
         use(path)
-    assert caught.value.hint == "Use the asyncrl that wrote it"
+    assert caught.value.hint == "use the asyncrl that wrote it"
 
 
 def test_an_older_schema_is_read_as_the_newest_and_changed_by_the_writer_alone(
@@ -343,11 +345,21 @@ def test_an_older_schema_is_read_as_the_newest_and_changed_by_the_writer_alone(
         assert count(connection, "newer") == 0
 
 
-def as_schema(number: int, new: Path, old: Path) -> None:
-    """The same run as the writer of an older schema left it."""
-    with closing(sqlite3.connect(old)) as connection:
+WRITTEN_BY_SCHEMA_4 = Path(__file__).parents[1] / "fixtures" / "journal_schema_4.sql"
+"""``book_with_steps(path, 2)``, two engine requests, a checkpoint and a failure, as the code of schema 4 left it."""
+
+
+def as_schema(number: int, folder: Path, path: Path) -> None:
+    """The run of ``WRITTEN_BY_SCHEMA_4`` as the writer of an older schema would have left it."""
+    written = folder / "schema_4.db"
+    with closing(sqlite3.connect(written)) as connection:
+        connection.executescript(WRITTEN_BY_SCHEMA_4.read_text())
+    if number == 4:
+        written.rename(path)
+        return
+    with closing(sqlite3.connect(path)) as connection:
         scripts = "".join(MIGRATIONS[:number])
-        connection.executescript(f"{scripts} PRAGMA user_version = {number}; ATTACH '{new}' AS new;")
+        connection.executescript(f"{scripts} PRAGMA user_version = {number}; ATTACH '{written}' AS new;")
         tables = [name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")]
         for table in tables:
             columns = ", ".join(row[1] for row in connection.execute(f"PRAGMA main.table_info({table})"))
@@ -366,14 +378,17 @@ def layout(path: Path) -> set[tuple[str, str, str]]:
         }
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, 3, 4])
 def test_a_journal_of_an_older_schema_goes_on(tmp_path: Path, path: Path, number: int) -> None:
     book = book_with_steps(tmp_path / "new.db", 2)
     snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(2)]
     book.journal.close()
-    as_schema(number, tmp_path / "new.db", path)
+    as_schema(number, tmp_path, path)
+    before = path.read_bytes()
     with closing(open_for_reading(path)) as connection:
         assert [content(read_batch(connection, step)) for step in range(2)] == batches
+        assert Counter(event.name for event in events(connection))["request"] == (0 if number == 1 else 2)
+    assert path.read_bytes() == before
 
     book = DurableLedger(path, SETTINGS)
     assert book.ledger.snapshot() == snapshot

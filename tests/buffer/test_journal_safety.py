@@ -195,14 +195,23 @@ def test_a_message_loses_no_more_than_what_cannot_be_stored(path: Path) -> None:
 @pytest.mark.parametrize(
     ("sql", "fault"),
     [
-        ("UPDATE rollouts SET reward = 0.25 WHERE group_id = 0 AND place = 1", "rollout 0-1 has another checksum"),
+        (
+            "UPDATE rollouts SET reward = 0.25 WHERE group_id = 0 AND rollout_index = 1",
+            "rollout 0-1 has another checksum",
+        ),
         ("UPDATE rollouts SET finish_reason = 'stpp' WHERE group_id = 0", "rollout 0-0 has another checksum"),
-        ("UPDATE rollouts SET group_id = 5000 WHERE group_id = 0 AND place = 0", "group 0 has 1 of its 2 rewards"),
+        (
+            "UPDATE rollouts SET group_id = 5000 WHERE group_id = 0 AND rollout_index = 0",
+            "group 0 has 1 of its 2 rewards",
+        ),
         ("UPDATE groups SET prompt = '\"texu 1\"' WHERE id = 0", "the prompt of group 0 has another checksum"),
         ("UPDATE groups SET version = 1 WHERE id = 0", "the prompt of group 0 has another checksum"),
         ("UPDATE groups SET step = 3 WHERE id = 0", "the batch of step 0 has 1 groups"),
-        ("UPDATE segments SET group_id = 5000 WHERE group_id = 0 AND place = 0", "rollout 0-0 has 0 of its 2 tokens"),
-        ("UPDATE segments SET version = 1 WHERE group_id = 0 AND place = 0", "0-0 have another checksum"),
+        (
+            "UPDATE segments SET group_id = 5000 WHERE group_id = 0 AND rollout_index = 0",
+            "rollout 0-0 has 0 of its 2 tokens",
+        ),
+        ("UPDATE segments SET version = 1 WHERE group_id = 0 AND rollout_index = 0", "0-0 have another checksum"),
         ("UPDATE groups SET uid = CAST(x'ff41' AS TEXT) WHERE id = 0", "decode"),
     ],
 )
@@ -341,7 +350,7 @@ def test_a_batch_that_was_taken_and_not_trained_keeps_its_prompts(path: Path) ->
 def test_rewards_that_differ_by_rounding_are_uniform(path: Path) -> None:
     book = opened(path)
     book.admit([*candidates(1, 1), Candidate(2, Prompt("p2", "x"), (1,), {"epoch": 0, "position": 2})])
-    book.record([rollout(f"{group}-{place}") for group in (0, 1) for place in (0, 1)])
+    book.record([rollout(f"{group}-{index}") for group in (0, 1) for index in (0, 1)])
     settled = book.judge([Outcome("0-0", 0.1 + 0.2), Outcome("0-1", 0.3), Outcome("1-0", 0.3), Outcome("1-1", 0.31)])
     assert (settled.rejected, settled.finished) == (((0, "uniform"),), (1,))
 
@@ -403,7 +412,7 @@ def test_a_row_whose_checksum_was_taken_of_minus_zero_is_sound(path: Path) -> No
     commit(book)
     connection = book.journal._connection
     (row,) = connection.execute(
-        "SELECT group_id, place, tokens, finish_reason, -0.0, failure, metrics, oldest, newest FROM rollouts"
+        "SELECT group_id, rollout_index, tokens, finish_reason, -0.0, failure, metrics, oldest, newest FROM rollouts"
     ).fetchall()
     as_it_was = zlib.crc32(ascii([*row[:4], -0.0, *row[5:]]).encode())
     connection.execute("UPDATE rollouts SET crc = ?", (as_it_was,))

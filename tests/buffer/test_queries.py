@@ -125,7 +125,7 @@ def test_an_empty_journal_is_refused(path: Path) -> None:
         pass
     open_for_writing(path).close()
     with (
-        pytest.raises(JournalError, match=r"the journal is empty\. The run has not got as far"),
+        pytest.raises(JournalError, match=r"the journal is empty \(the run has not got as far"),
         queries.snapshot(path),
     ):
         pass
@@ -292,8 +292,14 @@ def test_lags_are_those_of_the_rows(run: RecordedRun, journal: sqlite3.Connectio
             "admitted at version 0, trained at version 3: 3 versions later",
         ),
         ("UPDATE groups SET version = 4 WHERE step = 3", "trained at version 3: before there was such a version"),
-        ("UPDATE segments SET version = -1 WHERE group_id = 1 AND place = 1 AND start = 0", "older than its group"),
-        ("UPDATE segments SET version = 9 WHERE group_id = 1 AND place = 1 AND start = 0", "newer than its batch"),
+        (
+            "UPDATE segments SET version = -1 WHERE group_id = 1 AND rollout_index = 1 AND start = 0",
+            "older than its group",
+        ),
+        (
+            "UPDATE segments SET version = 9 WHERE group_id = 1 AND rollout_index = 1 AND start = 0",
+            "newer than its batch",
+        ),
         ("UPDATE batches SET version = 1 WHERE step = 2", "its step belongs to version 2"),
         ("UPDATE groups SET step = 77 WHERE id = 1", "there is no such batch"),
         ("UPDATE segments SET version = -1 WHERE group_id = (SELECT max(group_id) FROM segments)", "older than its"),

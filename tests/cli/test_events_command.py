@@ -82,5 +82,12 @@ def test_following_a_run_tells_what_comes_until_it_ends(
     assert [json.loads(line)["step"] for line in shown.splitlines()] == [1, 2, 3, 4]
 
 
-def test_a_kind_that_is_not_there(ask: Ask, recorded: RecordedRun) -> None:
-    assert ask("--kind", "steps")[0] == 2
+@pytest.mark.parametrize(("kind", "hint"), [("steps", "one of start, admit"), ("stay", "it is 'request' now")])
+def test_a_kind_that_is_not_there(
+    recorded: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, hint: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "events", "--kind", kind])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert hint in " ".join(capsys.readouterr().err.replace("│", " ").split())

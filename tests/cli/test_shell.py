@@ -128,7 +128,7 @@ def test_there_is_no_colour_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatc
         ("resume te", ["test-1", "test-2"]),
         ("resume test-2 --step 1", ["10", "15"]),
         ("inspect buffer --state r", ["running", "rejected", "requeued"]),
-        ("events --kind st", ["start", "stay", "step", "stall"]),
+        ("events --kind st", ["start", "step", "stall"]),
         ("init mat", ["math"]),
         ("resume --runs-dir nowhere te", []),
     ],

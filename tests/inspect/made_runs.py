@@ -55,15 +55,15 @@ class ScoredRun(RecordedRun):
 
     def _end_first(self) -> None:
         self.now, group_id = heappop(self._ends)
-        places = range(self.settings.group_size)
+        indices = range(self.settings.group_size)
         if group_id not in self._generated:
             self._generated.add(group_id)
-            self.book.record(self.rollout(group_id, place) for place in places)
+            self.book.record(self.rollout(group_id, index) for index in indices)
             if self._reward_s:
                 self._scorer_free_at = max(self._scorer_free_at, self.now) + self._reward_s
                 heappush(self._ends, (self._scorer_free_at, group_id))
                 return
-        self.book.judge(Outcome(training_rollout_id(group_id, place), float(place % 2)) for place in places)
+        self.book.judge(Outcome(training_rollout_id(group_id, index), float(index % 2)) for index in indices)
         self.fill()
 
 

@@ -59,7 +59,7 @@ def quickstart_run(folder: Path) -> RunDirectory:
         )
         if generated is not None:
             journal.execute(
-                "INSERT INTO rollouts (group_id, place, tokens, recorded_at) VALUES (?, 0, 0, ?)",
+                "INSERT INTO rollouts (group_id, rollout_index, tokens, recorded_at) VALUES (?, 0, 0, ?)",
                 (group_id, second(generated)),
             )
     journal.execute("COMMIT")

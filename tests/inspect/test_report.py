@@ -197,12 +197,12 @@ def test_histograms_count_every_trained_rollout(tmp_path: Path, monkeypatch: pyt
         run.step()
     random = np.random.default_rng(0)
     journal = open_for_writing(tmp_path / FILE)
-    places = journal.execute("SELECT group_id, place FROM rollouts").fetchall()
-    for group_id, place in places:
+    indices = journal.execute("SELECT group_id, rollout_index FROM rollouts").fetchall()
+    for group_id, index in indices:
         tokens, reward = int(random.integers(3, 500)), float(random.normal())
         journal.execute(
-            "UPDATE rollouts SET tokens = ?, reward = ?, crc = NULL WHERE group_id = ? AND place = ?",
-            (tokens, reward, group_id, place),
+            "UPDATE rollouts SET tokens = ?, reward = ?, crc = NULL WHERE group_id = ? AND rollout_index = ?",
+            (tokens, reward, group_id, index),
         )
     rows = np.array(
         journal.execute(

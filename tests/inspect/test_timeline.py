@@ -75,7 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
         {"step": 3, "kind": "greedy", "accuracy": 0.5, "mean_reward": math.inf, "mean_length": 4}
         | {"prompts": 8, "oldest": 0, "newest": 3}
     )
-    journal.stayed(STAYS)
+    journal.requested(STAYS)
     recorded.commit()
     return run
 
@@ -118,7 +118,7 @@ def test_every_track_is_named_and_its_slices_do_not_overlap(events: list[dict[st
 def test_every_recorded_rollout_is_there_once(events: list[dict[str, Any]], run: RunDirectory) -> None:
     with snapshot(run.path / FILE) as connection:
         rows = connection.execute(
-            "SELECT r.group_id || '-' || place, tokens, round((recorded_at - admitted_at) * 1e6) "
+            "SELECT r.group_id || '-' || rollout_index, tokens, round((recorded_at - admitted_at) * 1e6) "
             "FROM rollouts r JOIN groups g ON g.id = r.group_id"
         ).fetchall()
     assert len(rows) > 20

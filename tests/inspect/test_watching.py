@@ -137,7 +137,7 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
         "SELECT i, 'p', '\"\"', '{}', x'', 0, 'taken', i / 2, 0 FROM n"
     )
     journal.execute(
-        f"{numbers} INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, recorded_at) "
+        f"{numbers} INSERT INTO rollouts (group_id, rollout_index, tokens, finish_reason, reward, recorded_at) "
         "SELECT i, 0, 4, 'stop', 1, 0 FROM n"
     )
     journal.execute(f"{numbers} INSERT INTO batches SELECT i, i, 0, 0, 0, '', '{{}}' FROM n WHERE i < {50 * groups}")
@@ -150,8 +150,10 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
 
 def test_paging_goes_through_every_ended_rollout(run: RunDirectory, recorded: RecordedRun) -> None:
     journal = open_for_writing(run.path / FILE)
-    journal.execute("UPDATE rollouts SET finish_reason = NULL WHERE group_id = 3 AND place = 1")
-    ended = [tuple(row) for row in journal.execute("SELECT group_id, place FROM rollouts WHERE finish_reason > ''")]
+    journal.execute("UPDATE rollouts SET finish_reason = NULL WHERE group_id = 3 AND rollout_index = 1")
+    ended = [
+        tuple(row) for row in journal.execute("SELECT group_id, rollout_index FROM rollouts WHERE finish_reason > ''")
+    ]
     journal.close()
     with snapshot(run.path / FILE) as connection:
         seen, place = [], None
@@ -169,7 +171,7 @@ def test_a_filter_and_a_step_choose_among_the_rollouts(run: RunDirectory, record
     with snapshot(run.path / FILE) as connection:
         rewards = {
             (group_id, place): reward
-            for group_id, place, reward in connection.execute("SELECT group_id, place, reward FROM rollouts")
+            for group_id, place, reward in connection.execute("SELECT group_id, rollout_index, reward FROM rollouts")
         }
         for wanted, reward in (("right", 1.0), ("wrong", 0.0)):
             seen, place = [], None

@@ -93,7 +93,7 @@ def _chosen(
     connection: sqlite3.Connection, order: str, begin: int, end: int, known: set[int]
 ) -> tuple[int, int, float, int, int] | None:
     rows = connection.execute(
-        "SELECT r.group_id, r.place, r.reward, b.version - r.oldest, g.step + 1 "
+        "SELECT r.group_id, r.rollout_index, r.reward, b.version - r.oldest, g.step + 1 "
         "FROM rollouts r JOIN groups g ON g.id = r.group_id JOIN batches b ON b.step = g.step "
         "WHERE r.reward IS NOT NULL AND r.oldest IS NOT NULL AND g.step >= ? AND g.step < ? "
         f"ORDER BY {order}, r.group_id DESC LIMIT {LOOKED_AT * EACH * len(KINDS)}",
@@ -107,13 +107,13 @@ def _sample(
     decoder: Decoder | None,
     kind: str,
     group_id: int,
-    place: int,
+    index: int,
     reward: float,
     lag: int,
     step: int,
 ) -> Sample:
     group = group_record(connection, group_id)
-    rollout = next(one for one in group.rollouts if one.rollout_id.endswith(f"-{place}"))
+    rollout = next(one for one in group.rollouts if one.rollout_id.endswith(f"-{index}"))
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     return Sample(
         kind=kind,

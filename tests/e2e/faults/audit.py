@@ -49,7 +49,7 @@ def audit(connection: sqlite3.Connection, steps: int, uid_of: Callable[[int], st
     trained: Counter[str] = Counter()
     for step in range(steps):
         try:
-            batch = read_batch(connection, step)  # raises when a CRC or a segment's place is wrong
+            batch = read_batch(connection, step)  # raises when a CRC or a segment's key is wrong
         except Exception as error:
             violations.append(f"step {step}: its batch cannot be read: {type(error).__name__}: {error}")
             continue
@@ -114,19 +114,19 @@ def _segments(connection: sqlite3.Connection) -> Iterator[str]:
     ends: dict[tuple[int, int, int], int] = {}
     sampled: Counter[tuple[int, int]] = Counter()
     for *sequence, start, version, tokens in connection.execute(
-        "SELECT group_id, place, branch, start, version, length(tokens) / 4 FROM segments "
-        "ORDER BY group_id, place, branch, start"
+        "SELECT group_id, rollout_index, branch, start, version, length(tokens) / 4 FROM segments "
+        "ORDER BY group_id, rollout_index, branch, start"
     ):
-        group_id, place, branch = sequence
-        if start != ends.get((group_id, place, branch), 0):
-            name = branch_id(training_rollout_id(group_id, place), branch)
+        group_id, index, branch = sequence
+        if start != ends.get((group_id, index, branch), 0):
+            name = branch_id(training_rollout_id(group_id, index), branch)
             yield f"rollout {name} has a segment from token {start} on, where others end"
-        ends[group_id, place, branch] = start + tokens
-        sampled[group_id, place] += tokens if version != GIVEN else 0
-    for group_id, place, tokens in connection.execute("SELECT group_id, place, tokens FROM rollouts"):
-        if tokens != sampled.pop((group_id, place), 0):
-            yield f"rollout {group_id}-{place} has other segments than its {tokens} tokens"
-    yield from (f"rollout {group_id}-{place} has segments, and no row" for group_id, place in sampled)
+        ends[group_id, index, branch] = start + tokens
+        sampled[group_id, index] += tokens if version != GIVEN else 0
+    for group_id, index, tokens in connection.execute("SELECT group_id, rollout_index, tokens FROM rollouts"):
+        if tokens != sampled.pop((group_id, index), 0):
+            yield f"rollout {group_id}-{index} has other segments than its {tokens} tokens"
+    yield from (f"rollout {group_id}-{index} has segments, and no row" for group_id, index in sampled)
 
 
 def _batch(connection: sqlite3.Connection, batch: TrainingBatch, settings: BufferSettings) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl_cli.journal.schema import JournalError, open_for_reading
 
 Place = tuple[int, int]
-"""A rollout: its group, and its place in it."""
+"""A rollout: its group, and its index in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class RecordedRollout:
 
 @dataclass(slots=True)
 class Look:
-    """Everything committed at one moment: rollouts by place, batches (their groups) and digests by step, groups."""
+    """Everything committed at one moment: rollouts by id, batches (their groups) and digests by step, groups."""
 
     rollouts: dict[Place, RecordedRollout] = field(default_factory=dict)
     batches: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -94,12 +94,12 @@ class Evidence:
         """Hold a look against the one before."""
         self.looks += 1
         self.prefixes_seen += now.prefixes
-        for place, rollout in self.seen.rollouts.items():
-            later = now.rollouts.get(place)
+        for index, rollout in self.seen.rollouts.items():
+            later = now.rollouts.get(index)
             if later is None:
-                self.contradictions.append(f"rollout {place} is lost ({rollout})")
+                self.contradictions.append(f"rollout {index} is lost ({rollout})")
             elif not rollout.became(later):
-                self.contradictions.append(f"rollout {place} was {rollout}, and is {later}, or has other tokens")
+                self.contradictions.append(f"rollout {index} was {rollout}, and is {later}, or has other tokens")
         for what in ("batches", "digests", "checksums", "uids"):
             before, after = getattr(self.seen, what), getattr(now, what)
             self.contradictions += _changes(what, before, after)
@@ -123,15 +123,16 @@ def read_look(connection: sqlite3.Connection) -> Look:
 
 def _rollouts(connection: sqlite3.Connection) -> dict[Place, RecordedRollout]:
     rows = connection.execute(
-        "SELECT r.group_id, r.place, r.finish_reason, r.reward, s.version, s.tokens, s.logprobs FROM rollouts r "
-        "LEFT JOIN segments s ON s.group_id = r.group_id AND s.place = r.place "
-        "ORDER BY r.group_id, r.place, s.branch, s.start"
+        "SELECT r.group_id, r.rollout_index, r.finish_reason, r.reward, s.version, s.tokens, s.logprobs "
+        "FROM rollouts r "
+        "LEFT JOIN segments s ON s.group_id = r.group_id AND s.rollout_index = r.rollout_index "
+        "ORDER BY r.group_id, r.rollout_index, s.branch, s.start"
     )
     found = {}
-    for place, parts in groupby(rows, key=lambda row: (row[0], row[1])):
+    for index, parts in groupby(rows, key=lambda row: (row[0], row[1])):
         cut = list(parts)
         segments = [row[4:] for row in cut if row[4] is not None]
-        found[place] = RecordedRollout(
+        found[index] = RecordedRollout(
             finish_reason=cut[0][2],
             reward=cut[0][3],
             tokens=b"".join(tokens for _, tokens, _ in segments),

@@ -73,10 +73,10 @@ def test_a_sound_journal_passes(journal: Path) -> None:
         ("UPDATE groups SET uid = 'p1' WHERE serial = 7", "where p7 comes next"),
         ("UPDATE groups SET state = 'finished', step = NULL WHERE id = 2", "still finished"),
         ("UPDATE groups SET state = 'requeued', step = NULL WHERE id = 2", "requeued are"),
-        ("UPDATE rollouts SET reward = NULL WHERE group_id = 1 AND place = 0", "1 of its 2 rewards"),
-        ("UPDATE rollouts SET finish_reason = NULL WHERE group_id = 1 AND place = 0", "unfinished rollout"),
-        ("DELETE FROM rollouts WHERE group_id = 1 AND place = 0", "1 of its 2 rewards"),
-        ("DELETE FROM segments WHERE group_id = 1 AND place = 0 AND start = 0", "other segments than"),
+        ("UPDATE rollouts SET reward = NULL WHERE group_id = 1 AND rollout_index = 0", "1 of its 2 rewards"),
+        ("UPDATE rollouts SET finish_reason = NULL WHERE group_id = 1 AND rollout_index = 0", "unfinished rollout"),
+        ("DELETE FROM rollouts WHERE group_id = 1 AND rollout_index = 0", "1 of its 2 rewards"),
+        ("DELETE FROM segments WHERE group_id = 1 AND rollout_index = 0 AND start = 0", "other segments than"),
         ("UPDATE segments SET version = -1 WHERE start > 0", "2 of its 4 tokens"),
         ("UPDATE segments SET logprobs = zeroblob(length(logprobs)) WHERE group_id = 1", "cannot be read"),
     ],
@@ -116,8 +116,8 @@ def test_what_goes_on_contradicts_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("statement", "named"),
     [
-        ("DELETE FROM rollouts WHERE group_id = 3 AND place = 1", "rollout (3, 1) is lost"),
-        ("UPDATE rollouts SET reward = 0.5 WHERE group_id = 3 AND place = 1", "rollout (3, 1) was stop"),
+        ("DELETE FROM rollouts WHERE group_id = 3 AND rollout_index = 1", "rollout (3, 1) is lost"),
+        ("UPDATE rollouts SET reward = 0.5 WHERE group_id = 3 AND rollout_index = 1", "rollout (3, 1) was stop"),
         ("UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE group_id = 3", "rollout (3, 0) was stop"),
         ("UPDATE segments SET logprobs = zeroblob(length(logprobs)) WHERE group_id = 3", "rollout (3, 0) was stop"),
         ("UPDATE segments SET version = version + 1 WHERE group_id = 3", "rollout (3, 0) was stop"),
@@ -138,12 +138,12 @@ def test_an_unfinished_rollout_may_go_on_and_may_not_begin_anew(journal: Path) -
     def go_on(path: Path) -> None:
         change(
             path,
-            "INSERT INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc) "
+            "INSERT INTO segments (group_id, rollout_index, branch, start, version, tokens, logprobs, crc) "
             "VALUES (3, 0, 0, 4, 9, x'07000000', x'00000000', 0)",
         )
 
     def begin_anew(path: Path) -> None:
-        change(path, "DELETE FROM segments WHERE group_id = 3 AND place = 0 AND start > 0")
+        change(path, "DELETE FROM segments WHERE group_id = 3 AND rollout_index = 0 AND start > 0")
 
     assert looks(journal, go_on).contradictions == []
     found = looks(journal, begin_anew)

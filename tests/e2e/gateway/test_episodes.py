@@ -118,28 +118,29 @@ class Played(NamedTuple):
 
 
 def played(run: Path) -> dict[tuple[int, int], Played]:
-    """What the journal has of rollouts, by group and place."""
+    """What the journal has of rollouts, by group and index."""
     with closing(open_for_reading(run / FILE)) as journal:
         pieces: dict[tuple[int, int], dict[int, list[Piece]]] = {}
         segments = journal.execute(
-            "SELECT group_id, place, branch, start, version, tokens, logprobs FROM segments ORDER BY 1, 2, 3, 4"
+            "SELECT group_id, rollout_index, branch, start, version, tokens, logprobs FROM segments ORDER BY 1, 2, 3, 4"
         )
-        for group_id, place, branch, start, version, tokens, logprobs in segments:
+        for group_id, index, branch, start, version, tokens, logprobs in segments:
             piece = Piece(
                 start,
                 version,
                 tuple(np.frombuffer(tokens, "<i4").tolist()),
                 tuple(np.frombuffer(logprobs, "<f4").tolist()),
             )
-            pieces.setdefault((group_id, place), {}).setdefault(branch, []).append(piece)
+            pieces.setdefault((group_id, index), {}).setdefault(branch, []).append(piece)
         found = journal.execute(
-            "SELECT group_id, place, uid, state, failure, metrics FROM rollouts JOIN groups ON groups.id = group_id"
+            "SELECT group_id, rollout_index, uid, state, failure, metrics FROM rollouts "
+            "JOIN groups ON groups.id = group_id"
         ).fetchall()
     return {
-        (group_id, place): Played(
-            uid, state, failure or "", json.loads(metrics or "{}"), pieces.get((group_id, place), {})
+        (group_id, index): Played(
+            uid, state, failure or "", json.loads(metrics or "{}"), pieces.get((group_id, index), {})
         )
-        for group_id, place, uid, state, failure, metrics in found
+        for group_id, index, uid, state, failure, metrics in found
     }
 
 
