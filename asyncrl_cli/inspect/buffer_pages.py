@@ -183,7 +183,7 @@ def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: 
     try:
         record = group_record(connection, group_and_index(rollout_id)[0])
     except LookupError as error:
-        raise RunError(str(error), location=run.run_id, hint="ids are GROUP-INDEX, and an index counts from 0") from None
+        raise RunError(str(error), location=run.run_id, hint="ids are GROUP-INDEX, from 0") from None
     rollouts = tuple(rollout for rollout in record.rollouts if rollout.rollout_id == rollout_id)
     if not rollouts:
         raise RunError(f"nothing is recorded of rollout {rollout_id} yet", location=run.run_id)
