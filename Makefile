@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart install test test-fast parity faults lint format bench lock docs clean
+.PHONY: quickstart install test test-fast nightly parity faults lint format bench lock docs clean
 
 quickstart: install
 	$(BIN)/asyncrl train specs/quickstart.yaml
@@ -14,13 +14,21 @@ $(STAMP): requirements/cpu.lock requirements/install.sh pyproject.toml
 	bash requirements/install.sh $(VENV)
 	touch $@
 
-# Whole runs have the machine to themselves; the other tests share it, a process a core.
+# Tests share the machine, a process a core; those of killed and stalled parts have it to themselves, as they judge time.
 test: install
 	$(BIN)/python -m pytest --ignore tests/e2e -n logical
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest tests/e2e --ignore tests/e2e/faults -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/e2e/faults
 
+# Pure logic and small real parts, in a minute and a half.
 test-fast: install
-	$(BIN)/python -m pytest -m "not slow and not stack" -n logical
+	$(BIN)/python -m pytest -m "not slow and not stack and not nightly" -n logical
+
+# What takes hours: rare combinations, the fault campaign, agent libraries in bulk, the spec fuzzer.
+nightly: install faults
+	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 500
+	$(BIN)/python -m tests.spec.fuzz
 
 # The mathematics against TRL's and verl's own, in an environment that has them beside the packages of this one.
 parity: install $(VENV)-parity/.installed
@@ -38,6 +46,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,21 +153,43 @@ def mark_of(pid: int) -> str:
     return ""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folder() -> Iterator[None]:
+    """A temporary folder for this process alone: tests that run beside each other do not see each other's files."""
+    folder = tempfile.mkdtemp(prefix="e2e-")  # short: Ray makes sockets below it, whose paths have a limit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+    shutil.rmtree(folder)
+
+
 @pytest.fixture(scope="session")
 def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """One runs folder for the session, so that the warm start happens once."""
-    return Runs(tmp_path_factory.mktemp("runs"))
+    """One runs folder for the process. The models that runs start from are shared by all processes of the suite."""
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    base = tmp_path_factory.getbasetemp()
+    models = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "models"
+    models.mkdir(exist_ok=True)
+    (runs.folder / "models").symlink_to(models)
+    return runs
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Every test here ends with /dev/shm and the temporary folder as it found them."""
-    import tempfile
-
-    def litter() -> set[str]:
-        temporary = {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}
-        return temporary | {str(path) for path in Path("/dev/shm").iterdir()}
-
+    """Every test here ends with the temporary folder and /dev/shm as it found them."""
     before = litter()
     yield
     until(lambda: not litter() - before, f"{litter() - before} to be removed", 30)
+
+
+def litter() -> set[str]:
+    """What runs could leave on this machine, beside their folders: temporary folders, and files in /dev/shm that no
+    living process has mapped or open."""
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            used |= set(re.findall(r"/dev/shm/\S+", (process / "maps").read_text()))
+            used |= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
+    shared = {str(path) for path in Path("/dev/shm").iterdir()} - used
+    return shared | {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}

@@ -66,7 +66,7 @@ def test_a_killed_driver_leaves_no_process_and_can_be_resumed(own_runs: Runs) ->
 
 
 @pytest.mark.parametrize("moment", ["guardian.log", "trainer-0.log", "three steps"])
-def test_ctrl_c_says_how_to_go_on_and_resume_does(own_runs: Runs, moment: str) -> None:
+def test_ctrl_c_ends_a_run_that_can_be_resumed(own_runs: Runs, moment: str) -> None:
     process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
     until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
 
@@ -81,6 +81,8 @@ def test_ctrl_c_says_how_to_go_on_and_resume_does(own_runs: Runs, moment: str) -
     assert f"asyncrl resume {run}" in ended.err
     assert "Traceback" not in ended.err
     assert json.loads((run / "state.json").read_text())["phase"] == "interrupted"
+    if moment != "three steps":  # the other moments are before the run's first step: it starts as a new one does
+        return
     resumed(own_runs, more=3)
 
     again = own_runs.run("resume", run.name, "--runs-dir", own_runs.folder)
@@ -92,12 +94,12 @@ def test_ctrl_c_says_how_to_go_on_and_resume_does(own_runs: Runs, moment: str) -
     ("reward", "says"),
     [
         ("raise RuntimeError('no such answer')", "no such answer"),
-        ("return float('nan')", "nan"),
-        ("import time; time.sleep(600)", "took more than 1 s"),
+        pytest.param("return float('nan')", "nan", marks=pytest.mark.nightly),
+        pytest.param("import time; time.sleep(600)", "took more than 1 s", marks=pytest.mark.nightly),
     ],
     ids=["raises", "nan", "hangs"],
 )
-def test_a_bad_reward_ends_the_run_with_its_name(own_runs: Runs, reward: str, says: str) -> None:
+def test_a_bad_reward_ends_the_run_and_is_named(own_runs: Runs, reward: str, says: str) -> None:
     (own_runs.folder / "bad_reward.py").write_text(f"def reward(prompt, response):\n    {reward}\n")
     (own_runs.folder / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     spec = own_runs.write_spec(

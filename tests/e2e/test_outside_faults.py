@@ -6,10 +6,12 @@ import json
 import signal
 import textwrap
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.monitors.mlflow_server import Server
 
 from .conftest import Runs, rows, until
@@ -49,7 +51,14 @@ def test_rewards_that_fail_cost_their_groups_and_nothing_else(tmp_path: Path) ->
         stop={"steps": 4},
     )
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2, 3, 4]
-    assert "no such answer" in (run / "logs/scorer.log").read_text()
+    with closing(open_for_reading(run / FILE)) as journal:
+        bad = journal.execute(
+            "SELECT DISTINCT uid, state, reason FROM groups WHERE uid LIKE 'bad-%' ORDER BY uid"
+        ).fetchall()
+        causes = journal.execute("SELECT DISTINCT failure FROM rollouts WHERE failure != ''").fetchall()
+    assert bad == [(f"bad-{name}", "rejected", "failed") for name in sorted(FAULTS)]
+    for cause in ("no such answer", "nan", "took more than 0.5 s", "exit status 3"):
+        assert any(cause in text for (text,) in causes), (cause, causes)
 
 
 @pytest.fixture

@@ -46,12 +46,27 @@ def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "trainer"),
     [
-        ({"mode": "one_step_off", "max_staleness": 1}, {"zero_stage": 0, "gradient_checkpointing": True}),
-        ({"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"}, {"zero_stage": 2}),
-        ({"max_staleness": 1, "on_stale": "requeue"}, {"zero_stage": 3, "minibatches": 2}),
-        ({"mode": "sync", "partial_rollouts": True, "max_staleness": 1}, {"zero_stage": 0}),
+        pytest.param(
+            {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
+            {"zero_stage": 2},
+            id="recompute_every_2",
+        ),
+        pytest.param(
+            {"mode": "sync", "partial_rollouts": True, "max_staleness": 1}, {"zero_stage": 0}, id="partial_rollouts"
+        ),
+        pytest.param(
+            {"mode": "one_step_off", "max_staleness": 1},
+            {"zero_stage": 0, "gradient_checkpointing": True},
+            id="one_step_off",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"max_staleness": 1, "on_stale": "requeue"},
+            {"zero_stage": 3, "minibatches": 2},
+            id="requeue",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["one_step_off", "recompute_every_2", "requeue", "partial_rollouts"],
 )
 def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
     shared_runs: Runs, pipeline: dict[str, object], trainer: dict[str, object]

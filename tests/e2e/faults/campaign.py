@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import Runs
+from tests.e2e.conftest import Runs, litter
 from tests.e2e.faults.audit import Audit
 from tests.e2e.faults.disturbed import DisturbedRun, Hung
-from tests.e2e.faults.verdict import Verdict, differences, judge, litter, replay_violations
+from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations
 
 STEPS = 200
 BLOWS_A_RUN = 5

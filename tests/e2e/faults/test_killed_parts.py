@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from tests.e2e.conftest import Runs
+from tests.e2e.conftest import Runs, litter
 from tests.e2e.faults.conftest import Disturb
-from tests.e2e.faults.verdict import differences, judge, litter, replay_violations
+from tests.e2e.faults.verdict import differences, judge, replay_violations
 
 pytestmark = pytest.mark.stack
 
@@ -29,7 +29,7 @@ def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: 
     assert failures == {"buffer": 1, "trainer": 1, "engine": 2, "scorer": 1}, run.said()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(disturb: Disturb) -> None:
     sections = {
         "pipeline": {"max_staleness": 0},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Collection
 from contextlib import closing
@@ -12,7 +11,7 @@ from pathlib import Path
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.spec.load import load_spec
-from tests.e2e.conftest import Runs, rows
+from tests.e2e.conftest import Runs, litter, rows
 from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.evidence import read_look
@@ -27,12 +26,6 @@ class Verdict:
 
     audit: Audit
     violations: tuple[str, ...]
-
-
-def litter() -> set[str]:
-    """What runs could leave on this machine, beside their folders."""
-    temporary = {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}
-    return temporary | {str(path) for path in Path("/dev/shm").iterdir()}
 
 
 def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.conftest import Runs
 from tests.e2e.gateway.sessions import audit, write_spec
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = [pytest.mark.stack, pytest.mark.nightly]
 
 SESSIONS = 60
 """``python -m tests.e2e.gateway.campaign --sessions 500`` has more."""
