@@ -31,8 +31,8 @@ def replay(
     """
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.changes import check_changes
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_sound
+    from asyncrl_cli.spec.changes import check_changes
     from asyncrl_cli.spec.load import load_recorded
 
     if last is not None and last < first:

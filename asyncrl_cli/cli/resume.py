@@ -38,7 +38,7 @@ def resume(
     """
     from asyncrl_cli.cli.running import drive, refusing, start_checks
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.changes import check_changes
+    from asyncrl_cli.spec.changes import check_changes
     from asyncrl_cli.spec.load import dump_spec, load_recorded
 
     with refusing():

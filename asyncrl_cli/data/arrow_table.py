@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid, template_columns
+from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.data_sources import template_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa

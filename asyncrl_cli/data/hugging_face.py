@@ -9,9 +9,7 @@ from typing import Any
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
 from asyncrl_cli.data.rows import RowForm
-
-HUB = "hf:"
-"""What a hub id begins with in a spec: ``hf:owner/name``, or ``hf:owner/name@revision``."""
+from asyncrl_cli.spec.data_sources import HUB
 
 
 def read_saved(folder: Path, split: str | None, size: int | None, form: RowForm) -> ArrowPrompts:

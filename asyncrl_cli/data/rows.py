@@ -14,12 +14,12 @@ from datetime import date, time
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from string import Formatter
 from typing import Any, Literal, NoReturn
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.checks import fault_of
 from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.spec.data_sources import template_columns
 
 UID = "uid"
 """The column that may name rows without being asked for."""
@@ -118,20 +118,6 @@ class RowForm:
         if messages[0]["role"] == "system":
             refuse("begins with a system message of its own", "leave `system` out of the split")
         return ({"role": "system", "content": self.system}, *messages)
-
-
-def template_columns(template: str) -> set[str]:
-    """The columns that a template names. Raises ``ValueError`` for one that is malformed or names none."""
-    columns = set()
-    for _, name, _, _ in Formatter().parse(template):
-        if name is not None:
-            column = name.partition(".")[0].partition("[")[0]
-            if not column or column.isdigit():
-                raise ValueError(f"{{{name}}} names no column")
-            columns.add(column)
-    if not columns:
-        raise ValueError("it names no column, so all prompts would be the same")
-    return columns
 
 
 def collect(rows: Iterator[tuple[int, Prompt]], source: str, unit: Unit, size: int | None) -> list[Prompt]:

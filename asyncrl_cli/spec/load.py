@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
-from asyncrl_cli.data.sources import names_a_file
-from asyncrl_cli.runs.changes import is_fixed
 from asyncrl_cli.spec.base import NUL
+from asyncrl_cli.spec.changes import is_fixed
+from asyncrl_cli.spec.data_sources import names_a_file
 from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
@@ -244,7 +244,7 @@ def dump_spec(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -
     """The whole spec as YAML, defaults included; loading it gives the same spec.
 
     Values in ``references`` are written as these, so that no secret is. Two kinds are not: numbers and switches, and
-    what a run is made of (``runs.changes.FIXED``), because it must be the same whenever the run is resumed.
+    what a run is made of (``spec.changes.FIXED``), because it must be the same whenever the run is resumed.
     """
 
     values = _written(spec.model_dump(), (), references, _literal)

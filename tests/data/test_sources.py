@@ -20,8 +20,9 @@ from pyarrow import parquet
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
-from asyncrl_cli.data.sources import kind_of, read_source
+from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.data_sources import kind_of
 from asyncrl_cli.spec.sections import SplitSpec
 
 Rows = list[dict[str, Any]]

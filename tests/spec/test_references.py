@@ -19,9 +19,9 @@ from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.monitors.mlflow.outbox import Outbox
 from asyncrl_cli.monitors.mlflow.rows import parameters
-from asyncrl_cli.runs.changes import check_changes
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
+from asyncrl_cli.spec.changes import check_changes
 from asyncrl_cli.spec.load import LoadedSpec, dump_spec, load_spec, resolved
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec

@@ -6,9 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from asyncrl_cli.data.hugging_face import HUB
-from asyncrl_cli.data.rows import template_columns
-from asyncrl_cli.data.sources import kind_of, names_a_file
+from asyncrl_cli.spec.data_sources import HUB, kind_of, names_a_file, template_columns
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.sections import ExperimentSpec, SplitSpec

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from asyncrl_cli.runs.changes import check_changes
+from asyncrl_cli.spec.changes import check_changes
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 

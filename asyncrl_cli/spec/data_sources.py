@@ -1,0 +1,50 @@
+"""What a split's ``path`` names, told from the text alone, and which columns a template needs.
+
+hf:owner/name       a data set of the Hugging Face hub
+module:function     a Python function that yields rows
+*.jsonl, *.ndjson   JSON Lines
+*.parquet, *.csv    these
+no suffix           a folder that Hugging Face `datasets` saved
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from string import Formatter
+from typing import Literal
+
+HUB = "hf:"
+"""What a hub id begins with: ``hf:owner/name``, or ``hf:owner/name@revision``."""
+Kind = Literal["hub", "function", "jsonl", "parquet", "csv", "saved"]
+SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", "": "saved"}
+FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def kind_of(path: str) -> Kind | None:
+    """The kind of a source; None for a file whose suffix names none."""
+    if path.startswith(HUB):
+        return "hub"
+    if FUNCTION.fullmatch(path):
+        return "function"
+    suffix = os.path.splitext(path)[1].lower()
+    return SUFFIXES.get(suffix, "saved" if os.path.isdir(path) else None)
+
+
+def names_a_file(path: str) -> bool:
+    """Whether it is the path of a file or folder."""
+    return kind_of(path) not in ("hub", "function")
+
+
+def template_columns(template: str) -> set[str]:
+    """The columns that a template names. Raises ``ValueError`` for one that is malformed or names none."""
+    columns = set()
+    for _, name, _, _ in Formatter().parse(template):
+        if name is not None:
+            column = name.partition(".")[0].partition("[")[0]
+            if not column or column.isdigit():
+                raise ValueError(f"{{{name}}} names no column")
+            columns.add(column)
+    if not columns:
+        raise ValueError("it names no column, so all prompts would be the same")
+    return columns
