@@ -9,7 +9,7 @@ from __future__ import annotations
 _GPUS = "Say where GPUs go: trainer.ranks with gpus_per_rank, and rollout.engines with gpus_per_engine."
 _NODES = "A spec does not count machines: start a Ray cluster on them, and name it in cluster.address."
 _EPOCHS = "The length of a run is counted in training steps: set stop.steps."
-_LOGGER = "Metrics go to MLflow: set tracking.mlflow and tracking.uri."
+_LOGGER = "Choose with tracking.mlflow, tracking.tensorboard and tracking.wandb."
 _MICROBATCH = "Micro-batches are counted in tokens: set trainer.tokens_per_microbatch."
 _NO_CUT = "Sampling has no top-p, top-k, min-p or penalties: they would falsify the recorded log-probs. Remove it."
 _REMOVE = "asyncrl takes care of this itself. Remove it."
@@ -322,12 +322,12 @@ NAMES = {
     "exp_name": "name",
     "experiment_name": "name tracking.experiment",
     "project_name": "tracking.experiment",
-    "wandb_project": "tracking.experiment",
+    "wandb_project": "tracking.wandb.project",
     "report_to": _LOGGER,
     "logger": _LOGGER,
-    "use_wandb": _LOGGER,
-    "use_tensorboard": _LOGGER,
-    "wandb": _LOGGER,
+    "use_wandb": "tracking.wandb",
+    "use_tensorboard": "tracking.tensorboard",
+    "wandb": "tracking.wandb",
     "logging_steps": "Every step is logged. Remove it.",
     "log_completions": "Every rollout is in the run's journal: see `asyncrl inspect buffer`. Remove it.",
     "ray_address": "cluster.address",

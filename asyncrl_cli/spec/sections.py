@@ -13,6 +13,7 @@ from pydantic import Field
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.base import (
+    MODULE_NAME,
     YEAR_S,
     Count,
     Decay,
@@ -486,11 +487,27 @@ class JournalSpec(Section):
     )
 
 
+class WandbSpec(Section):
+    """Weights & Biases. Needs the extra `wandb`."""
+
+    project: Text = Field("asyncrl", description="Project of the run.")
+    entity: Text | None = Field(
+        None, description="User or team that owns the project; your default when left out."
+    )
+    mode: Literal["online", "offline"] = Field(
+        "online",
+        description="`online` needs an API key (`WANDB_API_KEY`, or `wandb login`). `offline` writes to the run's "
+        "folder alone: `wandb sync RUN/wandb/offline-*` uploads it later.",
+    )
+
+
 class TrackingSpec(Section):
-    """MLflow."""
+    """Where the run is logged beside its own folder: MLflow, TensorBoard, Weights & Biases, monitors of your own."""
 
     mlflow: bool = Field(True, description="Log parameters, metrics and artifacts to MLflow.")
-    uri: Text | None = Field(None, description="Tracking URI; a SQLite store in the runs folder when left out.")
+    uri: Text | None = Field(
+        None, description="MLflow's tracking URI; a SQLite store in the runs folder when left out."
+    )
     experiment: Text = Field("asyncrl", description="MLflow experiment.")
     system_metrics: bool = Field(
         True, description="Log processors, memory, disk, network and GPUs of the driver's machine, every ten seconds."
@@ -498,7 +515,16 @@ class TrackingSpec(Section):
     register_model: str | None = Field(
         None,
         pattern=r"^[^/:]+$",
-        description="The final model becomes a version of the registered model with this name; left out, of none.",
+        description="The final model becomes a version of MLflow's registered model with this name; left out, of none.",
+    )
+    tensorboard: bool = Field(
+        False, description="Write TensorBoard's event files to the run's folder. Needs the extra `tensorboard`."
+    )
+    wandb: WandbSpec | None = Field(None, description="Log metrics to Weights & Biases; left out, not.")
+    monitors: list[Annotated[str, pattern(MODULE_NAME, "is not module:Class")]] = Field(
+        [],
+        description="Monitors of your own, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in "
+        "modules beside the spec or on Python's path.",
     )
 
 
