@@ -491,9 +491,7 @@ class WandbSpec(Section):
     """Weights & Biases. Needs the extra `wandb`."""
 
     project: Text = Field("asyncrl", description="Project of the run.")
-    entity: Text | None = Field(
-        None, description="User or team that owns the project; your default when left out."
-    )
+    entity: Text | None = Field(None, description="User or team that owns the project; your default when left out.")
     mode: Literal["online", "offline"] = Field(
         "online",
         description="`online` needs an API key (`WANDB_API_KEY`, or `wandb login`). `offline` writes to the run's "
@@ -523,7 +521,7 @@ class TrackingSpec(Section):
     wandb: WandbSpec | None = Field(None, description="Log metrics to Weights & Biases; left out, not.")
     monitors: list[Annotated[str, pattern(MODULE_NAME, "is not module:Class")]] = Field(
         [],
-        description="Monitors of your own, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in "
+        description="Your own monitors, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in "
         "modules beside the spec or on Python's path.",
     )
 
