@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 

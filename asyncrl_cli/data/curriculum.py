@@ -10,7 +10,7 @@ from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
 from asyncrl_cli.data.loader import Stage
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import CurriculumSpec
+from asyncrl_cli.spec.inputs import CurriculumSpec
 
 PLACE = "data.curriculum"
 

@@ -14,7 +14,7 @@ from asyncrl_cli.data.jsonl import read_jsonl
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import SUFFIXES, kind_of
-from asyncrl_cli.spec.sections import SplitSpec
+from asyncrl_cli.spec.inputs import SplitSpec
 
 
 def read_source(

@@ -21,7 +21,8 @@ from asyncrl_cli.orchestrator.placement import engine_wants, placed, rank_wants
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
-from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
 
 MANY = 100_000

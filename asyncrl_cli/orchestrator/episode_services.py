@@ -14,7 +14,8 @@ from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.spec.sections import ExperimentSpec, TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class EpisodeServices:

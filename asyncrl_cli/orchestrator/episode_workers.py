@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import EpisodeSpec
+from asyncrl_cli.spec.inputs import EpisodeSpec
 from asyncrl_cli.system.remote import ActorDied, NoAnswer, wait_for
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.episode_messages import Retry

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.remote import NoAnswer, wait_for
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 

@@ -21,12 +21,13 @@ from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.spec.base import NUL
 from asyncrl_cli.spec.changes import is_fixed
 from asyncrl_cli.spec.data_sources import names_a_file
+from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec
 from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.renamed import translate
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec, SplitSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.source import MAX_VALUES, SCALARS, Node
 from asyncrl_cli.spec.suggestions import explain
 

@@ -20,24 +20,11 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.user_imports import import_beside
-from asyncrl_cli.spec.rules.task import GYM
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
 from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments
 from asyncrl_cli.tasks.mix import MixTask
 
-READY = {
-    "chain_sum": "asyncrl_cli.tasks.ready.chain_sum:ChainSum",
-    "spell_backward": "asyncrl_cli.tasks.ready.spell_backward:SpellBackward",
-    "calculator": "asyncrl_cli.tasks.ready.calculator:Calculator",
-    "math": "asyncrl_cli.tasks.ready.math_answers:MathAnswers",
-    "exact": "asyncrl_cli.tasks.ready.matching:ExactMatch",
-    "regex": "asyncrl_cli.tasks.ready.matching:RegexMatch",
-    "unit_tests": "asyncrl_cli.tasks.ready.unit_tests:UnitTests",
-    "judge": "asyncrl_cli.tasks.ready.judge:Judge",
-    "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
-    "command": "asyncrl_cli.tasks.ready.command:Command",
-}
-"""The tasks that come with asyncrl."""
 GYM_TASK = "asyncrl_cli.tasks.ready.gym:Gym"
 """The class behind ``gym/<data set>``; its first argument is the data set."""
 ANY_KIND = (
@@ -83,12 +70,14 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
         options = {"data_set": use.removeprefix(GYM), **options}
         target = GYM_TASK
     else:
-        target = READY.get(use, use)
+        target = READY_TASKS.get(use, use)
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise TaskError(
             f"task.use: there is no ready task {use!r}",
-            hint=did_you_mean(use, READY, f"ready tasks are {', '.join(READY)}, {GYM}<data set>; yours is module:name"),
+            hint=did_you_mean(
+                use, READY_TASKS, f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
+            ),
         )
     found = _attribute(_module(module_name, search_path), module_name, name)
     if isinstance(found, type):

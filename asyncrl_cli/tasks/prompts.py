@@ -10,7 +10,7 @@ from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import SplitSpec
+from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.tasks.base import CheckingTask, PromptTask, Split, Task
 
 LOOK_S = 3.0

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.gateway.chat import normal
 from asyncrl_cli.records.prompt import Message
-from asyncrl_cli.spec.sections import WarmStart
+from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train.model.initial import without_progress_bars
 from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer

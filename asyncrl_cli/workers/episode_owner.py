@@ -26,7 +26,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers import episode_process
 from asyncrl_cli.workers.episode_messages import (

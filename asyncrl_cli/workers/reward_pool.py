@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.mix import reward_limit_s
 from asyncrl_cli.workers.reward_process import ProcessEnded, RewardProcess
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored, took_too_long
 
 CHILD = "asyncrl_cli.workers.reward_child"

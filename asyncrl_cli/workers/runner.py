@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.process_tree import adopt_orphans, below, kill_below
 from asyncrl_cli.tasks.base import ModelAccess

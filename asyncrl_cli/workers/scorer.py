@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.tasks.mix import task_name
 from asyncrl_cli.workers.reward_pool import RewardPool

@@ -13,7 +13,7 @@ from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import CurriculumSpec, CurriculumStage
+from asyncrl_cli.spec.inputs import CurriculumSpec, CurriculumStage
 
 
 def rows(levels: list[Any]) -> list[Prompt]:

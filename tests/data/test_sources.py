@@ -23,7 +23,7 @@ from asyncrl_cli.data.arrow_table import ArrowPrompts
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import kind_of
-from asyncrl_cli.spec.sections import SplitSpec
+from asyncrl_cli.spec.inputs import SplitSpec
 
 Rows = list[dict[str, Any]]
 

@@ -21,7 +21,7 @@ from asyncrl_cli.orchestrator import scoring
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.workers.scorer import Scorer
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 

@@ -17,7 +17,7 @@ from asyncrl_cli.spec.load import dump_spec, load_spec
 from asyncrl_cli.spec.other_trainers import NAMES
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.spec.suggest import suggest
+from asyncrl_cli.spec.suggestions import suggest
 from tests.spec.conftest import SMALLEST
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.rules.task import READY_TASKS
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.rules.data import READY_TASKS
 from asyncrl_cli.tasks.base import ModelAccess, is_episodic
-from asyncrl_cli.tasks.load import GYM_TASK, READY, load_task
+from asyncrl_cli.tasks.load import GYM_TASK, load_task
 from asyncrl_cli.tasks.ready.chain_sum import ChainSum
 
 names = (f"user_task_{number}" for number in itertools.count())
@@ -47,8 +47,7 @@ class Echo:
 
 
 def test_the_spec_knows_the_ready_tasks_and_each_is_there() -> None:
-    assert set(READY) == set(READY_TASKS)
-    for target in (*READY.values(), GYM_TASK):
+    for target in (*READY_TASKS.values(), GYM_TASK):
         module, _, name = target.partition(":")
         assert inspect.isclass(getattr(importlib.import_module(module), name))
 
@@ -111,7 +110,7 @@ def test_an_environment_class_is_made_anew_for_each_episode(load: Any) -> None:
     ("use", "said"),
     [
         ("chain_sums", "did you mean `chain_sum`"),
-        ("nothing_like_it", "Ready tasks are chain_sum, spell_backward"),
+        ("nothing_like_it", "ready tasks are chain_sum, spell_backward"),
         (":f", "no ready task"),
         ("module:", "no ready task"),
     ],

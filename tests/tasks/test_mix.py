@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import SplitSpec, TaskMember, TaskSpec
+from asyncrl_cli.spec.inputs import SplitSpec, TaskMember, TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, Split, TaskMix, is_episodic, task_of
 from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
 from asyncrl_cli.tasks.mix import MixTask, OneCall, interleave, reward_limit_s, task_names

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import SplitSpec, TaskSpec
+from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.function_task import FunctionTask
 from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
 from asyncrl_cli.tasks.load import load_task

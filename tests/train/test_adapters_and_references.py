@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 
 from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, seal
-from asyncrl_cli.spec.sections import LoraSpec
+from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.export import export_model
 
 pytestmark = pytest.mark.stack

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from asyncrl_cli.spec.sections import ModelInit
+from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.train.model.initial import ModelInitError, build_initial_model, write_skeleton, write_weights
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl_cli.spec.sections import LoraSpec
+from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.lora import LoraError, add_adapters, merge, plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
 

@@ -17,7 +17,8 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.algorithm import CORRECTION_PRESETS, PRESETS
-from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
+from asyncrl_cli.spec.inputs import ModelInit
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.model.critic import Critic, ValueModel
 from asyncrl_cli.train.model.initial import build_initial_model

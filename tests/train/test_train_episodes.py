@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.records.generation import GIVEN, Rollout, branch_id
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
-from asyncrl_cli.spec.sections import ExperimentSpec, ModelInit
+from asyncrl_cli.spec.inputs import ModelInit
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.spec.sections import ModelInit, WarmStart
+from asyncrl_cli.spec.inputs import ModelInit, WarmStart
 from asyncrl_cli.tasks.function_task import FunctionTask
 from asyncrl_cli.tasks.ready.calculator import TOOL, Calculator
 from asyncrl_cli.tasks.ready.spell_backward import SpellBackward

@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.episode_messages import Retry
 from asyncrl_cli.workers.episode_owner import Played

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import TaskMember, TaskSpec
+from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
 from asyncrl_cli.workers.scorer import Scorer
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import TaskSpec
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.workers.reward_process import ProcessEnded, RewardProcess
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
@@ -198,7 +198,7 @@ def test_it_dies_with_its_owner(tmp_path: Path) -> None:
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     code = f"""if True:
         import asyncio; from pathlib import Path; from asyncrl_cli.records.prompt import Prompt
-        from asyncrl_cli.spec.sections import TaskSpec
+        from asyncrl_cli.spec.inputs import TaskSpec
         from asyncrl_cli.workers.reward_process import RewardProcess
         async def main():
             process = await RewardProcess.start(TaskSpec(use='user_rewards:reward'), Path({str(tmp_path)!r}))

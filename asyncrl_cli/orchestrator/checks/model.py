@@ -17,7 +17,8 @@ from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.memory import ModelSize
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import ExperimentSpec, ModelSpec
+from asyncrl_cli.spec.inputs import ModelSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import LARGEST
+from asyncrl_cli.spec.inputs import CHARACTERS
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule
-from asyncrl_cli.spec.sections import CHARACTERS, ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
-from asyncrl_cli.spec.sections import LoraSpec
+from asyncrl_cli.spec.inputs import LoraSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.spec.sections import ModelInit
+from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.train.model.tokenizer import character_tokenizer, load_tokenizer, with_chat_template
 
 if TYPE_CHECKING:

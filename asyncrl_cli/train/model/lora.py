@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.spec.sections import LoraSpec
+from asyncrl_cli.spec.inputs import LoraSpec
 
 ADAPTER = "default"
 """The one adapter's name."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.files import atomic_folder
-from asyncrl_cli.spec.sections import ExperimentSpec, ModelSpec
+from asyncrl_cli.spec.inputs import ModelSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE
 
