@@ -1,7 +1,7 @@
 """Ray for one run: started on this machine, or joined.
 
 A local cluster lives and dies with the driver. Ray's own processes end with a driver that ends in order; a
-guardian (``runs.guardian``) sees to the rest.
+reaper (``system.reaper``) sees to the rest.
 
 Whoever may call Ray runs code as this user, so a local cluster has a token of its own and listens on loopback alone.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import check_resources
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.reaper import MARK, watched_guardian
+from asyncrl_cli.system.reaper import MARK, running_reaper
 
 OBJECT_STORE_BYTES = 512 * 2**20
 """A local run keeps batches of tokens in Ray's object store, never weights."""
@@ -49,7 +49,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     token.write_text(secrets.token_hex(32))
     settings = {
         MARK: mark,
-        # setproctitle would overwrite the environment that the guardian reads.
+        # setproctitle would overwrite the environment that the reaper reads.
         "SPT_NOENV": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         # By default Ray's workers give way to everything else on the machine (nice 15).
@@ -63,7 +63,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         # A killed engine leaves vLLM's sockets and files where temporary files go.
         "TMPDIR": str(temporary),
     }
-    with _environment(settings, without=("RAY_AUTH_TOKEN",)), watched_guardian(mark, folder, log_dir / "guardian.log"):
+    with _environment(settings, without=("RAY_AUTH_TOKEN",)), running_reaper(mark, folder, log_dir / "reaper.log"):
         import ray
 
         _read_environment_again()

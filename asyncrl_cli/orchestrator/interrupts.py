@@ -42,7 +42,7 @@ class Stop:
         if self.asked:
             if number == signal.SIGINT:
                 # Threads that do not end (a checkpoint on a disk that hangs) would keep an orderly exit waiting. The
-                # guardian ends the other processes.
+                # reaper ends the other processes.
                 os._exit(INTERRUPTED)
             return
         self.asked = True

@@ -150,7 +150,7 @@ async def _serve(
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
     engines = [EngineProcess(factory, f"engine-{index}", served.version) for index in range(spec.rollout.engines)]
-    # Below Ray's folder, which the guardian removes when nobody else can.
+    # Below Ray's folder, which the reaper removes when nobody else can.
     with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:
         try:
             await until_stopped(work(Path(temporary)), stop)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.rollout.engine_names import check_engine_arguments
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.parent import die_with
+from asyncrl_cli.system.process_tree import die_with
 from asyncrl_cli.system.remote import ActorDied
 
 if TYPE_CHECKING:

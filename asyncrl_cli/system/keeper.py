@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.system.parent import die_with
-from asyncrl_cli.system.process_tree import adopt_orphans, kill_below
+from asyncrl_cli.system.process_tree import adopt_orphans, die_with, kill_descendants
 
 PACKAGES = Path(__file__).parents[2]
 NOT_STARTED = 127
@@ -45,7 +44,7 @@ def main() -> None:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         finally:  # also when a SIGTERM that came just before raises: from then on it is ignored
-            kill_below()
+            kill_descendants()
     if status < 0:  # the same signal, so that the owner sees how it ended
         with suppress(OSError):  # SIGKILL has no handler; Python ignores SIGPIPE
             signal.signal(-status, signal.SIG_DFL)

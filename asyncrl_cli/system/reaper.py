@@ -19,95 +19,90 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 
-from asyncrl_cli.system.process_tree import below
+from asyncrl_cli.system.process_tree import descendants
 
 MARK = "ASYNCRL_RUN"
-PATIENCE_S = 15.0
-"""Seconds to go on looking for processes that are still being started."""
-AGAIN_S = 1.0
-"""Seconds between two starts of a guardian."""
+CLEAN_UP_S = 15.0
+"""Seconds to look for processes that are still being started, and for files that they still write."""
+RESTART_S = 1.0
+"""Seconds between two starts of a reaper."""
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """Process ids of this user's processes that carry the mark, this one left out."""
+    """Process ids of this user's processes that carry the mark, without this process."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environment.split(b"\0"):
-            yield int(entry.name)
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # of another user, or it has ended
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name)
 
 
 def kill_marked(mark: str) -> None:
     """Kill until none is left."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + CLEAN_UP_S
     while time.monotonic() < deadline:
         found = list(marked_processes(mark))
         if not found:
             return
         # What agents start may have an environment of its own.
-        for pid in (*found, *(process.pid for process in below(found))):
-            try:
+        for pid in (*found, *(process.pid for process in descendants(found))):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         # A killed process stays in /proc until its parent has seen it; so does one that forks meanwhile.
         time.sleep(0.05)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it; a dying process may still put something there meanwhile."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Remove a folder with its contents; a dying process may still put something there meanwhile."""
+    deadline = time.monotonic() + CLEAN_UP_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)
 
 
 @contextmanager
-def watched_guardian(mark: str, folder: Path, log: Path) -> Iterator[None]:
-    """A guardian for the length of the block, and another one whenever it dies. At the end of the block it ends what
-    carries the mark, and ``folder`` is gone, whatever became of the guardian."""
+def running_reaper(mark: str, folder: Path, log: Path) -> Iterator[None]:
+    """A reaper for the length of the block, and another one whenever it dies. After the block no process carries the
+    mark and ``folder`` is gone, whatever happened to the reaper."""
 
     def start() -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "asyncrl_cli.system.reaper", mark, str(folder)],
+                [sys.executable, "-m", __name__, mark, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
+                # Without the mark, and in a session of its own: neither it nor Ctrl-C in the terminal ends it.
                 env={key: value for key, value in os.environ.items() if key != MARK},
                 start_new_session=True,
             )
 
-    guardian, ended, changing = start(), Event(), Lock()
+    reaper, ended, changing = start(), Event(), Lock()
 
     def watch() -> None:
-        nonlocal guardian
+        nonlocal reaper
         while True:
-            guardian.wait()
+            reaper.wait()
             with changing:
                 if ended.is_set():
                     return
                 with suppress(OSError):  # no memory for a process: perhaps there is some a moment later
-                    guardian = start()
-            ended.wait(AGAIN_S)
+                    reaper = start()
+            ended.wait(RESTART_S)
 
-    Thread(target=watch, name="guardian", daemon=True).start()
+    Thread(target=watch, name="reaper", daemon=True).start()
     try:
         yield
     finally:
         with changing:
             ended.set()
-        assert guardian.stdin is not None
-        guardian.stdin.close()
+        assert reaper.stdin is not None
+        reaper.stdin.close()
         try:
-            done = guardian.wait(timeout=2 * PATIENCE_S + 5) == 0
+            done = reaper.wait(timeout=2 * CLEAN_UP_S + 5) == 0
         except subprocess.TimeoutExpired:  # it is stopped, or hangs
-            guardian.kill()
+            reaper.kill()
             done = False
         if not done:
             kill_marked(mark)

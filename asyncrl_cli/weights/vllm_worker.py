@@ -7,9 +7,7 @@ repacked copies of a weight are rebuilt too.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +21,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from asyncrl_cli.system.process_tree import die_with
 from asyncrl_cli.weights.mapping import WeightMapping
 
 BACKEND = "asyncrl_mapping"
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it is gone (Linux)."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
@@ -104,7 +94,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker; carries no method, its import is what counts."""
 
 
-die_with_parent()
+die_with(os.getppid())
 # Else a progress bar of vLLM, shown or not, makes a named semaphore, which a killed process leaves in /dev/shm.
 tqdm.set_lock(threading.RLock())
 WeightTransferEngineFactory.register_engine(BACKEND, MappingTransferEngine)

@@ -30,8 +30,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.system.parent import die_with
-from asyncrl_cli.system.process_tree import adopt_orphans, below, see_off
+from asyncrl_cli.system.process_tree import adopt_orphans, descendants, die_with, reap
 from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, ModelAccess, task_of
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.play import play
@@ -218,11 +217,11 @@ class _Pulse(threading.Thread):
         self._turned = True
 
     def _bury(self) -> None:
-        """See off children that ended more than a minute ago: orphans that this process has adopted. Whoever started
+        """Reap children that ended more than a minute ago: orphans that this process has adopted. Whoever started
         one here and never waited for it does not miss it."""
         me = os.getpid()
-        ended = frozenset(process.pid for process in below([me]) if process.ended and process.parent == me)
-        see_off(ended & self._zombies)
+        ended = frozenset(process.pid for process in descendants([me]) if process.ended and process.parent == me)
+        reap(ended & self._zombies)
         self._zombies = ended
 
 

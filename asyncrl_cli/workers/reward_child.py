@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.system.parent import die_with
+from asyncrl_cli.system.process_tree import die_with
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mix import MixTask
 from asyncrl_cli.workers.reward_process import Loaded

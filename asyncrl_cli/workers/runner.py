@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.logs import redirect_output
-from asyncrl_cli.system.process_tree import adopt_orphans, below, kill_below
+from asyncrl_cli.system.process_tree import adopt_orphans, descendants, kill_descendants
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.episode_messages import Retry
 from asyncrl_cli.workers.episode_owner import BLOCKED_S, EpisodeProcess, Played
@@ -33,7 +33,7 @@ class Runner:
         self._spec = spec
         self._search_path = Path(search_path)
         self._blocked_s = blocked_s
-        self._others = [process.pid for process in below([os.getpid()])]
+        self._others = [process.pid for process in descendants([os.getpid()])]
         self._processes: list[EpisodeProcess] = []
         self._idle: list[EpisodeProcess] = []  # of those that play one episode at a time
         self._common: EpisodeProcess | None = None
@@ -105,4 +105,4 @@ class Runner:
     def _sweep(self) -> None:
         """Kill whatever came from processes that are gone."""
         self._processes = [process for process in self._processes if not process.closed]
-        kill_below([*self._others, *(process.pid for process in self._processes)])
+        kill_descendants([*self._others, *(process.pid for process in self._processes)])

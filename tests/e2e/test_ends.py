@@ -65,7 +65,7 @@ def test_a_killed_driver_leaves_no_process_and_can_be_resumed(own_runs: Runs) ->
     resumed(own_runs, more=4)
 
 
-@pytest.mark.parametrize("moment", ["guardian.log", "trainer-0.log", "three steps"])
+@pytest.mark.parametrize("moment", ["reaper.log", "trainer-0.log", "three steps"])
 def test_ctrl_c_ends_a_run_that_can_be_resumed(own_runs: Runs, moment: str) -> None:
     process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
     until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")

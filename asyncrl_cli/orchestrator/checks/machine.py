@@ -239,11 +239,9 @@ def _missing_program(command: str) -> str | None:
 
 def available_memory() -> int:
     """Bytes that new programs can have, as the kernel estimates it."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return int(amount.split()[0]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
+    import psutil
+
+    return int(psutil.virtual_memory().available)
 
 
 def existing(path: Path) -> Path:

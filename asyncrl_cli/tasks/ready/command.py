@@ -7,7 +7,7 @@ It finds in its environment where the policy is (``OPENAI_BASE_URL``, ``OPENAI_A
 what the option ``reward`` says of the policy's last reply.
 
 Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. A command that kills its
-keeper (``runs.keeper``) breaks it; what it leaves ends with the process that plays episodes.
+keeper (``system.keeper``) breaks it; what it leaves ends with the process that plays episodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.system.keeper import with_keeper
-from asyncrl_cli.system.process_tree import PATIENCE_S
+from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
 from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult
 from asyncrl_cli.tasks.function_task import row_of
 
@@ -129,7 +129,7 @@ async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) 
         with suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), 2 * PATIENCE_S)
+            await asyncio.wait_for(process.wait(), 2 * KILL_TIMEOUT_S)
         except TimeoutError:  # the command has stopped it
             process.kill()
         await asyncio.wait(reading, timeout=PIPES_S)

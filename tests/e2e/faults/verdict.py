@@ -17,7 +17,7 @@ from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.evidence import read_look
 
 CLEANING_S = 30.0
-"""Seconds that the guardian gets to clean up."""
+"""Seconds that the reaper gets to clean up."""
 
 
 @dataclass(frozen=True, slots=True)

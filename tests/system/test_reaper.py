@@ -1,4 +1,4 @@
-"""The guardian: when the driver is gone, so is everything it started, and nothing else."""
+"""The reaper: when the driver is gone, so is everything it started, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl_cli.system.reaper import MARK, marked_processes, watched_guardian
+from asyncrl_cli.system.reaper import MARK, kill_marked, marked_processes, running_reaper
 
 STUBBORN = """
 import os, signal, subprocess, sys
@@ -29,11 +29,11 @@ signal.pause()
 DRIVER = """
 import os, signal, subprocess, sys
 mark, folder, stubborn = sys.argv[1:]
-guardian = subprocess.Popen([sys.executable, "-m", "asyncrl_cli.system.reaper", mark, folder],
+reaper = subprocess.Popen([sys.executable, "-m", "asyncrl_cli.system.reaper", mark, folder],
                             stdin=subprocess.PIPE, start_new_session=True)
 child = subprocess.Popen([sys.executable, "-c", stubborn], env=os.environ | {"ASYNCRL_RUN": mark},
                          stdout=subprocess.PIPE, text=True)
-print(guardian.pid, child.stdout.readline(), flush=True)
+print(reaper.pid, child.stdout.readline(), flush=True)
 signal.pause()
 """
 PATIENCE_S = 60.0
@@ -76,7 +76,9 @@ def start() -> Iterator[Start]:
 
     yield begin
     for process in started:
-        process.kill()
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for each in (process, *left):  # a child of a stubborn one ignores SIGTERM and is in a session of its own
+            each.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
@@ -87,8 +89,8 @@ def start() -> Iterator[Start]:
 def mark(tmp_path: Path) -> Iterator[str]:
     name = f"test-{os.getpid()}-{tmp_path.name}"
     yield name
-    for pid in [*marked_processes(name), *marked_processes(f"{name}0")]:
-        os.kill(pid, signal.SIGKILL)
+    kill_marked(name)
+    kill_marked(f"{name}0")
 
 
 @pytest.fixture
@@ -108,10 +110,10 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
     marked = pids(start("-c", STUBBORN, mark=mark))
     others = [*pids(start("-c", STUBBORN, mark=f"{mark}0")), *pids(start("-c", STUBBORN))]
     try:
-        guardian = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
-        assert guardian.stdin is not None
-        guardian.stdin.close()
-        assert guardian.wait(PATIENCE_S) == 0
+        reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
+        assert reaper.stdin is not None
+        reaper.stdin.close()
+        assert reaper.wait(PATIENCE_S) == 0
         assert len(marked) == 2
         assert not any(map(is_alive, marked))
         assert not folder.exists()
@@ -124,35 +126,35 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
 
 def test_it_waits_for_the_pipe(start: Start, mark: str, folder: Path) -> None:
     marked = pids(start("-c", STUBBORN, mark=mark))
-    guardian = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
-    assert guardian.stdin is not None
-    guardian.stdin.write("not the end\n")
-    guardian.stdin.flush()
+    reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
+    assert reaper.stdin is not None
+    reaper.stdin.write("not the end\n")
+    reaper.stdin.flush()
     with pytest.raises(subprocess.TimeoutExpired):
-        guardian.wait(1.0)
+        reaper.wait(1.0)
     assert all(map(is_alive, marked))
     assert folder.is_dir()
-    guardian.stdin.close()
-    guardian.wait(PATIENCE_S)
+    reaper.stdin.close()
+    reaper.wait(PATIENCE_S)
     assert not any(map(is_alive, marked))
 
 
 def test_a_killed_driver_takes_everything_with_it(start: Start, mark: str, folder: Path) -> None:
     driver = start("-c", DRIVER, mark, str(folder), STUBBORN)
-    guardian, *marked = pids(driver)
+    reaper, *marked = pids(driver)
     assert len(marked) == 2
-    assert all(map(is_alive, [guardian, *marked]))
+    assert all(map(is_alive, [reaper, *marked]))
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    eventually(lambda: not is_alive(guardian))
+    eventually(lambda: not is_alive(reaper))
     assert not any(map(is_alive, marked))
     assert not folder.exists()
 
 
 def test_with_nothing_left_it_just_ends(start: Start, mark: str, tmp_path: Path) -> None:
-    guardian = start("-m", "asyncrl_cli.system.reaper", mark, str(tmp_path / "missing"))
-    guardian.communicate()
-    assert guardian.returncode == 0
+    reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(tmp_path / "missing"))
+    reaper.communicate()
+    assert reaper.returncode == 0
 
 
 def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
@@ -163,7 +165,7 @@ def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
     assert list(marked_processes(mark)) == [marked]
 
 
-def is_guardian(process: psutil.Process) -> bool:
+def is_reaper(process: psutil.Process) -> bool:
     try:
         return "asyncrl_cli.system.reaper" in process.cmdline()
     except psutil.Error:  # it has ended
@@ -171,12 +173,12 @@ def is_guardian(process: psutil.Process) -> bool:
 
 
 def children(but: int = 0) -> list[int]:
-    """This process's guardians, one of them left out."""
-    return [process.pid for process in psutil.Process().children() if process.pid != but and is_guardian(process)]
+    """This process's reapers, one of them left out."""
+    return [process.pid for process in psutil.Process().children() if process.pid != but and is_reaper(process)]
 
 
-def test_a_guardian_that_dies_gets_a_successor(start: Start, mark: str, folder: Path, tmp_path: Path) -> None:
-    with watched_guardian(mark, folder, tmp_path / "log"):
+def test_a_reaper_that_dies_gets_a_successor(start: Start, mark: str, folder: Path, tmp_path: Path) -> None:
+    with running_reaper(mark, folder, tmp_path / "log"):
         marked = pids(start("-c", STUBBORN, mark=mark))
         (first,) = children()
         os.kill(first, signal.SIGKILL)
@@ -185,29 +187,29 @@ def test_a_guardian_that_dies_gets_a_successor(start: Start, mark: str, folder: 
     assert not any(map(is_alive, marked)) and not folder.exists() and children() == []
 
 
-def test_without_a_guardian_at_the_end_everything_is_cleaned_up_all_the_same(
+def test_without_a_reaper_at_the_end_everything_is_cleaned_up_all_the_same(
     start: Start, mark: str, folder: Path, tmp_path: Path
 ) -> None:
-    with watched_guardian(mark, folder, tmp_path / "log"):
+    with running_reaper(mark, folder, tmp_path / "log"):
         marked = pids(start("-c", STUBBORN, mark=mark))
-        (guardian,) = children()
-        os.kill(guardian, signal.SIGKILL)
+        (reaper,) = children()
+        os.kill(reaper, signal.SIGKILL)
     assert not any(map(is_alive, marked)) and not folder.exists() and children() == []
 
 
-def test_a_guardian_that_hangs_leaves_nothing_behind(
+def test_a_reaper_that_hangs_leaves_nothing_behind(
     start: Start, mark: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stopped(subprocess.Popen[bytes]):
         def wait(self, timeout: float | None = None) -> int:
             if timeout is not None:
-                raise subprocess.TimeoutExpired("guardian", timeout)
+                raise subprocess.TimeoutExpired("reaper", timeout)
             return super().wait()
 
     marked = pids(start("-c", STUBBORN, mark=mark))
     monkeypatch.setattr(subprocess, "Popen", Stopped)
-    with watched_guardian(mark, folder, tmp_path / "log"):
-        (guardian,) = children()
-        os.kill(guardian, signal.SIGSTOP)
-    eventually(lambda: not any(map(is_alive, [guardian, *marked])))
+    with running_reaper(mark, folder, tmp_path / "log"):
+        (reaper,) = children()
+        os.kill(reaper, signal.SIGSTOP)
+    eventually(lambda: not any(map(is_alive, [reaper, *marked])))
     assert not folder.exists()

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.system.test_reaper import is_alive
 
 from asyncrl_cli.system.keeper import with_keeper
-from tests.runs.test_guardian import is_alive
 
 LEAVES = """
 import os, signal
@@ -31,12 +31,12 @@ def test_sigterm_while_it_kills_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", LEAVES.replace("PATH", repr(str(left)))]
     keeper = f"""
 import os, signal, sys
-from asyncrl_cli.runs import keeper
-kill_below = keeper.kill_below
+from asyncrl_cli.system import keeper
+kill_descendants = keeper.kill_descendants
 def interrupted():
     os.kill(os.getpid(), signal.SIGTERM)
-    kill_below()
-keeper.kill_below = interrupted
+    kill_descendants()
+keeper.kill_descendants = interrupted
 sys.argv = ["keeper", "{os.getpid()}", *{command!r}]
 keeper.main()
 """
