@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.system.test_reaper import is_alive
 
 from asyncrl_cli.system.keeper import with_keeper
+from tests.system.test_reaper import is_alive
 
 LEAVES = """
 import os, signal
