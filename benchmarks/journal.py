@@ -74,7 +74,7 @@ def calls_of(groups: range, tokens: int, per_call: int) -> list[list[Rollout]]:
     one = Rollout(
         rollout_id="",
         prompt_ids=(1, 2, 3),
-        response_ids=bits.integers(0, 150_000, tokens).astype(np.int32),
+        ids=bits.integers(0, 150_000, tokens).astype(np.int32),
         logprobs=bits.normal(-1.0, 1.0, tokens).astype(np.float32),
         versions=np.zeros(tokens, np.int32),
         text="",
@@ -100,7 +100,7 @@ async def flood(send: Send, calls: list[list[Rollout]], in_flight: int) -> list[
 
 def row(name: str, in_flight: int, calls: list[list[Rollout]], seconds: float, latencies: list[float]) -> str:
     rollouts = sum(map(len, calls))
-    size = sum(rollout.response_ids.nbytes + rollout.logprobs.nbytes for call in calls for rollout in call)
+    size = sum(rollout.ids.nbytes + rollout.logprobs.nbytes for call in calls for rollout in call)
     half, most = np.percentile(latencies, (50, 99)) * 1e3
     figures = (f"{rollouts / seconds:,.0f}", f"{size / seconds / 1e6:.1f}", f"{half:.0f}", f"{most:.0f}")
     return "| " + " | ".join((name, str(in_flight), *figures)) + " |"
@@ -138,7 +138,7 @@ class Consumer:
 
     def consume(self, queue: Any, items: int) -> int:
         """Get so many items; returns the tokens in them."""
-        return sum(len(rollout.response_ids) for _ in range(items) for rollout in queue.get())
+        return sum(len(rollout.ids) for _ in range(items) for rollout in queue.get())
 
 
 def queue_rows(rollouts: int, tokens: int, per_call: int) -> Iterator[str]:

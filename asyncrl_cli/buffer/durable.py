@@ -28,8 +28,8 @@ from asyncrl_cli.records.groups import (
     Waiting,
 )
 from asyncrl_cli.records.prompt import prompt_from
+from asyncrl_cli.records.training import CORRECT, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
-from asyncrl_cli.tasks.base import CORRECT, are_equal
 
 
 class DurableLedger:

@@ -34,12 +34,11 @@ from asyncrl_cli.journal.rollout_rows import (
 )
 from asyncrl_cli.journal.schema import explained
 from asyncrl_cli.records.generation import (
-    GIVEN,
+    CONTEXT,
     EngineRequest,
     Rollout,
     Segment,
     group_and_index,
-    segments_of,
     sequence_of,
 )
 from asyncrl_cli.records.groups import (
@@ -162,7 +161,7 @@ class Journal(JournalFile):
                 )
             pieces[segment.start] = piece
             self._note_segment(group_id, index, branch, columns, now)
-            sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != GIVEN]
+            sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != CONTEXT]
             oldest = min((known.version for known in sampled), default=None)
             newest = max((known.version for known in sampled), default=None)
             count = sum(known.end - known.start for known in sampled)
@@ -181,7 +180,7 @@ class Journal(JournalFile):
             self._note("DELETE FROM segments WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
-            for segment in segments_of(sequence):
+            for segment in sequence.segments(sequence.rollout_id):
                 self._note_segment(group_id, index, branch, columns_of(segment), now)
 
     def judged(self, outcome: Outcome) -> None:

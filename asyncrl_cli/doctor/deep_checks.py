@@ -64,7 +64,7 @@ def try_engine(spec: ExperimentSpec, folder: Path) -> str:
         finally:
             engine.shutdown()
 
-    return f"an engine generated {len(asyncio.run(generated()).response_ids)} tokens"
+    return f"an engine generated {len(asyncio.run(generated()).ids)} tokens"
 
 
 def try_trainer(spec: ExperimentSpec, folder: Path) -> str:

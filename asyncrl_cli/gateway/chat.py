@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.gateway.tool_calls import Tools, tool_parser
-from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.records.prompt import ChatError, Message, normalized
 
 _FIXED_REPLY = "the-reply-of-before"
 """Stands for a reply while the text after it is found. Templates trim, so it has nothing to trim."""
-
-
-class ChatError(ValueError):
-    """Messages or tools that the chat template takes no tokens from; ``str`` says why."""
 
 
 class ChatFormat:
@@ -50,7 +45,7 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """A whole prompt, with the beginning of the reply that is asked for. Raises ``ChatError``."""
-        return self.encode(self._text([normal(message) for message in messages], tools, reply=True))
+        return self.encode(self._text([normalized(message) for message in messages], tools, reply=True))
 
     def continue_(
         self,
@@ -67,12 +62,12 @@ class ChatFormat:
         Raises ``ChatError`` when the template refuses the messages, or renders what is behind a reply differently
         when more follows.
         """
-        new = [normal(message) for message in messages]
+        new = [normalized(message) for message in messages]
         question: Message = {"role": "user", "content": "?"}
         said: dict[str, Any] = {"role": "assistant", "content": _FIXED_REPLY}
         before = self._text([question, said], tools)
         turn_end = _after(before, _FIXED_REPLY)
-        if calls := (normal(reply) if reply else {}).get("tool_calls"):
+        if calls := (normalized(reply) if reply else {}).get("tool_calls"):
             said = said | {"tool_calls": calls}
             before = self._text([question, said], tools)
         whole = self._text([question, said, *new], tools, reply=True)
@@ -156,24 +151,6 @@ class ChatFormat:
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
 
 
-def normal(message: Message) -> Message:
-    """A message in the one form that says the same: what templates are given, and what messages are compared in.
-
-    It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` where they are set; other keys
-    go. Content is text: None is "", text parts are joined. The arguments of tool calls are parsed. Raises
-    ``ChatError`` for what is no message.
-    """
-    if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
-        raise ChatError("a message is an object with a role")
-    same: dict[str, Any] = {"role": role, "content": _content(message.get("content"))}
-    for name in ("name", "tool_call_id"):
-        if message.get(name):
-            same[name] = message[name]
-    if calls := message.get("tool_calls"):
-        same["tool_calls"] = [_call(call) for call in _list(calls, "tool_calls")]
-    return same
-
-
 def key(value: Any) -> str:
     """A text that is equal for equal JSON values."""
     try:
@@ -185,33 +162,6 @@ def key(value: Any) -> str:
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """A text up to the first of the stop strings in it."""
     return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
-
-
-def _content(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = _list(content, "content")
-    if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in parts):
-        raise ChatError("content is text, or a list of parts of type text")
-    return "".join(str(part.get("text", "")) for part in parts)
-
-
-def _call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ChatError("a tool call has a function with a name")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # templates print what a harness made up as it stands
-            arguments = json.loads(arguments)
-    named = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return named | ({"id": call["id"]} if call.get("id") else {})
-
-
-def _list(value: Any, what: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise ChatError(f"{what} must be a list, not {type(value).__name__}")
-    return value
 
 
 def _after(text: str, mark: str) -> str:

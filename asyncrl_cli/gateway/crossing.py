@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from asyncrl_cli.gateway.session import Limits
-from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.rollout.client import GenerationFailed, OnSegments
 
 MOST_TOKENS = 200_000
 """Prompt tokens after which ``collect`` leaves further requests to its next call, so that no answer takes the driver

@@ -24,13 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.core.seeds import derive_seed
-from asyncrl_cli.gateway.chat import ChatError, ChatFormat, before_stop, key, normal
+from asyncrl_cli.gateway.chat import ChatFormat, before_stop, key
 from asyncrl_cli.gateway.text_stream import TextStream
 from asyncrl_cli.gateway.tool_calls import Tools
-from asyncrl_cli.gateway.transcript import Call, OnSegments, TokenSequence, Transcript, Turn
-from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.records.prompt import Message
-from asyncrl_cli.rollout.continuation import Tokens, cut, stopped_at
+from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
+from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
+from asyncrl_cli.records.prompt import ChatError, Message, normalized
+from asyncrl_cli.rollout.client import OnSegments
+from asyncrl_cli.rollout.continuation import stopped_at
 
 Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
 """``GenerationClient.generate``."""
@@ -116,14 +117,14 @@ class Asked:
     begins a branch), and how its conversation is found again after the reply."""
 
     prompt_ids: tuple[int, ...]
-    after: tuple[TokenSequence, Turn] | None = None
+    after: tuple[Branch, Turn] | None = None
     tools: Tools | None = None
     messages: tuple[int, str] | None = None
     text: str | None = None
 
     @property
-    def sequence(self) -> TokenSequence | None:
-        """The sequence that it can go on with right now; None for a branch."""
+    def branch(self) -> Branch | None:
+        """The sequence that it can continue right now; None when it begins another."""
         return self.after[0] if self.after is not None and self.after[0].extends(self.after[1]) else None
 
 
@@ -138,7 +139,7 @@ class _Conversation:
     @classmethod
     def of(cls, messages: Sequence[Message], tools: Tools | None) -> _Conversation:
         """Raises ``ChatError``."""
-        same = [normal(message) for message in messages]
+        same = [normalized(message) for message in messages]
         if not same:
             raise ChatError("there are no messages")
         texts = [key(list(tools or ())), *map(key, same)]
@@ -149,7 +150,7 @@ class _Conversation:
         """How many keys there are, and the last one."""
         return len(self.keys), self.keys[-1]
 
-    def covers(self, _: TokenSequence, turn: Turn) -> int | None:
+    def covers(self, _: Branch, turn: Turn) -> int | None:
         """How much of it an earlier turn covers."""
         count, said = turn.messages or (0, "")
         return count if 0 < count <= len(self.keys) and self.keys[count - 1] == said else None
@@ -239,7 +240,7 @@ class Session:
         sampling = self._sampling_of(options, len(asked.prompt_ids))
         first, self.calls = self.calls, self.calls + options.n
         calls = [
-            self._transcript.begin(None if choice else asked.sequence, asked.prompt_ids) for choice in range(options.n)
+            self._transcript.begin(None if choice else asked.branch, asked.prompt_ids) for choice in range(options.n)
         ]
         replies = []
         for choice, call in enumerate(calls):
@@ -258,14 +259,14 @@ class Session:
         stream = None if on_text is None else TextStream(self._chat.decode, sampling.stop, on_text)
         whole = self._whole(call, sampling)
         tokens, finish = whole if whole is not None else await self._sample(call, sampling, index, stream)
-        ids = tuple(tokens.response_ids.tolist())
+        ids = tuple(tokens.ids.tolist())
         message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
         turn = Turn(
             call.first + len(ids),
             ids[-1],
             None
             if asked.messages is None
-            else (asked.messages[0] + 1, _chained(asked.messages[1], key(normal(message)))),
+            else (asked.messages[0] + 1, _chained(asked.messages[1], key(normalized(message)))),
             None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
         )
         self._transcript.end(call, tokens, finish, turn)
@@ -287,23 +288,23 @@ class Session:
 
     async def _sample(
         self, call: Call, sampling: Sampling, index: int, stream: TextStream | None
-    ) -> tuple[Tokens, FinishReason]:
+    ) -> tuple[TokenSequence, FinishReason]:
         self._refuse_if_ended()  # each of several choices is a task, which may begin late
         request_id = f"{self.rollout_id}/{index}"
         replayed = call.replayed
         if stream is not None:
-            stream.feed(replayed.response_ids.tolist())
+            stream.feed(replayed.ids.tolist())
 
         def grown(segments: list[Segment]) -> None:
             fresh = self._transcript.grow(call, segments)
             if stream is not None:
-                stream.feed(fresh.response_ids.tolist())
+                stream.feed(fresh.ids.tolist())
 
         request = RolloutRequest(
             rollout_id=request_id,
             prompt_ids=call.prompt_ids,
             sampling=sampling,
-            prefix=_segments(request_id, replayed),
+            prefix=tuple(replayed.segments(request_id)),
             newest=call.newest,
             priority=self._priority,
             affinity=self.rollout_id,
@@ -321,23 +322,23 @@ class Session:
             raise
         finally:
             self._running.discard(task)
-        if not len(rollout.response_ids):
+        if not len(rollout.ids):
             raise RuntimeError(f"nothing was generated for {request_id}")
-        return Tokens(rollout.response_ids, rollout.logprobs, rollout.versions), rollout.finish_reason
+        return rollout, rollout.finish_reason
 
-    def _whole(self, call: Call, sampling: Sampling) -> tuple[Tokens, FinishReason] | None:
+    def _whole(self, call: Call, sampling: Sampling) -> tuple[TokenSequence, FinishReason] | None:
         """A reply that is recorded to its end; None when (more of) it is to be sampled."""
-        tokens, count = call.replayed, len(call.replayed.response_ids)
+        tokens, count = call.replayed, len(call.replayed.ids)
         if not count:
             return None
-        stop_at = stopped_at(self._chat.decode, tokens.response_ids, sampling.stop)
+        stop_at = stopped_at(self._chat.decode, tokens.ids, sampling.stop)
         if stop_at is not None:
-            return tokens.first(stop_at), "stop"
+            return tokens.slice(0, stop_at), "stop"
         if count >= sampling.max_tokens:
-            tokens = tokens.first(sampling.max_tokens)
-        elif not call.more and tokens.response_ids[-1] not in self._chat.end_tokens:
+            tokens = tokens.slice(0, sampling.max_tokens)
+        elif not call.more and tokens.ids[-1] not in self._chat.end_tokens:
             return None
-        return tokens, "stop" if tokens.response_ids[-1] in self._chat.end_tokens else "length"
+        return tokens, "stop" if tokens.ids[-1] in self._chat.end_tokens else "length"
 
     # -- where a call belongs
 
@@ -352,7 +353,7 @@ class Session:
             said = await render(partial(_Conversation.of, messages, tools))
             self._refuse_flood(said.characters)
             if found := self._transcript.longest(said.covers):
-                sequence, turn = found
+                branch, turn = found
                 assert turn.messages is not None
                 covered = turn.messages[0] - 1  # the tools are no message
                 new, before = said.messages[covered:], said.messages[covered - 1]
@@ -361,7 +362,7 @@ class Session:
                 except ChatError:
                     pass  # the template cannot go on from here: a conversation of its own
                 else:
-                    return Asked((*_until(sequence, turn), *rest), found, tools, said.whole)
+                    return Asked((*_until(branch, turn), *rest), found, tools, said.whole)
             ids = await render(partial(self._chat.render, said.messages, tools))
         return Asked(tuple(ids), None, tools, said.whole)
 
@@ -370,14 +371,14 @@ class Session:
         self._refuse_if_ended()
         self._refuse_flood(len(prompt))
 
-        def covers(_: TokenSequence, turn: Turn) -> int | None:
+        def covers(_: Branch, turn: Turn) -> int | None:
             return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
 
         with _chat_errors():
             if found := self._transcript.longest(covers):
-                sequence, turn = found
+                branch, turn = found
                 rest = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
-                return Asked((*_until(sequence, turn), *rest), found, text=prompt)
+                return Asked((*_until(branch, turn), *rest), found, text=prompt)
             return Asked(tuple(await render(partial(self._chat.encode_prompt, prompt))), text=prompt)
 
     async def place_ids(self, prompt: Sequence[int]) -> Asked:
@@ -389,8 +390,8 @@ class Session:
             raise SessionError(400, "invalid_value", f"token ids must be from 0 to {self._chat.vocabulary - 1}")
         ids = np.asarray(prompt, np.int32)
 
-        def covers(sequence: TokenSequence, turn: Turn) -> int | None:
-            known = sequence.known.response_ids[: turn.end]
+        def covers(branch: Branch, turn: Turn) -> int | None:
+            known = branch.known.ids[: turn.end]
             return turn.end if np.array_equal(known, ids[: turn.end]) else None
 
         return Asked(tuple(ids.tolist()), self._transcript.longest(covers))
@@ -473,9 +474,9 @@ def _chained(before: str, text: str) -> str:
     return hashlib.blake2b(f"{before}/{text}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _until(sequence: TokenSequence, turn: Turn) -> list[int]:
+def _until(branch: Branch, turn: Turn) -> list[int]:
     """The tokens of a sequence up to the end of a turn."""
-    before: list[int] = sequence.known.response_ids[: turn.end].tolist()
+    before: list[int] = branch.known.ids[: turn.end].tolist()
     return before
 
 
@@ -487,10 +488,3 @@ async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def _segments(request_id: str, tokens: Tokens) -> tuple[Segment, ...]:
-    """Sampled tokens as the prefix of a request."""
-    versions = tokens.versions
-    starts = [(int(versions[at]), int(at)) for at in np.flatnonzero(np.diff(versions, prepend=-1))]
-    return tuple(cut(request_id, 0, tokens.response_ids, tokens.logprobs, starts))

@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.rollout import engine_names
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -46,6 +47,17 @@ class ToolParserError(ConfigError):
 def tool_parser(name: str | None, tokenizer: Any) -> ToolParser:
     """The parser of a name; None means ``hermes``. Raises ``ToolParserError``."""
     return hermes if name in (None, HERMES) else _of_vllm(name, tokenizer)
+
+
+def check_tool_parser(name: str | None) -> None:
+    """Raises ``ConfigError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has."""
+    known = engine_names.tool_parsers() if name not in (None, HERMES) else None
+    if known is not None and name not in known:
+        raise ConfigError(
+            f"vLLM has no tool parser {name!r}",
+            location="rollout.tool_parser",
+            hint=did_you_mean(str(name), known, f"use one of {', '.join(sorted(known))}"),
+        )
 
 
 def hermes(text: str, tools: Tools) -> ToolCalls | None:

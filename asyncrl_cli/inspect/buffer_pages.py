@@ -33,7 +33,7 @@ from asyncrl_cli.journal.queries import (
     overview,
 )
 from asyncrl_cli.journal.queries import standing as standing_of
-from asyncrl_cli.records.generation import GIVEN, Segment, group_and_index, sequence_of
+from asyncrl_cli.records.generation import CONTEXT, Segment, group_and_index, sequence_of
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import standing
 
@@ -277,12 +277,12 @@ def _sequences(rollout: RolloutRecord) -> list[list[Segment]]:
 
 
 def _ids(sequence: Sequence[Segment]) -> list[int]:
-    return [token for segment in sequence for token in segment.response_ids.tolist()]
+    return [token for segment in sequence for token in segment.ids.tolist()]
 
 
 def _calls(segments: Sequence[Segment]) -> int:
     """Runs of sampled tokens."""
-    return sum(1 for given, _ in groupby(segment.version == GIVEN for segment in segments) if not given)
+    return sum(1 for given, _ in groupby(segment.version == CONTEXT for segment in segments) if not given)
 
 
 def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None, with_tokens: bool) -> Iterator[str]:
@@ -309,7 +309,7 @@ def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None
 def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], with_tokens: bool) -> Iterator[str]:
     """A segment with its text; what the policy was given has a margin of its own, and no log-probs."""
     logprobs = segment.logprobs
-    if segment.version == GIVEN:
+    if segment.version == CONTEXT:
         yield f"  given, {len(logprobs)} tokens"
         yield from paragraph(" ".join(names) if text is None else text, GIVEN_MARGIN)
         return
@@ -329,7 +329,7 @@ def _branch(sequence: Sequence[Segment]) -> int:
 
 def _size(sequences: Sequence[Sequence[Segment]]) -> str:
     """What there is beside the number of sampled tokens; nothing for a rollout of one turn."""
-    given = sum(len(segment.response_ids) for sequence in sequences for segment in sequence if segment.version == GIVEN)
+    given = sum(len(segment.ids) for sequence in sequences for segment in sequence if segment.version == CONTEXT)
     if not given:
         return ""
     calls = f" in {sum(map(_calls, sequences))} call(s), {given} given"
@@ -372,8 +372,8 @@ def _rollout_document(rollout: RolloutRecord, texts: Texts) -> dict[str, Any]:
             {
                 "branch": _branch([segment]),
                 "start": segment.start,
-                "version": None if segment.version == GIVEN else segment.version,
-                "ids": segment.response_ids.tolist(),
+                "version": None if segment.version == CONTEXT else segment.version,
+                "ids": segment.ids.tolist(),
                 # JSON has no infinity and no NaN.
                 "logprobs": [value if math.isfinite(value) else None for value in segment.logprobs.tolist()],
                 "text": text,

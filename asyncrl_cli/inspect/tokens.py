@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.journal.queries import RolloutRecord
-from asyncrl_cli.records.generation import GIVEN, sequence_of
+from asyncrl_cli.records.generation import CONTEXT, sequence_of
 from asyncrl_cli.records.prompt import Prompt
 
 REFERENCE_SHOWN = 600
@@ -39,13 +39,13 @@ class TokenShown:
 def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tuple[tuple[TokenShown, ...], int]:
     """The first ``limit`` tokens of a rollout's first sequence, and how many more it has; ids without a decoder."""
     main = [segment for segment in rollout.segments if sequence_of(segment.rollout_id)[-1] == 0]
-    ids = [int(token) for segment in main for token in segment.response_ids]
+    ids = [int(token) for segment in main for token in segment.ids]
     logprobs = [float(value) for segment in main for value in segment.logprobs]
-    versions = [segment.version for segment in main for _ in segment.response_ids]
+    versions = [segment.version for segment in main for _ in segment.ids]
     pieces = [f"{token} " for token in ids[:limit]] if decoder is None else decoder.pieces(ids[:limit])
-    ages = {version: age for age, version in enumerate(sorted(set(versions) - {GIVEN}))}
+    ages = {version: age for age, version in enumerate(sorted(set(versions) - {CONTEXT}))}
     shown = tuple(
-        TokenShown(piece, None, None, 0) if version == GIVEN else TokenShown(piece, logprob, version, ages[version])
+        TokenShown(piece, None, None, 0) if version == CONTEXT else TokenShown(piece, logprob, version, ages[version])
         for piece, logprob, version in zip(map(printable, pieces), logprobs, versions, strict=False)
     )
     return shown, max(0, len(ids) - limit)

@@ -21,10 +21,10 @@ from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, s
 from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import Counts
+from asyncrl_cli.records.training import CORRECT
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import UNDER_WAY
 from asyncrl_cli.runs.status import standing as phase_of
-from asyncrl_cli.tasks.base import CORRECT
 
 if TYPE_CHECKING:
     from rich.text import Text

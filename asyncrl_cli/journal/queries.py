@@ -390,7 +390,7 @@ def _segments(connection: sqlite3.Connection, group_id: int, index: int) -> tupl
             joined.append(
                 replace(
                     first,
-                    response_ids=np.concatenate([first.response_ids, *(segment.response_ids for segment in more)]),
+                    ids=np.concatenate([first.ids, *(segment.ids for segment in more)]),
                     logprobs=np.concatenate([first.logprobs, *(segment.logprobs for segment in more)]),
                 )
             )

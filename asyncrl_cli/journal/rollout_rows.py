@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl_cli.records.generation import GIVEN, Rollout, Segment, branch_id, training_rollout_id
+from asyncrl_cli.records.generation import CONTEXT, Rollout, Segment, branch_id, training_rollout_id
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt, prompt_from
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
@@ -146,7 +146,7 @@ def sequences_of(connection: sqlite3.Connection, group_id: int, index: int) -> d
 
 def check_count(group_id: int, index: int, row: RolloutRow, sequences: Mapping[int, Sequence[Segment]]) -> None:
     """Raise ``sqlite3.DatabaseError`` unless these are all the sampled tokens of a rollout."""
-    held = sum(len(part.response_ids) for parts in sequences.values() for part in parts if part.version != GIVEN)
+    held = sum(len(part.ids) for parts in sequences.values() for part in parts if part.version != CONTEXT)
     if held != row.tokens:
         name = training_rollout_id(group_id, index)
         raise _malformed(f"rollout {name} has {held} of its {row.tokens} tokens")
@@ -159,7 +159,7 @@ def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
 
 def columns_of(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
     """The columns ``start``, ``version``, ``tokens``, ``logprobs`` and ``crc``."""
-    tokens = segment.response_ids.astype(TOKENS, copy=False).tobytes()
+    tokens = segment.ids.astype(TOKENS, copy=False).tobytes()
     logprobs = segment.logprobs.astype(LOGPROBS, copy=False).tobytes()
     return segment.start, segment.version, tokens, logprobs, _crc(tokens, logprobs)
 
@@ -234,11 +234,9 @@ def _sequence(name: str, prompt_ids: tuple[int, ...], segments: Sequence[Segment
     return Rollout(
         rollout_id=name,
         prompt_ids=prompt_ids,
-        response_ids=np.concatenate([np.empty(0, np.int32), *(s.response_ids for s in segments)]),
+        ids=np.concatenate([np.empty(0, np.int32), *(s.ids for s in segments)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in segments)]),
-        versions=np.repeat(
-            np.asarray([s.version for s in segments], np.int32), [len(s.response_ids) for s in segments]
-        ),
+        versions=np.repeat(np.asarray([s.version for s in segments], np.int32), [len(s.ids) for s in segments]),
         text="",
         finish_reason=finish_reason,
     )

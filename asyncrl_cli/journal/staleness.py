@@ -9,8 +9,8 @@ that sampled it, as its segment says. The proof checks the rows against one anot
 * no token is older than its group's version, so that no token's lag exceeds its group's;
 * no token of a batch is newer than the batch.
 
-Only sampled tokens count: those that the policy was given in an episode (``GIVEN``) have no version. A group that was
-admitted with its prompt's tokens is no episode, and there ``GIVEN`` is a version like any other that cannot be.
+Only sampled tokens count: those that the policy was given in an episode (``CONTEXT``) have no version. A group that was
+admitted with its prompt's tokens is no episode, and there ``CONTEXT`` is a version like any other that cannot be.
 
 Steps are counted from 0 here, as in the journal.
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl_cli.journal.queries import Standing, standing
-from asyncrl_cli.records.generation import GIVEN, branch_id, training_rollout_id
+from asyncrl_cli.records.generation import CONTEXT, branch_id, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
 
 
@@ -118,7 +118,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
     tokens = 0
     held: set[int] = set()  # groups with tokens
     for group_id, version, count in _tokens_by_version(connection):
-        if version == GIVEN and group_id in episodes:
+        if version == CONTEXT and group_id in episodes:
             continue
         tokens += count
         if group_id not in groups:

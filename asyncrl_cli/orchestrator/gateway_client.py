@@ -24,10 +24,9 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.crossing import Generation, News, Orders, SessionEnd, SessionOpening
 from asyncrl_cli.gateway.keys import new_secret, session_key, session_url
 from asyncrl_cli.gateway.session import Generate
-from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
-from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.rollout.client import GenerationFailed, OnSegments
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
 from asyncrl_cli.tasks.base import ModelAccess

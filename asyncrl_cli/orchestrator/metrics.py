@@ -17,9 +17,8 @@ import numpy as np
 from asyncrl_cli.orchestrator.publisher import PublishReport
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import Counts
-from asyncrl_cli.records.training import StepReport, TrainingBatch
+from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.tasks.base import CORRECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def batch_digest(batch: TrainingBatch) -> str:
             if rollout.branches:
                 digest.update(len(rollout.branches).to_bytes(4, "little"))
             for sequence in rollout.sequences:
-                for part in (np.asarray(sequence.prompt_ids, np.int32), sequence.response_ids, sequence.versions):
+                for part in (np.asarray(sequence.prompt_ids, np.int32), sequence.ids, sequence.versions):
                     digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
     return digest.hexdigest()
 

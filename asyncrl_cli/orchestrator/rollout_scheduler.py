@@ -173,7 +173,7 @@ class RolloutScheduler:
                     self._spawn(self._play(self._episodes, admission, rollout_id, sampling, recorded))
         if group.unscored:
             decode = self._prompts.encoder.decode
-            finished = [replace(rollout, text=decode(rollout.response_ids)) for rollout in group.unscored.values()]
+            finished = [replace(rollout, text=decode(rollout.ids)) for rollout in group.unscored.values()]
             self._spawn(self._settle(finished, []))
 
     def _request(self, admission: Admission, rollout_id: str, sampling: Sampling, prefix: tuple[Segment, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length"]
 
-GIVEN = -1
+CONTEXT = -1
 """The "weight version" of tokens that no weights sampled: the words of a user, a tool or an environment, and the chat
 template's. Their log-prob is 0, and they are never trained on."""
 
@@ -28,38 +29,114 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens ``start``, ``start + 1``, ... of a sequence, generated under one weight version, or ``GIVEN``.
+    """Tokens ``start``, ``start + 1``, ... of a sequence, generated under one weight version, or ``CONTEXT``.
 
-    ``response_ids`` (int32) and ``logprobs`` (float32, nats) have one entry per token.
+    ``ids`` (int32) and ``logprobs`` (float32, nats) have one entry per token.
     """
 
     rollout_id: str
     start: int
     version: int
-    response_ids: NDArray[np.int32]
+    ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
     @property
     def end(self) -> int:
         """The index after the last token."""
-        return self.start + len(self.response_ids)
+        return self.start + len(self.ids)
 
     def after(self, index: int) -> Segment | None:
         """Its tokens from ``index`` on; None when there are none."""
         skipped = max(index - self.start, 0)
-        if skipped >= len(self.response_ids):
+        if skipped >= len(self.ids):
             return None
-        return Segment(
-            self.rollout_id,
-            self.start + skipped,
-            self.version,
-            self.response_ids[skipped:],
-            self.logprobs[skipped:],
-        )
+        return Segment(self.rollout_id, self.start + skipped, self.version, self.ids[skipped:], self.logprobs[skipped:])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = _packed(self.response_ids, self.logprobs)
-        return _unpack_segment, (self.rollout_id, self.start, self.version, *arrays)
+        return _unpack_segment, (self.rollout_id, self.start, self.version, *_packed(self.ids, self.logprobs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSequence:
+    """Tokens with the weight version that sampled each: one entry per token in each of the three arrays.
+
+    ``ids`` is int32. ``logprobs`` (float32, nats) are taken from the distribution sampled from, temperature included.
+    ``versions`` (int32) never fall where they are not ``CONTEXT``: weights only move forward.
+    """
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"{len(self.ids)} tokens have {len(self.logprobs)} log-probs and {len(self.versions)} versions"
+            )
+
+    @classmethod
+    def context(cls, ids: Sequence[int] | NDArray[np.int32] = ()) -> TokenSequence:
+        """Tokens that no weights sampled."""
+        count = len(ids)
+        return cls(np.asarray(ids, np.int32), np.zeros(count, np.float32), np.full(count, CONTEXT, np.int32))
+
+    @classmethod
+    def join(cls, segments: Iterable[Segment]) -> TokenSequence:
+        """Segments put together. Raises ``ValueError`` unless they are one sequence from token 0 on: no gap, no
+        overlap, and versions that never fall."""
+        segments = list(segments)
+        end, version = 0, CONTEXT  # which is below every version
+        for segment in segments:
+            if segment.start != end:
+                raise ValueError(
+                    f"rollout {segment.rollout_id} has a segment from token {segment.start} after {end} tokens"
+                )
+            if CONTEXT != segment.version < version:
+                raise ValueError(
+                    f"rollout {segment.rollout_id} falls from weight version {version} to {segment.version}"
+                )
+            end, version = segment.end, max(segment.version, version)
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *(segment.ids for segment in segments)]),
+            np.concatenate([np.empty(0, np.float32), *(segment.logprobs for segment in segments)]),
+            np.repeat(
+                np.asarray([segment.version for segment in segments], np.int32),
+                [len(segment.ids) for segment in segments],
+            ),
+        )
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+        """Ids, log-probs and versions."""
+        return self.ids, self.logprobs, self.versions
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """Which tokens the policy sampled (not ``CONTEXT``), one entry per token."""
+        mask: NDArray[np.bool_] = self.versions != CONTEXT
+        return mask
+
+    def slice(self, start: int, end: int | None) -> TokenSequence:
+        """The tokens from ``start`` up to, not including, ``end``; None: up to the last."""
+        return TokenSequence(self.ids[start:end], self.logprobs[start:end], self.versions[start:end])
+
+    def extended(self, more: TokenSequence) -> TokenSequence:
+        """These tokens, and ``more`` after them."""
+        return TokenSequence(
+            np.concatenate([self.ids, more.ids]),
+            np.concatenate([self.logprobs, more.logprobs]),
+            np.concatenate([self.versions, more.versions]),
+        )
+
+    def segments(self, rollout_id: str, start: int = 0) -> list[Segment]:
+        """The tokens, split where the version changes; the first one is token ``start`` of the whole sequence."""
+        ids, logprobs, versions = self.arrays
+        bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+        return [
+            Segment(rollout_id, start + first, int(versions[first]), ids[first:last], logprobs[first:last])
+            for first, last in pairwise(bounds)
+            if last > first
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +175,17 @@ class RolloutRequest:
         return max(self.sampling.max_tokens - self.generated, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rollout:
-    """One finished trajectory. The three arrays have one entry per token of the response.
-
-    ``logprobs`` (float32, nats) are taken from the distribution sampled from, temperature included.
-    ``versions`` (int32) never decrease where they are not ``GIVEN``: weights only move forward. ``text`` is decoded
-    once, from all ids, without the end token.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Rollout(TokenSequence):
+    """One finished trajectory: the tokens of its response, and its ``text``, decoded without the end token.
 
     An episode (several calls of a model by an environment or an agent) has no ``prompt_ids``: its response begins
-    with the first call's prompt, as ``GIVEN`` tokens. Where a call does not go on from an earlier one's conversation,
+    with the first call's prompt, as ``CONTEXT``. Where a call does not continue an earlier one's conversation,
     it begins another sequence of the same rollout: ``branches`` has those, without branches of their own.
     """
 
     rollout_id: str
     prompt_ids: tuple[int, ...]
-    response_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
     text: str
     finish_reason: FinishReason
     branches: tuple[Rollout, ...] = ()
@@ -124,12 +194,6 @@ class Rollout:
     def sequences(self) -> tuple[Rollout, ...]:
         """All token sequences of the rollout, itself first."""
         return (self, *self.branches)
-
-    @property
-    def sampled(self) -> NDArray[np.bool_]:
-        """Which tokens the policy sampled, one entry per token of the response."""
-        mask: NDArray[np.bool_] = self.versions != GIVEN
-        return mask
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:
@@ -144,11 +208,8 @@ class Rollout:
         return self.finish_reason == "stop"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = _packed(self.response_ids, self.logprobs, self.versions)
-        return _unpack_rollout, (
-            *(self.rollout_id, self.prompt_ids, self.text, self.finish_reason, self.branches),
-            *arrays,
-        )
+        described = (self.rollout_id, self.prompt_ids, self.text, self.finish_reason, self.branches)
+        return _unpack_rollout, (*described, *_packed(*self.arrays))
 
 
 # Rollouts go from process to process by the hundred, and most are short. As plain bytes their arrays cost a tenth of
@@ -174,11 +235,9 @@ def _unpack_rollout(
     versions: bytes,
 ) -> Rollout:
     return Rollout(
+        *(np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), np.frombuffer(versions, np.int32)),
         rollout_id=rollout_id,
         prompt_ids=prompt_ids,
-        response_ids=np.frombuffer(ids, np.int32),
-        logprobs=np.frombuffer(logprobs, np.float32),
-        versions=np.frombuffer(versions, np.int32),
         text=text,
         finish_reason=finish_reason,
         branches=branches,
@@ -190,7 +249,7 @@ EVALUATION = "eval:"
 
 
 def training_rollout_id(group_id: int, index: int) -> str:
-    """The id of the rollout with ``index`` (0, 1, ...) in a training group."""
+    """The id of the rollout at ``index`` (0, 1, ...) of a training group."""
     return f"{group_id}-{index}"
 
 
@@ -209,26 +268,6 @@ def sequence_of(sequence_id: str) -> tuple[int, int, int]:
     rollout_id, _, branch = sequence_id.partition(".")
     group_id, index = rollout_id.split("-")
     return int(group_id), int(index), int(branch or 0)
-
-
-def segments_of(sequence: Rollout) -> list[Segment]:
-    """A rollout's own sequence, without its branches, cut where the weight version changes and round ``GIVEN`` tokens.
-
-    The segments follow one another from token 0 on.
-    """
-    versions = sequence.versions
-    cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [
-        Segment(
-            sequence.rollout_id,
-            start,
-            int(versions[start]),
-            sequence.response_ids[start:end],
-            sequence.logprobs[start:end],
-        )
-        for start, end in pairwise(cuts)
-        if end > start
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""The prompt record: one row of the data set."""
+"""The prompt record, one row of the data set, and the messages that it may consist of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,3 +29,52 @@ def prompt_from(row: Mapping[str, Any]) -> Prompt:
     """The prompt whose ``dataclasses.asdict`` went through JSON."""
     content = row["content"]
     return Prompt(row["uid"], content if isinstance(content, str) else tuple(content), row["fields"])
+
+
+class ChatError(ValueError):
+    """Messages or tools that are malformed, or that a chat template cannot render; ``str`` says why."""
+
+
+def normalized(message: Message) -> Message:
+    """A message in canonical form: what templates are given, and what messages are compared in.
+
+    It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` where they are set; other keys
+    go. Content is text: None is "", text parts are joined. The arguments of tool calls are parsed. Raises
+    ``ChatError`` for what is no message.
+    """
+    if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
+        raise ChatError("a message is an object with a role")
+    same: dict[str, Any] = {"role": role, "content": _content(message.get("content"))}
+    for name in ("name", "tool_call_id"):
+        if message.get(name):
+            same[name] = message[name]
+    if calls := message.get("tool_calls"):
+        same["tool_calls"] = [_call(call) for call in _list(calls, "tool_calls")]
+    return same
+
+
+def _content(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = _list(content, "content")
+    if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in parts):
+        raise ChatError("content is text, or a list of parts of type text")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatError("a tool call has a function with a name")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # templates print what a harness made up as it stands
+            arguments = json.loads(arguments)
+    named = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return named | ({"id": call["id"]} if call.get("id") else {})
+
+
+def _list(value: Any, what: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise ChatError(f"{what} must be a list, not {type(value).__name__}")
+    return value

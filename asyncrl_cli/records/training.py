@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,22 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.records.generation import Rollout
 
+CORRECT = 1.0
+"""A reward of at least this counts as correct in the accuracies shown."""
+
+REWARD_TOLERANCE = 1e-9
+"""Rewards that differ by no more than this, relative to the larger one or absolutely, are equal: 0.1 + 0.2 and 0.3."""
+
+
+def are_equal(rewards: Iterable[float]) -> bool:
+    """Whether all of these rewards are equal, so that a group with them has nothing to learn from."""
+    first, *others = rewards
+    return all(isclose(first, other, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE) for other in others)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """The finished rollouts of one prompt with their rewards, in the order of the rollouts' places.
+    """The finished rollouts of one prompt with their rewards, by index.
 
     ``version`` is the weight version that the group was admitted at. ``metrics`` are what the task measured beside
     the reward, a mapping per rollout; empty when it measures nothing.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl_cli.records.generation import Attestation, Rollout, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.continuation import cut, finished, join, rest_of
+from asyncrl_cli.records.generation import Attestation, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
+from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
 from asyncrl_cli.rollout.engine_start import start_vllm
 from asyncrl_cli.rollout.priority_semaphore import Aborted, Slots
 from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens, sampled_logprobs
@@ -148,7 +148,7 @@ class Engine:
         Raises ``Aborted`` when ``abort`` ended it first, and ``ValueError`` when the request's prefix is no beginning
         of a rollout.
         """
-        prefix_ids = tuple(join(request.prefix).response_ids.tolist())
+        prefix_ids = tuple(TokenSequence.join(request.prefix).ids.tolist())
         rest = rest_of(request.sampling, request.generated)
         if not rest.max_tokens:
             return finished(request, [], "length", self._decode)
@@ -328,4 +328,4 @@ class Engine:
 def _segments(request: RolloutRequest, output: CompletionOutput) -> list[Segment]:
     first = request.generated
     starts = [(int(span.version), first + span.start) for span in output.weight_versions or ()]
-    return cut(request.rollout_id, first, output.token_ids, sampled_logprobs(output.logprobs), starts)
+    return split_by_version(request.rollout_id, first, output.token_ids, sampled_logprobs(output.logprobs), starts)

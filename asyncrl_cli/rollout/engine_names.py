@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.gateway.tool_calls import HERMES
 
 
 def engine_arguments() -> set[str] | None:
@@ -48,17 +47,6 @@ def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] 
                 location=f"rollout.engine_args.{name}",
                 hint=did_you_mean(written, known, "remove it; `vllm serve --help` lists the arguments"),
             )
-
-
-def check_tool_parser(name: str | None) -> None:
-    """Raises ``ConfigError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has."""
-    known = tool_parsers() if name not in (None, HERMES) else None
-    if known is not None and name not in known:
-        raise ConfigError(
-            f"vLLM has no tool parser {name!r}",
-            location="rollout.tool_parser",
-            hint=did_you_mean(str(name), known, f"use one of {', '.join(sorted(known))}"),
-        )
 
 
 def _statements(path: str) -> list[ast.stmt]:

@@ -1,29 +1,20 @@
 """Starting vLLM: a mistake in the settings and a process that died are told apart.
 
-A mistake comes back at every start, so nobody may try again; it is a ``ConfigError``. A core process that was killed
+A mistake comes back at every start, so there is no second try; it is a ``ConfigError``. A core process that was killed
 is an ``ActorDied``.
-
-    python -m asyncrl_cli.rollout.engine_start SPEC FOLDER PARENT
-
-has vLLM check the settings of a spec file for the model in FOLDER, and starts nothing. It ends when the process with
-the id PARENT does. The line with ANSWER is the result; a line with MISTAKE is a JSON list: message, location, hint.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.rollout.engine_names import check_engine_arguments
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.process_tree import die_with
 from asyncrl_cli.system.remote import ActorDied
 
 if TYPE_CHECKING:
@@ -106,31 +97,3 @@ def _refusal(error: Exception) -> str:
         return f"{where}: {first['msg']}" if where else first["msg"]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}"
-
-
-def main() -> None:
-    """Check the settings of a spec, as the module's docstring says."""
-    from asyncrl_cli.rollout.engine import engine_environment
-    from asyncrl_cli.spec.load import load_spec
-
-    spec_file, folder, parent = sys.argv[1:]
-    die_with(int(parent))
-    spec = load_spec(spec_file).spec
-    os.environ |= engine_environment(spec)
-    try:
-        _, config = engine_config(spec, folder, "dummy")
-        if spec.rollout.tool_parser is not None:
-            from transformers import AutoTokenizer
-
-            from asyncrl_cli.gateway.tool_calls import tool_parser
-
-            tool_parser(spec.rollout.tool_parser, AutoTokenizer.from_pretrained(folder))
-    except ConfigError as error:
-        print("MISTAKE", json.dumps([error.message, error.location, error.hint]), flush=True)
-    else:
-        model = config.model_config
-        print("ANSWER", f"vLLM takes {', '.join(model.architectures)} in {model.dtype}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

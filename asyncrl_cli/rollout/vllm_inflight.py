@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.records.generation import Segment
-from asyncrl_cli.rollout.continuation import cut
+from asyncrl_cli.rollout.continuation import split_by_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
         offset = int(first)
         begin = max(since[rollout_id] - offset, 0)
         if begin < len(running.token_ids):
-            segments += cut(
+            segments += split_by_version(
                 rollout_id,
                 offset + begin,
                 running.token_ids[begin:],

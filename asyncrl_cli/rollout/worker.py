@@ -181,7 +181,7 @@ class RolloutWorker:
             rollout = await self._engine.generate(request)
         except Aborted as aborted:
             self._keep(aborted.segments)
-            self._clock.add_ended(sum(len(segment.response_ids) for segment in aborted.segments))
+            self._clock.add_ended(sum(len(segment.ids) for segment in aborted.segments))
             self._aborted.append(rollout_id)
             self._untrack(rollout_id)
         except Exception as error:
@@ -189,7 +189,7 @@ class RolloutWorker:
             self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
             self._ended.append(rollout)
-            self._clock.add_ended(len(rollout.response_ids) - request.generated)
+            self._clock.add_ended(len(rollout.ids) - request.generated)
             self._forget(rollout_id)
         self._running.pop(rollout_id, None)
         self._clock.set_busy(bool(self._running))

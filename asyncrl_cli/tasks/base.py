@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isclose
 from typing import Literal, Protocol, runtime_checkable
 
 from asyncrl_cli.records.prompt import Message, Prompt
@@ -14,18 +13,6 @@ Split = Literal["train", "eval"]
 
 SPEC_FOLDER = "ASYNCRL_FOLDER"
 """Environment variable with the folder of the spec file, for agents, environments and their commands."""
-
-CORRECT = 1.0
-"""A reward of at least this counts as correct in the accuracies shown."""
-
-REWARD_TOLERANCE = 1e-9
-"""Rewards that differ by no more than this, relative to the larger one or absolutely, are equal: 0.1 + 0.2 and 0.3."""
-
-
-def are_equal(rewards: Iterable[float]) -> bool:
-    """Whether all of these rewards are equal, so that a group with them has nothing to learn from."""
-    first, *others = rewards
-    return all(isclose(first, other, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE) for other in others)
 
 
 @runtime_checkable

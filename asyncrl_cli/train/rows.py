@@ -89,8 +89,8 @@ def _row(sequence: Rollout, rollout: int, version: int, at_a_version: bool, keep
     first, last = np.flatnonzero(sampled)[[0, -1]]
     response = slice(first, last + 1)
     return TrainingRow(
-        prompt_ids=(*sequence.prompt_ids, *sequence.response_ids[:first].tolist()),
-        response_ids=sequence.response_ids[response],
+        prompt_ids=(*sequence.prompt_ids, *sequence.ids[:first].tolist()),
+        response_ids=sequence.ids[response],
         behaviour_logprobs=sequence.logprobs[response],
         versions_behind=np.where(sampled, version - sequence.versions, 0)[response].astype(np.int16),
         on_policy=(current & (whole or not keeps_cache))[response],

@@ -21,8 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.gateway.chat import normal
-from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.records.prompt import Message, normalized
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train.model.initial import without_progress_bars
@@ -149,7 +148,7 @@ def _texts(demonstration: tuple[str, str] | Sequence[Message], tokenizer: Any) -
     """Prompt and response; those of a conversation as the chat template writes them."""
     if isinstance(demonstration, tuple):
         return demonstration
-    *before, reply = (dict(normal(message)) for message in demonstration)  # as the gateway shows them to templates
+    *before, reply = (dict(normalized(message)) for message in demonstration)  # as the gateway shows them to templates
     prompt: str = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
     whole: str = tokenizer.apply_chat_template([*before, reply], tokenize=False)
     if not whole.startswith(prompt):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.records.generation import Rollout, Segment, segments_of, training_rollout_id
+from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
@@ -42,7 +42,7 @@ def rollout(rollout_id: str, versions: Sequence[int] = (0, 0), seed: int = 0) ->
     return Rollout(
         rollout_id=rollout_id,
         prompt_ids=PROMPT_IDS,
-        response_ids=bits.integers(-(2**31), 2**31, len(versions)).astype(np.int32),
+        ids=bits.integers(-(2**31), 2**31, len(versions)).astype(np.int32),
         logprobs=bits.integers(0, 2**32, len(versions), np.uint32).view(np.float32),
         versions=np.array(versions, np.int32),
         text="",
@@ -53,19 +53,19 @@ def rollout(rollout_id: str, versions: Sequence[int] = (0, 0), seed: int = 0) ->
 def part(of: Rollout, start: int, end: int | None = None) -> Rollout:
     """Some of a rollout's tokens."""
     where = slice(start, end)
-    return replace(of, response_ids=of.response_ids[where], logprobs=of.logprobs[where], versions=of.versions[where])
+    return replace(of, ids=of.ids[where], logprobs=of.logprobs[where], versions=of.versions[where])
 
 
 def pieces(of: Rollout, start: int = 0, end: int | None = None) -> list[Segment]:
     """Some of a rollout's tokens as an engine tells them, cut where the version changes."""
-    return [replace(segment, start=start + segment.start) for segment in segments_of(part(of, start, end))]
+    return of.slice(start, end).segments(of.rollout_id, start)
 
 
 def extended(of: Rollout, more: Rollout) -> Rollout:
     """A rollout with the tokens of another one behind its own."""
     return replace(
         of,
-        response_ids=np.concatenate([of.response_ids, more.response_ids]),
+        ids=np.concatenate([of.ids, more.ids]),
         logprobs=np.concatenate([of.logprobs, more.logprobs]),
         versions=np.concatenate([of.versions, more.versions]),
     )
@@ -82,9 +82,9 @@ def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
     so_far = rollout(rollout_id, ())
     for segment in segments:
         assert segment.rollout_id == rollout_id
-        assert segment.start == len(so_far.response_ids), "a gap or an overlap"
-        versions = np.full(len(segment.response_ids), segment.version, np.int32)
-        more = replace(so_far, response_ids=segment.response_ids, logprobs=segment.logprobs, versions=versions)
+        assert segment.start == len(so_far.ids), "a gap or an overlap"
+        versions = np.full(len(segment.ids), segment.version, np.int32)
+        more = replace(so_far, ids=segment.ids, logprobs=segment.logprobs, versions=versions)
         so_far = extended(so_far, more)
     return so_far
 
@@ -93,7 +93,7 @@ def tokens(of: Rollout) -> tuple[str, Any, ...]:
     """A rollout's id and its arrays bit for bit, to be compared."""
     return (
         of.rollout_id,
-        *((array.dtype.str, array.tobytes()) for array in (of.response_ids, of.logprobs, of.versions)),
+        *((array.dtype.str, array.tobytes()) for array in (of.ids, of.logprobs, of.versions)),
     )
 
 

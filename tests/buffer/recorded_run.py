@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.records.generation import GIVEN, Rollout, branch_id, training_rollout_id
+from asyncrl_cli.records.generation import CONTEXT, Rollout, branch_id, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
@@ -133,7 +133,7 @@ class RecordedRun:
         return Rollout(
             rollout_id=training_rollout_id(group_id, index),
             prompt_ids=self.prompt_ids,
-            response_ids=np.array(self._response, np.int32),
+            ids=np.array(self._response, np.int32),
             logprobs=-np.arange(len(versions), dtype=np.float32) / 4,
             versions=np.array(versions, np.int32),
             text="",
@@ -185,20 +185,20 @@ class EpisodeRun(RecordedRun):
         """As the base class has it, with what the policy was given between."""
         answered = super().rollout(group_id, index)
         half = len(self._response) // 2
-        calls = answered.response_ids[:half], answered.response_ids[half:]
+        calls = answered.ids[:half], answered.ids[half:]
         old, new = answered.versions[:half].tolist(), answered.versions[half:].tolist()
         root = self._episode(
-            answered, [*self.asked, *calls[0], *self.tool, *calls[1]], [GIVEN] * 3 + old + [GIVEN] * 2 + new
+            answered, [*self.asked, *calls[0], *self.tool, *calls[1]], [CONTEXT] * 3 + old + [CONTEXT] * 2 + new
         )
-        ids = [*self.asked, *answered.response_ids]
-        branch = self._episode(answered, ids, [GIVEN] * 3 + [self.book.ledger.version] * len(self._response))
+        ids = [*self.asked, *answered.ids]
+        branch = self._episode(answered, ids, [CONTEXT] * 3 + [self.book.ledger.version] * len(self._response))
         return replace(root, branches=(replace(branch, rollout_id=branch_id(root.rollout_id, 1)),))
 
     def _episode(self, of: Rollout, ids: Sequence[int], versions: Sequence[int]) -> Rollout:
-        logprobs = [0.0 if version == GIVEN else -0.25 for version in versions]
+        logprobs = [0.0 if version == CONTEXT else -0.25 for version in versions]
         return replace(
             of,
-            response_ids=np.array(ids, np.int32),
+            ids=np.array(ids, np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=np.array(versions, np.int32),
         )

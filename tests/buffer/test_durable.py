@@ -30,7 +30,7 @@ from buffer_stand_ins import (
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import LedgerError
-from asyncrl_cli.records.generation import GIVEN, Segment
+from asyncrl_cli.records.generation import CONTEXT, Segment
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 
@@ -107,10 +107,10 @@ def test_a_rollout_generated_again_replaces_what_was_recorded_of_it(path: Path) 
 def test_the_sequences_of_an_episode_are_recorded_each_by_itself(path: Path) -> None:
     book, _ = opened(path, replace(SETTINGS, max_staleness=4))
     book.admit(candidates(1, 2))
-    root = rollout("0-1", [GIVEN, GIVEN, 0, 0, GIVEN, 1, 1])
-    branch, dropped = rollout("0-1.1", [GIVEN, 2, 2, GIVEN]), rollout("0-1.2", [GIVEN, 3])
+    root = rollout("0-1", [CONTEXT, CONTEXT, 0, 0, CONTEXT, 1, 1])
+    branch, dropped = rollout("0-1.1", [CONTEXT, 2, 2, CONTEXT]), rollout("0-1.2", [CONTEXT, 3])
     book.grown([*pieces(root, 0, 4), *pieces(branch, 0, 2), *pieces(dropped), *pieces(root, 4, 6)])
-    again = rollout("0-1.1", [GIVEN, 2, 2, GIVEN], seed=1)
+    again = rollout("0-1.1", [CONTEXT, 2, 2, CONTEXT], seed=1)
     book.grown(pieces(again, 0, 1))  # voids what followed in this sequence, and in no other
     book, opening = reopened(book, path)
     found = {branch: joined(of[0].rollout_id, of) for branch, of in opening.groups[0].prefixes[1].items()}
@@ -129,7 +129,7 @@ def test_the_sequences_of_an_episode_are_recorded_each_by_itself(path: Path) -> 
     assert opening.groups[0].scored == {1}
     assert book.journal._connection.execute(row).fetchone() == (6, 0, 2)
     assert book.journal._connection.execute("SELECT count(*) FROM segments WHERE branch = 2").fetchone() == (0,)
-    book.record([rollout("0-0", [GIVEN, 0])], [Outcome("0-0", 1.0)])
+    book.record([rollout("0-0", [CONTEXT, 0])], [Outcome("0-0", 1.0)])
     finish(book, 1)
     assert book.take(0) is None
     commit(book)
@@ -143,11 +143,13 @@ def test_the_sequences_of_an_episode_are_recorded_each_by_itself(path: Path) -> 
 def test_an_episode_waits_for_its_reward_with_all_its_sequences(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 1))
-    ended = episode([rollout("0-0", [GIVEN, 0, 0]), rollout("0-0.1", [GIVEN, 0]), rollout("0-0.2", [GIVEN, GIVEN, 0])])
+    ended = episode(
+        [rollout("0-0", [CONTEXT, 0, 0]), rollout("0-0.1", [CONTEXT, 0]), rollout("0-0.2", [CONTEXT, CONTEXT, 0])]
+    )
     book.record([ended])
     book, opening = reopened(book, path)
     assert whole(opening.groups[0].unscored[0]) == whole(ended)
-    book.record([episode([rollout("0-0", [GIVEN, 0])])])  # told again, by somebody who forgot
+    book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # told again, by somebody who forgot
     book.judge([Outcome("0-0", 1.0, metrics={"turns": 3.0})])
     commit(book)
     found = book.journal._connection.execute("SELECT tokens, reward, metrics FROM rollouts").fetchall()
@@ -205,7 +207,7 @@ def test_a_response_without_tokens_is_a_rollout(path: Path) -> None:
     assert book.take(0) is None
     commit(book)
     assert whole(book.journal.batch(0).groups[0].rollouts[0]) == whole(empty)
-    assert book.journal.batch(0).groups[0].rollouts[0].response_ids.dtype == np.int32
+    assert book.journal.batch(0).groups[0].rollouts[0].ids.dtype == np.int32
 
 
 def test_a_prompt_is_admitted_once(path: Path) -> None:

@@ -38,7 +38,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.ledger import Batch
 from asyncrl_cli.records.generation import (
-    GIVEN,
+    CONTEXT,
     Rollout,
     Segment,
     branch_id,
@@ -355,7 +355,7 @@ class Crashes(RuleBasedStateMachine):
         """New tokens of a sequence, the first of them given ones in an episode."""
         self.seed += 1
         given = self.random.randint(0, 2) if self.episodes else 0
-        return rollout(name, [GIVEN] * given + [self.book.ledger.version] * count, self.seed)
+        return rollout(name, [CONTEXT] * given + [self.book.ledger.version] * count, self.seed)
 
     def _whole(self, name: str) -> Rollout:
         """A rollout as it ends, with what its branches have by then."""
@@ -365,7 +365,7 @@ class Crashes(RuleBasedStateMachine):
     def _tell(self, names: list[str]) -> None:
         """Send the tokens that the engines have added since the last time."""
         told = [segment for name in names for segment in pieces(self.engines[name], self.delivered.get(name, 0))]
-        self.delivered |= {name: len(self.engines[name].response_ids) for name in names}
+        self.delivered |= {name: len(self.engines[name].ids) for name in names}
         self._call("grown", told)
 
     def _repeat(self, calls: Iterable[tuple[str, Any]]) -> None:

@@ -33,7 +33,7 @@ from asyncrl_cli.journal import schema
 from asyncrl_cli.journal.events import events
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
-from asyncrl_cli.records.generation import GIVEN
+from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.training import TrainingBatch
 
@@ -398,7 +398,7 @@ def test_a_journal_of_an_older_schema_goes_on(tmp_path: Path, path: Path, number
     name = f"{half.admission.group_id}-1"
     assert tokens(joined(name, half.prefixes[1][0])) == tokens(rollout(name))
     assert layout(path) == layout(tmp_path / "new.db")
-    more = rollout(f"{name}.1", [GIVEN, 3])
+    more = rollout(f"{name}.1", [CONTEXT, 3])
     book.grown(pieces(more))
     commit(book)
     assert {at: len(of) for at, of in DurableLedger(path, SETTINGS).opening().groups[0].prefixes[1].items()} == {
@@ -427,7 +427,7 @@ def with_a_torn_page(data: bytes) -> bytes:
 
 def with_flipped_bits(data: bytes) -> bytes:
     """In the tokens of step 0, of which SQLite itself takes no notice."""
-    at = data.index(rollout("0-0").response_ids.tobytes())
+    at = data.index(rollout("0-0").ids.tobytes())
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 

@@ -15,7 +15,7 @@ from asyncrl_cli.journal.recording import recording
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import StepLags, in_ranges, staleness_report
-from asyncrl_cli.records.generation import GIVEN, segments_of
+from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
 from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, EpisodeRun, RecordedRun, settings
 
@@ -66,7 +66,8 @@ def test_the_counts_are_the_ledgers(run: RecordedRun, journal: sqlite3.Connectio
 def test_ages_tokens_and_deadlines(run: RecordedRun, path: Path) -> None:
     ledger = run.book.ledger
     open_group = ledger.running[0]
-    run.book.grown(segments_of(run.rollout(open_group, 0))[:1])
+    growing = run.rollout(open_group, 0)
+    run.book.grown(growing.segments(growing.rollout_id)[:1])
     run.commit()
     with queries.snapshot(path) as connection:
         found = overview(connection, now=run.now + 60)
@@ -189,7 +190,7 @@ def test_a_group_whole(run: RecordedRun, journal: sqlite3.Connection) -> None:
     assert [rollout.reward for rollout in record.rollouts] == [0, 1]
     first = record.rollouts[0]
     assert (first.rollout_id, first.tokens, first.finish_reason) == (f"{row.group_id}-0", 4, "stop")
-    assert [token for segment in first.segments for token in segment.response_ids] == [5, 6, 7, 1]
+    assert [token for segment in first.segments for token in segment.ids] == [5, 6, 7, 1]
     assert first.segments[0].version == row.version
     with pytest.raises(LookupError, match="no group 10000"):
         group_record(journal, 10_000)
@@ -221,7 +222,7 @@ def test_given_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: Pa
         assert step.crossed == sum(len(set(rollout.sampled_versions.tolist())) == 2 for rollout in rollouts)
     first = record.rollouts[0]
     assert (first.tokens, first.metrics) == (8, {"turns": 3.0, "seconds": 0.5})
-    parts = [(segment.rollout_id, segment.start, segment.version == GIVEN) for segment in first.segments]
+    parts = [(segment.rollout_id, segment.start, segment.version == CONTEXT) for segment in first.segments]
     name = first.rollout_id
     assert parts == [
         *((name, 0, True), (name, 3, False), (name, 5, True), (name, 7, False)),
@@ -231,9 +232,10 @@ def test_given_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: Pa
 
 def test_pieces_of_one_version_are_one_segment(run: RecordedRun, path: Path) -> None:
     group_id = run.book.ledger.running[0]
-    (whole,) = [*segments_of(run.rollout(group_id, 0))][:1]
+    first, second = run.rollout(group_id, 0), run.rollout(group_id, 1)
+    whole = first.segments(first.rollout_id)[0]
     run.book.grown([whole])
-    again = segments_of(run.rollout(group_id, 1))
+    again = second.segments(second.rollout_id)
     run.book.grown(again)
     run.commit()
     with queries.snapshot(path) as connection:

@@ -262,7 +262,9 @@ def record(run: RunDirectory, steps: int) -> None:
         (admission,) = book.admit([Candidate(step + 1, prompt, (9,), {"epoch": 0, "position": step + 1})]).admissions
         name = training_rollout_id(admission.group_id, 0)
         arrays = np.ones(2, np.int32), np.zeros(2, np.float32), np.full(2, step, np.int32)
-        book.record([Rollout(name, (9,), *arrays, text="", finish_reason="stop")], [Outcome(name, 1.0)])
+        book.record(
+            [Rollout(*arrays, rollout_id=name, prompt_ids=(9,), text="", finish_reason="stop")], [Outcome(name, 1.0)]
+        )
         assert book.take(step) is None
         book.journal.trained(StepRecord(step, "digest", {}))
         book.publish(PublishRecord(step + 1, step + 1, "checksum", 0.0, 0.0, 0.0, 0.0))

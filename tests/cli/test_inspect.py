@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.pages import WIDTH, duration, number, paragraph, table
-from asyncrl_cli.records.generation import segments_of
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, EOS, PAD, UNK
@@ -96,7 +95,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     run.take()
     failed, growing = run.book.ledger.running[-2:]
     run.book.judge([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'answer'")])
-    run.book.grown(segments_of(run.rollout(growing, 0))[:1])
+    begun = run.rollout(growing, 0)
+    run.book.grown(begun.segments(begun.rollout_id)[:1])
     run.commit()
     return run
 

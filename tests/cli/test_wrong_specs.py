@@ -255,7 +255,7 @@ def test_a_signal_during_the_checks_leaves_no_temporary_folder(tmp_path: Path, n
 
 
 def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", start.engine_start.__name__, "spec.yaml", str(tmp_path), "1"]
+    command = [sys.executable, "-m", start.engine_checks.__name__, "spec.yaml", str(tmp_path), "1"]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is another process
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.records.generation import GIVEN
+from asyncrl_cli.records.generation import CONTEXT
 
 from .conftest import Runs, rows
 
@@ -30,6 +30,6 @@ def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
     assert len(trained) == 3 * 4 and all(group.row.state == "trained" for group in trained)
     for rollout in (rollout for group in trained for rollout in group.rollouts):
         # One sequence: question, reply, and (unless that was right) hint and reply.
-        given = [segment.version == GIVEN for segment in rollout.segments]
+        given = [segment.version == CONTEXT for segment in rollout.segments]
         assert {segment.rollout_id for segment in rollout.segments} == {rollout.rollout_id}
         assert given[0] and not given[-1] and sum(given) == rollout.metrics["tries"]

@@ -64,7 +64,7 @@ class Bench:
 
     def recomputed(self, rollout: Rollout, version: int) -> np.ndarray:
         """Log-probs of the response under one version's weights, the whole sequence through them."""
-        ids = torch.from_numpy(rollout.response_ids.astype(np.int64))
+        ids = torch.from_numpy(rollout.ids.astype(np.int64))
         return self._logprobs(rollout, version).gather(1, ids[:, None])[:, 0].numpy()
 
     def greedy(self, rollout: Rollout, version: int) -> np.ndarray:
@@ -72,7 +72,7 @@ class Bench:
         return self._logprobs(rollout, version).amax(-1).numpy()
 
     def _logprobs(self, rollout: Rollout, version: int) -> torch.Tensor:
-        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.ids.tolist()]])
         with torch.no_grad():
             logprobs = self.models[version](ids).logits[0].log_softmax(-1)
         return logprobs[len(rollout.prompt_ids) - 1 : -1]
@@ -158,7 +158,13 @@ def test_a_request_after_an_update_sees_nothing_of_the_old_weights(
 
 def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
     probe = (5, 9, 30, 31, 60, 22, 14)
-    rollout = Rollout("probe", probe[:1], np.array(probe[1:], np.int32), *[np.zeros(6)] * 2, "", "stop")  # type: ignore[arg-type]
+    rollout = Rollout(
+        *(np.array(probe[1:], np.int32), np.zeros(6, np.float32), np.zeros(6, np.int32)),
+        rollout_id="probe",
+        prompt_ids=probe[:1],
+        text="",
+        finish_reason="stop",
+    )
 
     async def attest() -> np.ndarray:
         await bench.publish(60, "keep")
@@ -191,4 +197,4 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(
 
     loop.run_until_complete(bench.publish(80, "recompute"))
     alone, crowded = loop.run_until_complete(generate(0)), loop.run_until_complete(generate(40))
-    assert alone.response_ids.tolist() == crowded.response_ids.tolist()
+    assert alone.ids.tolist() == crowded.ids.tolist()

@@ -42,7 +42,7 @@ from asyncrl_cli.records.generation import (
     Rollout,
     RolloutRequest,
     Segment,
-    segments_of,
+    TokenSequence,
 )
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.prompt import Prompt
@@ -166,14 +166,12 @@ class Engine(Actor):
         await asyncio.sleep(0)
         self._fate.pass_by()
         self._may_die(0.02)
-        before = sum(len(rollout.response_ids) for _, rollout in self._running.values())
+        before = sum(len(rollout.ids) for _, rollout in self._running.values())
         for rollout_id in [name for name in self._running if self._fate.random.random() < 0.5]:
             self._grow(rollout_id)
-        after = sum(len(rollout.response_ids) for _, rollout in self._running.values())
+        after = sum(len(rollout.ids) for _, rollout in self._running.values())
         ended = [
-            rollout
-            for request, rollout in self._running.values()
-            if len(rollout.response_ids) == length(request.sampling.seed)
+            rollout for request, rollout in self._running.values() if len(rollout.ids) == length(request.sampling.seed)
         ]
         for rollout in ended:
             del self._running[rollout.rollout_id]
@@ -187,7 +185,7 @@ class Engine(Actor):
 
     def _grow(self, rollout_id: str) -> None:
         request, rollout = self._running[rollout_id]
-        place, seed = len(rollout.response_ids), request.sampling.seed
+        place, seed = len(rollout.ids), request.sampling.seed
         places = range(place, min(place + self._fate.random.randint(1, 4), length(seed)))
         ids = [token(seed, place, self._weights) for place in places]
         self._running[rollout_id] = (request, _extended(rollout, ids, self._version))
@@ -201,14 +199,8 @@ class Engine(Actor):
 
     def _tail(self, name: str, rollout: Rollout) -> list[Segment]:
         """The tokens of a rollout that nobody has been told of."""
-        start, self._told[name] = self._told[name], len(rollout.response_ids)
-        tail = replace(
-            rollout,
-            response_ids=rollout.response_ids[start:],
-            logprobs=rollout.logprobs[start:],
-            versions=rollout.versions[start:],
-        )
-        return [replace(segment, start=segment.start + start) for segment in segments_of(tail)]
+        start, self._told[name] = self._told[name], len(rollout.ids)
+        return rollout.slice(start, None).segments(name, start)
 
     def _may_die(self, chance: float) -> None:
         if self._fate.strikes("engine", chance):
@@ -216,30 +208,21 @@ class Engine(Actor):
 
 
 def _joined(request: RolloutRequest) -> Rollout:
-    rollout = Rollout(
+    return Rollout(
+        *TokenSequence.join(request.prefix).arrays,
         rollout_id=request.rollout_id,
         prompt_ids=request.prompt_ids,
-        response_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        versions=np.empty(0, np.int32),
         text="",
         finish_reason="stop",
     )
-    for segment in request.prefix:
-        assert segment.start == len(rollout.response_ids), "a prefix has no gaps"
-        rollout = _extended(rollout, segment.response_ids.tolist(), segment.version)
-    return rollout
 
 
 def _extended(rollout: Rollout, ids: list[int], version: int) -> Rollout:
-    response_ids = np.concatenate([rollout.response_ids, np.array(ids, np.int32)])
-    return replace(
-        rollout,
-        response_ids=response_ids,
-        logprobs=np.concatenate([rollout.logprobs, np.full(len(ids), -0.5, np.float32)]),
-        versions=np.concatenate([rollout.versions, np.full(len(ids), version, np.int32)]),
-        text=Encoder().decode(response_ids),
-    )
+    count = len(ids)
+    more = np.array(ids, np.int32), np.full(count, -0.5, np.float32), np.full(count, version, np.int32)
+    tokens = rollout.extended(TokenSequence(*more))
+    text = Encoder().decode(tokens.ids)
+    return replace(rollout, ids=tokens.ids, logprobs=tokens.logprobs, versions=tokens.versions, text=text)
 
 
 class Rank(Actor):

@@ -372,7 +372,7 @@ def rollout(
     return Rollout(
         rollout_id=rollout_id,
         prompt_ids=(1, 2),
-        response_ids=np.array(ids or range(5, 5 + len(versions)), dtype=np.int32),
+        ids=np.array(ids or range(5, 5 + len(versions)), dtype=np.int32),
         logprobs=np.full(len(versions), -0.5, dtype=np.float32),
         versions=np.array(versions, dtype=np.int32),
         text=f"text of {rollout_id}",

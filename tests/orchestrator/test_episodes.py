@@ -23,9 +23,9 @@ from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.orchestrator.episodes import Episodes, _Told
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
-from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.rollout.continuation import cut, join
+from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.workers.episode_messages import Retry
@@ -56,13 +56,19 @@ class Model:
         letters = [97 + (request.sampling.seed // 7**place) % 26 for place in range(4)]
         ids = np.array([*CHAT.encode("".join(map(chr, letters))), end_of(CHAT)], np.int32)
         logprobs = np.full(len(ids), -1.0, np.float32)
-        done = join(request.prefix)
-        assert done.response_ids.tolist() == ids[: len(done.response_ids)].tolist()
+        done = TokenSequence.join(request.prefix)
+        assert done.ids.tolist() == ids[: len(done.ids)].tolist()
         if on_segments is not None:
-            on_segments(cut(request.rollout_id, 0, ids[:2], logprobs[:2], [(3, 0)]))
+            on_segments(split_by_version(request.rollout_id, 0, ids[:2], logprobs[:2], [(3, 0)]))
         await self.held.wait()
         text = CHAT.decode(ids.tolist())
-        return Rollout(request.rollout_id, request.prompt_ids, ids, logprobs, np.full(5, 3, np.int32), text, "stop")
+        return Rollout(
+            *(ids, logprobs, np.full(5, 3, np.int32)),
+            rollout_id=request.rollout_id,
+            prompt_ids=request.prompt_ids,
+            text=text,
+            finish_reason="stop",
+        )
 
 
 class Scene:
@@ -149,8 +155,8 @@ def test_an_episode_is_one_rollout_with_its_score() -> None:
         rollout, score = await scene.run()
         assert score == FINE.score
         assert rollout is not None and rollout.rollout_id == "12-3" and rollout.prompt_ids == ()
-        assert rollout.versions.tolist() == [GIVEN] * 5 + [3] * 5 + [GIVEN] * 6 + [3] * 5
-        assert np.array_equal(join(scene.told).response_ids, rollout.response_ids), "all of it is told"
+        assert rollout.versions.tolist() == [CONTEXT] * 5 + [3] * 5 + [CONTEXT] * 6 + [3] * 5
+        assert np.array_equal(TokenSequence.join(scene.told).ids, rollout.ids), "all of it is told"
         assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1"]
         assert {request.priority for request in scene.model.asked} == {12}
         assert {request.sampling.max_tokens for request in scene.model.asked} == {8}
@@ -167,7 +173,7 @@ def test_what_was_generated_is_kept_when_the_process_was_lost(retry: Retry, apar
         rollout, score = await scene.run()
         assert score == FINE.score
         assert rollout is not None and whole is not None
-        assert np.array_equal(rollout.response_ids, whole.response_ids)
+        assert np.array_equal(rollout.ids, whole.ids)
         assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
         assert scene.played == [("12-3", False), ("12-3~1", apart)]
 
@@ -223,7 +229,7 @@ def test_what_an_earlier_driver_recorded_is_not_generated_again() -> None:
         again = Scene(turns(3))
         rollout, _ = await again.run(recorded={0: tuple(before.told)})
         assert rollout is not None and whole is not None
-        assert np.array_equal(rollout.response_ids[: len(whole.response_ids)], whole.response_ids)
+        assert np.array_equal(rollout.ids[: len(whole.ids)], whole.ids)
         assert [request.rollout_id for request in again.model.asked] == ["12-3/2"]
 
     run(test())
@@ -271,7 +277,7 @@ def test_without_a_score_the_last_reply_is_judged() -> None:
         rollout, score = await scene.run()
         assert score == Scored(0.5)
         assert rollout is not None
-        assert scene.judged == [(PROMPT, CHAT.decode(rollout.response_ids[-5:].tolist()), True)]
+        assert scene.judged == [(PROMPT, CHAT.decode(rollout.ids[-5:].tolist()), True)]
 
     run(test())
 
@@ -315,7 +321,7 @@ def test_a_gateway_that_dies_is_replaced_and_its_episodes_go_on() -> None:
         rollout, score = await scene.run()
         assert score == FINE.score
         assert rollout is not None and whole is not None
-        assert np.array_equal(rollout.response_ids, whole.response_ids)
+        assert np.array_equal(rollout.ids, whole.ids)
         assert np.array_equal(rollout.logprobs, whole.logprobs) and np.array_equal(rollout.versions, whole.versions)
         assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
         assert [name for name, _ in scene.played] == ["12-3", "12-3~1", "12-3~2"]

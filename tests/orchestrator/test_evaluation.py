@@ -15,7 +15,7 @@ from stand_ins import StandInEngine, actors, client_over, collecting, prompts, r
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.records import EvaluationResult
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
-from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
@@ -63,8 +63,8 @@ class Player:
         self.asked.append((rollout_id, prompt.uid, sampling))
         if prompt.uid == "p2":
             return None, RewardFailure("the agent never called")
-        whole = rollout(rollout_id, (GIVEN, GIVEN, 1, GIVEN, 2))
-        return replace(whole, branches=(rollout(f"{rollout_id}.1", (GIVEN, 5)),)), Scored(1.0)
+        whole = rollout(rollout_id, (CONTEXT, CONTEXT, 1, CONTEXT, 2))
+        return replace(whole, branches=(rollout(f"{rollout_id}.1", (CONTEXT, 5)),)), Scored(1.0)
 
 
 def evaluator(folder: Path, scorer: Any, sets: dict[str, HeldOut] | None = None, **sections: Any) -> Any:
@@ -168,10 +168,10 @@ def test_a_rollout_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> No
 def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
     class Silent(Player):
         async def play(self, rollout_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Rollout | None, Any]:
-            return rollout(rollout_id, (GIVEN,)), RewardFailure("nothing was sampled")
+            return rollout(rollout_id, (CONTEXT,)), RewardFailure("nothing was sampled")
 
     data = HeldOut([(prompt, ()) for prompt in prompts(2)], Scorer(set()), Silent())  # type: ignore[arg-type]
     parts = evaluator(tmp_path, Scorer(set()), {"x": data}, evaluation={"sets": {"x": {"data": {"size": 2}}}})
-    assert np.all(rollout("1-0", (GIVEN,)).versions == GIVEN)
+    assert np.all(rollout("1-0", (CONTEXT,)).versions == CONTEXT)
     with pytest.raises(RunError, match="no episode of an evaluation came to a reply; the first: nothing was sampled"):
         evaluated(parts, "x:greedy", 0)

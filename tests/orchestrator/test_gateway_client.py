@@ -30,7 +30,13 @@ def request(name: str, tokens: int = 1) -> RolloutRequest:
 
 def rollout(name: str, token: int) -> Rollout:
     one = np.full(1, token, np.int32)
-    return Rollout(name, (1,), one, np.zeros(1, np.float32), np.zeros(1, np.int32), "", "stop")
+    return Rollout(
+        *(one, np.zeros(1, np.float32), np.zeros(1, np.int32)),
+        rollout_id=name,
+        prompt_ids=(1,),
+        text="",
+        finish_reason="stop",
+    )
 
 
 class HeldGateway(StandInGateway):
@@ -164,7 +170,7 @@ def test_an_answer_belongs_to_its_question_though_the_name_is_the_same() -> None
         await turns()
         assert not second.done()
         crossing.answer(Orders(results=[(new, rollout("1-0/0", 8))]))
-        assert (await second).response_ids.tolist() == [8]
+        assert (await second).ids.tolist() == [8]
         third = asyncio.create_task(crossing.generate(1, request("1-0/1")))
         await turns()
         third.cancel()

@@ -13,7 +13,7 @@ from stand_ins import run, segment
 from test_rollout_scheduler import Scene
 
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
-from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment
+from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from asyncrl_cli.records.groups import Waiting
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
@@ -55,9 +55,15 @@ class Episodes:
 
 
 def episode(rollout_id: str) -> Rollout:
-    versions = np.array([GIVEN, GIVEN, 0, 0], np.int32)
-    logprobs = np.where(versions == GIVEN, 0, -0.5).astype(np.float32)
-    return Rollout(rollout_id, (), np.arange(5, 9, dtype=np.int32), logprobs, versions, "text", "stop")
+    versions = np.array([CONTEXT, CONTEXT, 0, 0], np.int32)
+    logprobs = np.where(versions == CONTEXT, 0, -0.5).astype(np.float32)
+    return Rollout(
+        *(np.arange(5, 9, dtype=np.int32), logprobs, versions),
+        rollout_id=rollout_id,
+        prompt_ids=(),
+        text="text",
+        finish_reason="stop",
+    )
 
 
 def play(folder: Path, test: Callable[[Scene, Episodes], Coroutine[Any, Any, None]], **sections: Any) -> None:
@@ -146,7 +152,7 @@ def test_overdue_episodes_are_given_up(tmp_path: Path) -> None:
 
 def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path) -> None:
     async def before(scene: Scene, episodes: Episodes) -> None:
-        for part in (segment("2-1", 0, 3, GIVEN), segment("2-1", 3, 2), segment("2-1.1", 0, 1, GIVEN)):
+        for part in (segment("2-1", 0, 3, CONTEXT), segment("2-1", 3, 2), segment("2-1.1", 0, 1, CONTEXT)):
             episodes.record["2-1"]([part])
         await end(scene, episodes, "2-0", Scored(1.0))
         assert len(scene.table("segments", "group_id")) == 3 + 2
@@ -155,7 +161,7 @@ def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path) -> N
         assert "2-0" not in episodes.asked
         recorded = episodes.asked["2-1"][-1]
         found = {number: [(one.start, one.version) for one in parts] for number, parts in recorded.items()}
-        assert found == {0: [(0, GIVEN), (3, 0)], 1: [(0, GIVEN)]}
+        assert found == {0: [(0, CONTEXT), (3, 0)], 1: [(0, CONTEXT)]}
         assert episodes.asked["3-0"][-1] == {}
 
     play(tmp_path, before)

@@ -185,20 +185,20 @@ def test_without_a_publish_nothing_is_said_about_it() -> None:
 def test_batches_have_the_same_digest_exactly_when_their_tokens_are_the_same() -> None:
     first, second = GROUPS[0].rollouts
     variants = [
-        (replace(first, response_ids=first.response_ids + np.int32(1)), second),
+        (replace(first, ids=first.ids + np.int32(1)), second),
         (replace(first, versions=first.versions - np.int32(1)), second),
         (replace(first, prompt_ids=(1, 3)), second),
         (second, first),
         (  # the same numbers in a row, with a boundary elsewhere
-            replace(first, response_ids=first.response_ids[:1]),
-            replace(second, prompt_ids=(*first.response_ids[1:].tolist(), *second.prompt_ids)),
+            replace(first, ids=first.ids[:1], logprobs=first.logprobs[:1], versions=first.versions[:1]),
+            replace(second, prompt_ids=(*first.ids[1:].tolist(), *second.prompt_ids)),
         ),
     ]
     digests = {batch_digest(BATCH)}
     for rollouts in variants:
         digests.add(batch_digest(TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=rollouts), GROUPS[1]))))
     assert len(digests) == 1 + len(variants)
-    wide = replace(first, response_ids=first.response_ids.astype(np.int64))
+    wide = replace(first, ids=first.ids.astype(np.int64))
     again = TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=(wide, second)), GROUPS[1]))
     assert batch_digest(again) == batch_digest(BATCH)
     assert batch_digest(BATCH) == "4281b4609f473cdf72d34fa67c6801d4", "digests stay comparable over releases"

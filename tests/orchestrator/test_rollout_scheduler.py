@@ -532,7 +532,7 @@ def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no
         if event == "die":
             buffer.die()
         elif event == "grow" and chosen:
-            start = sum(len(part.response_ids) for part in pending[chosen].segments)
+            start = sum(len(part.ids) for part in pending[chosen].segments)
             await scene.engines[0].deliver(segments=[segment(chosen, start, 2)])
         elif event == "fail" and chosen:
             await scene.end(RolloutFailure(chosen, "no"))

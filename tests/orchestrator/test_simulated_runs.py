@@ -124,7 +124,7 @@ class Finished:
         assert versions == sorted(versions)
         assert admitted_at <= versions[0]
         assert versions[-1] <= batch.version
-        assert rollout.response_ids.tolist() == [
+        assert rollout.ids.tolist() == [
             token(seed, place, self.weights_of(version)) for place, version in enumerate(versions)
         ]
         assert len(versions) == length(seed)

@@ -13,8 +13,8 @@ import numpy as np
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.transcript import OnSegments
-from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutRequest, Segment
-from asyncrl_cli.rollout.continuation import cut, join
+from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Segment, TokenSequence
+from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 CALC: dict[str, Any] = {
@@ -100,15 +100,15 @@ class HashModel:
     sampled: list[tuple[tuple[int, ...], int | None, int]] = field(default_factory=list)
 
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
-        before, sampling = join(request.prefix), request.sampling
+        before, sampling = TokenSequence.join(request.prefix), request.sampling
         rng = random.Random(str((request.prompt_ids, sampling.seed)))
         ids = self.chat.encode(f'<tool_call>{{"name": "calc", "arguments": {{"e": "{rng.random()}é"}}}}</tool_call>')
         if rng.random() < 0.5:
             # Not as a tokenizer would cut the text, with halves of characters in it.
             ids = [rng.randrange(self.chat.vocabulary - 3) for _ in range(rng.randint(0, 12))]
         ids = [*ids, end_of(self.chat)][: sampling.max_tokens]
-        done = len(before.response_ids)
-        assert ids[:done] == before.response_ids.tolist()
+        done = len(before.ids)
+        assert ids[:done] == before.ids.tolist()
         assert done < len(ids), "there was nothing left to ask for"
         versions = [(len(request.prompt_ids) + index) // 10 for index in range(len(ids))]
         versions[:done] = before.versions.tolist()
@@ -116,7 +116,7 @@ class HashModel:
         starts = [(v, i) for i, v in enumerate(versions) if i == 0 or versions[i - 1] != v]
 
         def segments(start: int, end: int) -> list[Segment]:
-            return cut(request.rollout_id, start, ids[start:end], logprobs[start:end], starts)
+            return split_by_version(request.rollout_id, start, ids[start:end], logprobs[start:end], starts)
 
         told = done
         while told < len(ids) and rng.random() < 0.7:
@@ -131,7 +131,7 @@ class HashModel:
         rollout = Rollout(
             rollout_id=request.rollout_id,
             prompt_ids=request.prompt_ids,
-            response_ids=np.asarray(ids, np.int32),
+            ids=np.asarray(ids, np.int32),
             logprobs=logprobs,
             versions=np.asarray(versions, np.int32),
             text="",
@@ -163,13 +163,13 @@ class Record:
 def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], list[int]]]:
     """Each sequence of a rollout, to be compared."""
     for one in rollout.sequences:
-        yield one.rollout_id, one.response_ids.tolist(), one.logprobs.tolist(), one.versions.tolist()
+        yield one.rollout_id, one.ids.tolist(), one.logprobs.tolist(), one.versions.tolist()
 
 
 def sampled_runs(rollout: Rollout) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Each run of sampled tokens in a rollout's sequences, after all that stands before it."""
     for one in rollout.sequences:
-        ids, given = one.response_ids.tolist(), one.versions == GIVEN
+        ids, given = one.ids.tolist(), one.versions == CONTEXT
         start = 0
         while start < len(ids):
             end = start + 1

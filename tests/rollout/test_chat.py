@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.gateway.chat import ChatError, ChatFormat, before_stop, key, normal
+from asyncrl_cli.gateway.chat import ChatFormat, before_stop, key
 from asyncrl_cli.gateway.text_stream import BROKEN, TextStream
 from asyncrl_cli.gateway.tool_calls import ToolParserError, hermes, tool_parser
+from asyncrl_cli.records.prompt import ChatError, normalized
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
 from tests.rollout.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
 
@@ -150,12 +151,14 @@ def test_messages_that_say_the_same_are_the_same() -> None:
     one = called("1+1") | {"content": ""}
     other = json.loads(json.dumps(called("1+1"))) | {"refusal": None, "audio": None, "annotations": [], "name": None}
     other["tool_calls"][0]["function"]["arguments"] = '{\n "e":"1+1"}'
-    assert key(normal(one)) == key(normal(other))
-    assert normal({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}) == (
+    assert key(normalized(one)) == key(normalized(other))
+    assert normalized({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}) == (
         {"role": "user", "content": "ab"}
     )
-    assert key(normal(called("1+1"))) != key(normal(called("1+2")))
-    assert normal({"role": "tool", "content": "1", "tool_call_id": "x"}) != normal({"role": "tool", "content": "1"})
+    assert key(normalized(called("1+1"))) != key(normalized(called("1+2")))
+    assert normalized({"role": "tool", "content": "1", "tool_call_id": "x"}) != normalized(
+        {"role": "tool", "content": "1"}
+    )
 
 
 @pytest.mark.parametrize(

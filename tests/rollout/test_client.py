@@ -80,7 +80,7 @@ def test_aborted_with_one_token_then_with_none_then_stopped() -> None:
         assert engine.submitted[1] == engine.submitted[2], "an abort without a token changes nothing"
         await engine.deliver(whole(engine.submitted[2], segment("a", 1, 3, version=1)))
         answer = await asking
-        assert answer.response_ids.tolist() == [5, 6, 7, 8]
+        assert answer.ids.tolist() == [5, 6, 7, 8]
         assert answer.versions.tolist() == [0, 1, 1, 1]
         assert answer.logprobs.tolist() == [-0.5] * 4
         assert answer.text == "<5><6><7><8>"
@@ -130,7 +130,7 @@ def test_a_character_of_several_tokens_survives_a_boundary() -> None:
     asked = RolloutRequest("a", (1,), Sampling(1.0, 8))
     for part in parts:
         tail = segment("a", asked.generated, len(part))
-        asked = replace(asked, prefix=(*asked.prefix, replace(tail, response_ids=tail.response_ids * 0 + list(part))))
+        asked = replace(asked, prefix=(*asked.prefix, replace(tail, ids=tail.ids * 0 + list(part))))
     assert finished(asked, [], "length", decode).text == "é🙂"
 
 
@@ -159,7 +159,7 @@ def test_pauses_abort_everywhere_and_nothing_is_sent_before_the_resumption() -> 
             await at(client, name).deliver(whole(asked, rest, reason="length"))
         answers = await asyncio.gather(*asking)
         assert [answer.versions.tolist()[:3] for answer in answers[:3]] == [[1, 2, 3], [1, 2, 3], [3, 3, 3]]
-        assert all(answer.response_ids.tolist() == list(range(5, 13)) for answer in answers)
+        assert all(answer.ids.tolist() == list(range(5, 13)) for answer in answers)
 
     scene(check, engines=2)
 
@@ -399,7 +399,7 @@ def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
                 actor, pending = actors(client)[number], client.engines[number].pending
                 news, ends = [], []
                 for name, entry in pending.items():
-                    told = sum(len(part.response_ids) for part in entry.segments)
+                    told = sum(len(part.ids) for part in entry.segments)
                     start, left = entry.request.generated + told, entry.request.left - told
                     new = left if event == "finish" else data.draw(st.integers(0, left))
                     part = [segment(name, start, new, version=version)] if new else []
@@ -428,9 +428,9 @@ def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
                 actors(client)[number].forget_collector()
         for asked, task in zip(requests, tasks, strict=True):
             answer = task.result()
-            assert answer.response_ids.tolist() == list(range(5, 5 + asked.sampling.max_tokens))
+            assert answer.ids.tolist() == list(range(5, 5 + asked.sampling.max_tokens))
             assert answer.finish_reason == "length"
-            assert answer.text == text_of(answer.response_ids)
+            assert answer.text == text_of(answer.ids)
             assert sorted(answer.versions) == answer.versions.tolist()
         for actor in actors(client):
             assert all(asked.left > 0 for asked in actor.submitted)

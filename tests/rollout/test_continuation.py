@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment, segments_of
-from asyncrl_cli.rollout.continuation import Tokens, cut, join, rest_of, stopped_at
+from asyncrl_cli.records.generation import CONTEXT, Sampling, Segment, TokenSequence
+from asyncrl_cli.rollout.continuation import rest_of, split_by_version, stopped_at
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
@@ -23,14 +23,14 @@ def rollouts(draw: st.DrawFn) -> tuple[list[int], list[float], list[tuple[int, i
     starts = sorted(draw(st.sets(st.integers(1, max(len(ids) - 1, 1)), max_size=6)))
     versions = sorted(draw(st.sets(st.integers(0, 99), min_size=len(starts) + 1, max_size=len(starts) + 1)))
     for at in range(draw(st.integers(0, 1)), len(versions), 2) if draw(st.booleans()) else ():
-        versions[at] = GIVEN
+        versions[at] = CONTEXT
     return ids, logprobs, list(zip(versions, [0, *starts], strict=True))
 
 
-def same(one: Tokens, other: Tokens) -> bool:
+def same(one: TokenSequence, other: TokenSequence) -> bool:
     return all(
         np.array_equal(getattr(one, name), getattr(other, name)) and getattr(one, name).dtype == dtype
-        for name, dtype in (("response_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32))
+        for name, dtype in (("ids", np.int32), ("logprobs", np.float32), ("versions", np.int32))
     )
 
 
@@ -39,24 +39,25 @@ def test_cut_anywhere_and_joined_a_rollout_is_itself_again(
     rollout: tuple[list[int], list[float], list[tuple[int, int]]], cuts: list[int]
 ) -> None:
     ids, logprobs, starts = rollout
-    whole = join(cut("1-0", 0, ids, logprobs, starts))
-    assert whole.response_ids.tolist() == ids
+    whole = TokenSequence.join(split_by_version("1-0", 0, ids, logprobs, starts))
+    assert whole.ids.tolist() == ids
     assert whole.logprobs.tolist() == logprobs
-    assert (np.diff(whole.versions[whole.versions != GIVEN]) >= 0).all()
+    assert (np.diff(whole.versions[whole.versions != CONTEXT]) >= 0).all()
     for (version, first), last in zip(starts, [*(first for _, first in starts[1:]), len(ids)], strict=True):
         assert set(whole.versions[first:last].tolist()) <= {version}
 
     bounds = sorted({0, len(ids), *(place for place in cuts if place < len(ids))})
-    pieces = [cut("1-0", a, ids[a:b], logprobs[a:b], starts) for a, b in pairwise(bounds)]
+    pieces = [split_by_version("1-0", a, ids[a:b], logprobs[a:b], starts) for a, b in pairwise(bounds)]
     segments = [segment for piece in pieces for segment in piece]
-    assert same(join(segments), whole)
-    assert all(len(segment.response_ids) > 0 for segment in segments)
-    again = segments_of(Rollout("1-0", (), whole.response_ids, whole.logprobs, whole.versions, "", "stop"))
-    assert same(join(again), whole)
+    assert same(TokenSequence.join(segments), whole)
+    assert all(len(segment.ids) > 0 for segment in segments)
+    again = whole.segments("1-0")
+    assert same(TokenSequence.join(again), whole)
     assert all(one.version != other.version for one, other in pairwise(again))
     assert [len(piece) > 0 for piece in pieces] == [True] * (len(bounds) - 1)
     for count in range(len(ids) + 1):
-        assert same(whole.first(count), join(cut("1-0", 0, ids[:count], logprobs[:count], starts)))
+        begun = split_by_version("1-0", 0, ids[:count], logprobs[:count], starts)
+        assert same(whole.slice(0, count), TokenSequence.join(begun))
 
 
 @given(rollouts().filter(lambda rollout: len(rollout[0]) > 1), st.data())
@@ -65,26 +66,26 @@ def test_only_a_whole_beginning_can_be_joined(
 ) -> None:
     ids, logprobs, starts = rollout
     place = data.draw(st.integers(1, len(ids) - 1))
-    head = cut("1-0", 0, ids[:place], logprobs[:place], starts)
-    tail = cut("1-0", place, ids[place:], logprobs[place:], starts)
+    head = split_by_version("1-0", 0, ids[:place], logprobs[:place], starts)
+    tail = split_by_version("1-0", place, ids[place:], logprobs[place:], starts)
     for wrong in (tail, [*head, *head], [*tail, *head], [*head, *tail, *tail]):
         with pytest.raises(ValueError, match="segment from token"):
-            join(wrong)
+            TokenSequence.join(wrong)
 
 
 def of_versions(*versions: int) -> list[Segment]:
     return [Segment("1-0", at, v, np.array([5], np.int32), np.zeros(1, np.float32)) for at, v in enumerate(versions)]
 
 
-@pytest.mark.parametrize("versions", [(3, 3), (GIVEN, 3, GIVEN, 3, 4, GIVEN), (GIVEN, GIVEN)])
+@pytest.mark.parametrize("versions", [(3, 3), (CONTEXT, 3, CONTEXT, 3, 4, CONTEXT), (CONTEXT, CONTEXT)])
 def test_given_tokens_stand_anywhere(versions: tuple[int, ...]) -> None:
-    assert join(of_versions(*versions)).versions.tolist() == list(versions)
+    assert TokenSequence.join(of_versions(*versions)).versions.tolist() == list(versions)
 
 
-@pytest.mark.parametrize("versions", [(4, 3), (4, GIVEN, 3)])
+@pytest.mark.parametrize("versions", [(4, 3), (4, CONTEXT, 3)])
 def test_versions_do_not_fall(versions: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="falls from weight version 4 to 3"):
-        join(of_versions(*versions))
+        TokenSequence.join(of_versions(*versions))
 
 
 @given(

@@ -13,8 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
-from asyncrl_cli.records.generation import GIVEN, Rollout, Sampling, Segment
-from asyncrl_cli.rollout.continuation import join
+from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment, TokenSequence
 from tests.rollout.conversation_stand_ins import (
     CALC,
     HashModel,
@@ -142,12 +141,12 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
     harness, model, told, rollout = play(rounds, chat)
 
     # What the model was asked and what it said is what stands in the sequences: each reply once, and nothing else.
-    asked = Counter((request.prompt_ids, tuple(reply.response_ids.tolist())) for request, reply in model.requests)
+    asked = Counter((request.prompt_ids, tuple(reply.ids.tolist())) for request, reply in model.requests)
     assert Counter(sampled_runs(rollout)) == asked
     assert Counter((reply.prompt_ids, reply.token_ids) for reply in harness.replies) == asked
     for sequence in rollout.sequences:
-        assert (sequence.logprobs[sequence.versions == GIVEN] == 0).all()
-        assert sequence.versions[0] == GIVEN
+        assert (sequence.logprobs[sequence.versions == CONTEXT] == 0).all()
+        assert sequence.versions[0] == CONTEXT
 
     # A prompt begins with the very tokens of an earlier turn, if its messages begin with those of one.
     said = list(zip(harness.conversations, harness.replies, strict=True))
@@ -166,11 +165,11 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
     record.tell(told)
     assert set(record.sequences) == {sequence.rollout_id for sequence in rollout.sequences}
     for sequence in rollout.sequences:
-        known = join(record.sequences[sequence.rollout_id].values())
-        assert known.response_ids.tolist() == sequence.response_ids.tolist()
+        known = TokenSequence.join(record.sequences[sequence.rollout_id].values())
+        assert known.ids.tolist() == sequence.ids.tolist()
         assert known.versions.tolist() == sequence.versions.tolist()
         assert known.logprobs.tolist() == sequence.logprobs.tolist()
-    assert sum(len(segment.response_ids) for segment in told) == sum(len(s.response_ids) for s in rollout.sequences)
+    assert sum(len(segment.ids) for segment in told) == sum(len(s.ids) for s in rollout.sequences)
 
 
 @given(ROUNDS, st.data())
@@ -184,18 +183,18 @@ def test_played_again_from_any_cut_it_is_the_same_and_nothing_recorded_is_sample
     record.tell(told[:cut_at])
     recorded = record.recorded()
     # Of two calls that ask the same, the first to come may go on from what is recorded of the other.
-    openings = [tuple(sequence.response_ids[: sequence.sampled.argmax()]) for sequence in rollout.sequences]
+    openings = [tuple(sequence.ids[: sequence.sampled.argmax()]) for sequence in rollout.sequences]
     taken = [openings[number] for number in recorded]
     assume(not any(opening in taken for number, opening in enumerate(openings) if number not in recorded))
 
     _, again, told_again, same = play(rounds, byte_chat(), dict(recorded))
     assert list(tokens_of(same)) == list(tokens_of(rollout))
-    kept = sum(len(s.response_ids) for parts in recorded.values() for s in parts if s.version != GIVEN)
+    kept = sum(len(s.ids) for parts in recorded.values() for s in parts if s.version != CONTEXT)
     assert len(again.sampled) == len(model.sampled) - kept
     assert not Counter(again.sampled) - Counter(model.sampled)
     # What is told now goes on where the record ends.
     record.tell(told_again)
     for sequence in same.sequences:
-        assert join(record.sequences[sequence.rollout_id].values()).response_ids.tolist() == (
-            sequence.response_ids.tolist()
+        assert TokenSequence.join(record.sequences[sequence.rollout_id].values()).ids.tolist() == (
+            sequence.ids.tolist()
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl_cli.rollout.continuation import join
+from asyncrl_cli.records.generation import TokenSequence
 from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens
 
 
@@ -33,7 +33,7 @@ def test_new_tokens_are_cut_where_the_version_changes() -> None:
     assert bounds(running_segments(running, {"3-1": 0})) == [("3-1", 0, 2, 4), ("3-1", 2, 5, 5), ("3-1", 5, 6, 6)]
     assert bounds(running_segments(running, {"3-1": 3})) == [("3-1", 3, 5, 5), ("3-1", 5, 6, 6)]
     assert running_segments(running, {"3-1": 6}) == []
-    assert join(running_segments(running, {"3-1": 0})).response_ids.tolist() == [100, 101, 102, 103, 104, 105]
+    assert TokenSequence.join(running_segments(running, {"3-1": 0})).ids.tolist() == [100, 101, 102, 103, 104, 105]
     assert running_segments(running, {"3-1": 3})[0].logprobs.tolist() == [-1.5, -2.0]
 
 

@@ -15,9 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.continuation import join
 from asyncrl_cli.rollout.priority_semaphore import Slots
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
@@ -104,9 +103,9 @@ def add(taken: dict[str, list[Segment]], segments: Iterable[Segment]) -> None:
 
 def begins_with(rollout: Rollout, segments: list[Segment]) -> bool:
     """Whether the segments are the rollout's first tokens, bit for bit."""
-    tokens, end = join(segments), segments[-1].end
+    tokens, end = TokenSequence.join(segments), segments[-1].end
     return (
-        np.array_equal(tokens.response_ids, rollout.response_ids[:end])
+        np.array_equal(tokens.ids, rollout.ids[:end])
         and np.array_equal(tokens.logprobs, rollout.logprobs[:end])
         and np.array_equal(tokens.versions, rollout.versions[:end])
     )
@@ -164,22 +163,22 @@ def test_a_rollout_goes_on_where_another_engine_left_it(bench: Bench, runner: as
         greedy = RolloutRequest("10-0", (3, 4, 5), Sampling(0.0, TOKENS))
         whole, sampled = await asyncio.gather(bench.engine.generate(greedy), bench.engine.generate(request("10-1")))
         await bench.publish(11, "recompute")
-        for end in (1, 20, len(sampled.response_ids) - 1, len(sampled.response_ids)):
-            prefix = Segment("10-1", 0, 10, sampled.response_ids[:end], sampled.logprobs[:end])
-            again = await bench.engine.generate(request("10-1", prefix, tokens=len(sampled.response_ids)))
+        for end in (1, 20, len(sampled.ids) - 1, len(sampled.ids)):
+            prefix = Segment("10-1", 0, 10, sampled.ids[:end], sampled.logprobs[:end])
+            again = await bench.engine.generate(request("10-1", prefix, tokens=len(sampled.ids)))
             assert begins_with(again, [prefix])
             assert set(again.versions[end:].tolist()) <= {11}
-            assert len(again.response_ids) <= len(sampled.response_ids)
-            assert again.text == bench.engine._decode(again.response_ids)
+            assert len(again.ids) <= len(sampled.ids)
+            assert again.text == bench.engine._decode(again.ids)
             gaps = np.abs(bench.recomputed(again, 11) - again.logprobs)[end:]
             assert gaps.max(initial=0.0) < TOLERANCE
-            if len(again.response_ids) == end:
+            if len(again.ids) == end:
                 assert again.finish_reason == "length"
         await bench.publish(10, "recompute")
-        for end in (1, 17, len(whole.response_ids) - 1):
-            prefix = Segment("10-0", 0, 10, whole.response_ids[:end], whole.logprobs[:end])
+        for end in (1, 17, len(whole.ids) - 1):
+            prefix = Segment("10-0", 0, 10, whole.ids[:end], whole.logprobs[:end])
             again = await bench.engine.generate(RolloutRequest("10-0", (3, 4, 5), greedy.sampling, (prefix,)))
-            assert again.response_ids.tolist() == whole.response_ids.tolist()
+            assert again.ids.tolist() == whole.ids.tolist()
             assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
             assert np.abs(again.logprobs - whole.logprobs).max() < TOLERANCE
 
@@ -190,7 +189,7 @@ def test_a_stop_string_across_the_cut_ends_the_rollout(bench: Bench, runner: asy
     async def generate() -> None:
         await bench.publish(12, "keep")
         whole = await bench.engine.generate(RolloutRequest("12-0", (3, 4, 5), Sampling(0.0, TOKENS)))
-        decode, ids = bench.engine._decode, whole.response_ids
+        decode, ids = bench.engine._decode, whole.ids
         end, stop = next(
             (end, stop)
             for end in range(4, len(ids) - 4)
@@ -198,9 +197,9 @@ def test_a_stop_string_across_the_cut_ends_the_rollout(bench: Bench, runner: asy
         )
         sampling = Sampling(0.0, TOKENS, stop=(stop,))
         stopped = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling))
-        prefix = Segment("12-1", 0, 12, whole.response_ids[:end], whole.logprobs[:end])
+        prefix = Segment("12-1", 0, 12, whole.ids[:end], whole.logprobs[:end])
         again = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling, (prefix,)))
-        assert again.response_ids.tolist() == stopped.response_ids.tolist() == whole.response_ids[: end + 2].tolist()
+        assert again.ids.tolist() == stopped.ids.tolist() == whole.ids[: end + 2].tolist()
         assert again.finish_reason == stopped.finish_reason == "stop"
 
     runner.run(generate())
@@ -263,8 +262,8 @@ def test_requests_come_whole_through_aborts_and_new_weights(
                 collector.cancel()
         rollouts = [answer.result() for answer in answers]
         for rollout in rollouts:
-            assert (len(rollout.response_ids), rollout.finish_reason) == (TOKENS, "length")
-            assert rollout.text == bench.engine._decode(rollout.response_ids)
+            assert (len(rollout.ids), rollout.finish_reason) == (TOKENS, "length")
+            assert rollout.text == bench.engine._decode(rollout.ids)
             assert np.array_equal(rollout.versions, np.sort(rollout.versions))
             parts = heard.get(rollout.rollout_id, [])
             assert not parts or begins_with(rollout, parts)
@@ -380,6 +379,6 @@ def test_rollouts_survive_the_death_of_their_engine(
             gaps = np.abs(bench.recomputed(rollout, 31) - rollout.logprobs)[end:]
             assert gaps.max(initial=0.0) < TOLERANCE
         known = sum(saved[name][-1].end for name in left if name in saved)
-        assert generated == sum(len(rollout.response_ids) for rollout in rollouts) - known
+        assert generated == sum(len(rollout.ids) for rollout in rollouts) - known
 
     runner.run(check())

@@ -13,9 +13,9 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError, _Conversation
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.transcript import OnSegments, Turn
-from asyncrl_cli.records.generation import GIVEN, Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
-from asyncrl_cli.rollout.continuation import cut
+from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of
 
@@ -51,7 +51,13 @@ class Model:
         if self.fails:
             raise GenerationFailed("no engine")
         reason = "stop" if len(ids) == len(whole) else "length"
-        return Rollout(request.rollout_id, request.prompt_ids, ids, zeros, np.full(len(ids), 4, np.int32), "", reason)
+        return Rollout(
+            *(ids, zeros, np.full(len(ids), 4, np.int32)),
+            rollout_id=request.rollout_id,
+            prompt_ids=request.prompt_ids,
+            text="",
+            finish_reason=reason,
+        )
 
 
 def session(model: Any, *, limits: Limits | None = None, fixed: bool = True, **arguments: Any) -> Session:
@@ -106,7 +112,7 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
         conversation += [reply.message, {"role": "user", "content": "?"}]
     rollout = one.rollout()
     assert rollout is not None
-    texts = [CHAT.decode(sequence.response_ids.tolist(), special=True) for sequence in rollout.sequences]
+    texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
     assert texts == ["helloa<eos>?b<eos>", "helloa<eos>?b<eos>?c<eos>"]
     assert [request.newest for request in model.requests] == [0, 4, 0], "versions of a sequence never fall"
 
@@ -123,8 +129,8 @@ def test_texts_go_on_in_token_space() -> None:
     rollout = one.rollout()
     assert rollout is not None
     first_sequence, branch = rollout.sequences
-    assert first_sequence.response_ids.tolist() == [*third.prompt_ids, *third.token_ids]
-    assert branch.response_ids.tolist() == [*fourth.prompt_ids, *fourth.token_ids]
+    assert first_sequence.ids.tolist() == [*third.prompt_ids, *third.token_ids]
+    assert branch.ids.tolist() == [*fourth.prompt_ids, *fourth.token_ids]
     assert (rollout.finish_reason, branch.finish_reason) == ("stop", "length")
     # A text knows nothing of the end token, so what follows it is another conversation.
     text = CHAT.decode(third.prompt_ids) + "ghi"
@@ -198,7 +204,7 @@ def test_the_end_cancels_what_runs_and_refuses_what_comes() -> None:
             assert (error.value.status, error.value.code) == (410, "session_ended")
         rollout = one.rollout()
         assert rollout is not None
-        assert CHAT.decode(rollout.response_ids.tolist()) == "helloone"
+        assert CHAT.decode(rollout.ids.tolist()) == "helloone"
         assert rollout.branches == (), "what nobody heard is no part of it"
 
     run(main())
@@ -225,7 +231,7 @@ def test_a_call_that_is_given_up_goes_on_when_it_is_repeated(how: str, n: int) -
             await call
         rollout = one.rollout()
         assert rollout is not None
-        assert rollout.response_ids.tolist() == [*first.prompt_ids, *first.token_ids]
+        assert rollout.ids.tolist() == [*first.prompt_ids, *first.token_ids]
 
         model.held, model.fails = None, False
         replies = await one.chat(messages, None, CallOptions(n=n))
@@ -235,8 +241,8 @@ def test_a_call_that_is_given_up_goes_on_when_it_is_repeated(how: str, n: int) -
         assert rollout is not None
         assert len(rollout.sequences) == n, "in the sequence that it was in"
         for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
-            told = [token for part in parts for token in part.response_ids.tolist()]
-            assert told == sequence.response_ids.tolist()
+            told = [token for part in parts for token in part.ids.tolist()]
+            assert told == sequence.ids.tolist()
 
     run(main())
 
@@ -257,17 +263,17 @@ def test_another_call_than_the_recorded_one_voids_what_was_recorded() -> None:
     rollout = again.rollout()
     assert rollout is not None
     assert len(other.requests) == 1
-    assert CHAT.decode(rollout.response_ids.tolist()) == "hellofirs!something else"
+    assert CHAT.decode(rollout.ids.tolist()) == "hellofirs!something else"
     (parts,) = record.recorded().values()
-    assert [token for part in parts for token in part.response_ids.tolist()] == rollout.response_ids.tolist()
+    assert [token for part in parts for token in part.ids.tolist()] == rollout.ids.tolist()
 
 
 def test_a_recorded_reply_that_ended_with_any_end_token_is_whole() -> None:
     """The end tokens are the model's, and its tokenizer names one of them only."""
     chat = ChatFormat(character_tokenizer(100), end_tokens=frozenset({end_of(CHAT), CHAT.encode(".")[0]}))
     ids = np.asarray([*CHAT.encode("hello"), *CHAT.encode("done.")], np.int32)
-    versions = np.asarray([GIVEN] * 5 + [4] * 5, np.int32)
-    parts = tuple(cut("3-1", 0, ids, np.zeros(10, np.float32), [(GIVEN, 0), (4, 5)]))
+    versions = np.asarray([CONTEXT] * 5 + [4] * 5, np.int32)
+    parts = tuple(split_by_version("3-1", 0, ids, np.zeros(10, np.float32), [(CONTEXT, 0), (4, 5)]))
     one = Session("3-1", chat, Model().generate, SAMPLING, Limits(100, 50), fixed_sampling=True, recorded={0: parts})
     (reply,) = run(one.chat(HELLO, None, CallOptions()))
     assert (reply.text, reply.finish_reason) == ("done.", "stop")
@@ -290,8 +296,8 @@ def test_recorded_branches_are_found_in_whatever_order_they_begin() -> None:
     assert rollout is not None
     for sequence in rollout.sequences:
         record_again.sequences[sequence.rollout_id] = record.sequences[sequence.rollout_id]
-        told = [t for part in record.sequences[sequence.rollout_id].values() for t in part.response_ids.tolist()]
-        assert told == sequence.response_ids.tolist()
+        told = [t for part in record.sequences[sequence.rollout_id].values() for t in part.ids.tolist()]
+        assert told == sequence.ids.tolist()
 
 
 def test_a_template_that_cannot_go_on_gives_each_call_a_branch() -> None:
@@ -305,7 +311,7 @@ def test_a_template_that_cannot_go_on_gives_each_call_a_branch() -> None:
     rollout = one.rollout()
     assert rollout is not None
     assert [one.rollout_id for one in rollout.sequences] == ["3-1", "3-1.1"]
-    assert rollout.branches[0].versions.tolist() == [GIVEN] * 10 + [4, 4]
+    assert rollout.branches[0].versions.tolist() == [CONTEXT] * 10 + [4, 4]
 
 
 def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:

@@ -7,14 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.transcript import Transcript, Turn
-from asyncrl_cli.records.generation import Segment
-from asyncrl_cli.rollout.continuation import Tokens
+from asyncrl_cli.records.generation import Segment, TokenSequence
 
 IDS = st.lists(st.integers(1, 3), min_size=1, max_size=6)
 
 
-def sampled(ids: list[int]) -> Tokens:
-    return Tokens(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), np.full(len(ids), 7, np.int32))
+def sampled(ids: list[int]) -> TokenSequence:
+    return TokenSequence(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), np.full(len(ids), 7, np.int32))
 
 
 @given(prompt=IDS, streamed=IDS, whole=IDS)
@@ -26,12 +25,12 @@ def test_what_was_told_is_what_the_reply_is_in_the_end(
     transcript = Transcript("0-0", {}, told.extend)
     call = transcript.begin(None, prompt)
     on_the_way = sampled(streamed)
-    transcript.grow(call, [Segment("0-0", 0, 7, on_the_way.response_ids, on_the_way.logprobs)])
+    transcript.grow(call, [Segment("0-0", 0, 7, on_the_way.ids, on_the_way.logprobs)])
     transcript.end(call, sampled(whole), "stop", Turn(len(prompt) + len(whole), whole[-1], text=""))
     heard: list[int] = []
     for segment in told:
-        heard[segment.start :] = segment.response_ids.tolist()
+        heard[segment.start :] = segment.ids.tolist()
     assert heard[: len(prompt) + len(whole)] == prompt + whole
     rollout = transcript.rollout(str)
     assert rollout is not None
-    assert rollout.response_ids.tolist() == prompt + whole
+    assert rollout.ids.tolist() == prompt + whole

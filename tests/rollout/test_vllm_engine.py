@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.continuation import join
+from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.engine import BLOCK_SIZE, _segments, cache_bytes_per_token, engine_environment, kv_cache_bytes
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -81,7 +80,7 @@ def request(*prefix: Segment) -> RolloutRequest:
 
 
 def test_every_token_has_the_version_of_its_span() -> None:
-    tokens = join(_segments(request(), answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)])))
+    tokens = TokenSequence.join(_segments(request(), answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)])))
     assert tokens.versions.tolist() == [7, 7, 8, 10, 10]
     assert tokens.logprobs.tolist() == [0, -1, -2, -3, -4]
 
@@ -90,12 +89,12 @@ def test_an_answer_goes_on_after_the_prefix() -> None:
     prefix = Segment("7-0", 0, 6, np.array([50, 51], np.int32), np.zeros(2, np.float32))
     segments = _segments(request(prefix), answer(3, [(0, 1, 6), (1, 3, 7)]))
     assert [(segment.start, segment.end, segment.version) for segment in segments] == [(2, 3, 6), (3, 5, 7)]
-    assert join([prefix, *segments]).response_ids.tolist() == [50, 51, 0, 1, 2]
+    assert TokenSequence.join([prefix, *segments]).ids.tolist() == [50, 51, 0, 1, 2]
 
 
 @pytest.mark.parametrize("spans", [None, [], [(1, 5, 1)]])
 def test_a_token_without_a_version_is_an_error(spans: list[tuple[int, int, int]] | None) -> None:
-    with pytest.raises(RuntimeError, match="nobody said which weights"):
+    with pytest.raises(RuntimeError, match="no weight version is known"):
         _segments(request(), answer(5, spans))
 
 

@@ -83,7 +83,9 @@ def request(rollout_id: str, *prefix: Segment) -> RolloutRequest:
 
 def rollout(rollout_id: str, tokens: int = 3) -> Rollout:
     ids = np.zeros(tokens, dtype=np.int32)
-    return Rollout(rollout_id, (1,), ids, ids.astype(np.float32), ids, "", "stop")
+    return Rollout(
+        *(ids, ids.astype(np.float32), ids), rollout_id=rollout_id, prompt_ids=(1,), text="", finish_reason="stop"
+    )
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def recorded_by(policy: Policy, noise: float) -> TrainingBatch:
     random = np.random.default_rng(1)
 
     def recorded(rollout: Rollout) -> Rollout:
-        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.ids.tolist()]])
         mask = torch.arange(ids.shape[1])[None] >= len(rollout.prompt_ids)
         with torch.no_grad():
             logprobs = policy(ids, mask)[0, len(rollout.prompt_ids) :].numpy()
@@ -230,7 +230,7 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_the_whole_rollout(models: Any) 
     group = batch.groups[0]
     sums = []
     for rollout in group.rollouts:
-        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.ids.tolist()]])
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, len(rollout.prompt_ids) :] = True
         with torch.no_grad():
@@ -267,7 +267,7 @@ def test_overlong_responses_lose_reward_and_cut_ones_may_be_left_out() -> None:
     batch = batch_of(2)
     spec = experiment_of(algorithm={"preset": "dapo", "overlong_buffer": 0.5})
     recorded = torch.tensor([group.rewards for group in batch.groups], dtype=torch.float64)
-    lengths = torch.tensor([[len(rollout.response_ids) for rollout in group.rollouts] for group in batch.groups])
+    lengths = torch.tensor([[len(rollout.ids) for rollout in group.rollouts] for group in batch.groups])
     expected = recorded - ((lengths - 5).clamp(min=0) / 5).double()
     torch.testing.assert_close(shaped_rewards(batch, spec), expected, rtol=1e-6, atol=1e-6)
     assert longest_response(BATCH.groups[0].rollouts[0]) == 2

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.records.generation import GIVEN, Rollout, branch_id
+from asyncrl_cli.records.generation import CONTEXT, Rollout, branch_id
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -44,11 +44,11 @@ def experiment(**sections: Any) -> ExperimentSpec:
 
 def sequence(name: str, versions: tuple[int, ...], prompt: tuple[int, ...] = ()) -> Rollout:
     random = np.random.default_rng(sum(map(ord, name)))
-    sampled = np.array(versions) != GIVEN
+    sampled = np.array(versions) != CONTEXT
     return Rollout(
         rollout_id=name,
         prompt_ids=prompt,
-        response_ids=random.integers(3, 90, len(versions)).astype(np.int32),
+        ids=random.integers(3, 90, len(versions)).astype(np.int32),
         logprobs=np.where(sampled, random.uniform(-6, -3, len(versions)), 0.0).astype(np.float32),
         versions=np.array(versions, np.int32),
         text="",
@@ -61,7 +61,7 @@ def episode(name: str, *sequences: tuple[int, ...]) -> Rollout:
     return replace(root, branches=tuple(branches))
 
 
-G = GIVEN
+G = CONTEXT
 ROLLOUTS = (
     episode("0-0", (G, G, 3, 3, G, G, 4, 4, G), (G, 4, 4), (G, G)),
     sequence("0-1", (3, 4), prompt=(5, 6)),
@@ -81,7 +81,7 @@ def test_rows_are_sequences_from_the_first_sampled_token_to_the_last() -> None:
     trained = [root, root.branches[0], single, short]
     spans = [(2, 8), (1, 3), (0, 2), (3, 4)]
     for row, of, (first, last) in zip(rows, trained, spans, strict=True):
-        assert [*row.prompt_ids, *row.response_ids] == [*of.prompt_ids, *of.response_ids[:last]]
+        assert [*row.prompt_ids, *row.response_ids] == [*of.prompt_ids, *of.ids[:last]]
         assert len(row.response_ids) == last - first
         np.testing.assert_array_equal(row.behaviour_logprobs, of.logprobs[first:last])
         np.testing.assert_array_equal(row.loss_mask, of.sampled[first:last])
@@ -114,7 +114,7 @@ def test_whatever_was_given_the_sampled_tokens_are_the_ones_that_count(drawn: li
     if one.sampled.any():
         (row,) = rows
         assert row.loss_mask is not None
-        assert row.response_ids[row.loss_mask].tolist() == one.response_ids[one.sampled].tolist()
+        assert row.response_ids[row.loss_mask].tolist() == one.ids[one.sampled].tolist()
         assert row.behaviour_logprobs[row.loss_mask].tolist() == one.logprobs[one.sampled].tolist()
         assert row.loss_mask[[0, -1]].all()
         assert len(row.prompt_ids) >= 1
@@ -181,9 +181,9 @@ def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation:
     tokens = sum(int(one.sampled.sum()) for one, _ in sequences)
     by_hand = torch.zeros(())
     for one, advantage in sequences:
-        ids = torch.tensor([*one.prompt_ids, *one.response_ids.tolist()])
+        ids = torch.tensor([*one.prompt_ids, *one.ids.tolist()])
         logprobs = policy.model(ids[None]).logits[0, :-1].log_softmax(-1)
-        logprobs = logprobs.gather(-1, ids[1:, None])[-len(one.response_ids) + (not one.prompt_ids) :, 0]
+        logprobs = logprobs.gather(-1, ids[1:, None])[-len(one.ids) + (not one.prompt_ids) :, 0]
         sampled = torch.tensor(one.sampled)[not one.prompt_ids :]
         behaviour = torch.tensor(one.logprobs)[not one.prompt_ids :]
         # Also of on-policy tokens, as what is recorded here is random: no rounding explains it.
@@ -206,8 +206,8 @@ def test_what_is_said_of_given_tokens_changes_nothing(policy: Policy) -> None:
         logprobs = np.where(of.sampled, of.logprobs, np.float32("nan"))
         # Tokens after the last sampled one are read by nobody.
         end = int(np.flatnonzero(of.sampled)[-1]) + 1 if of.sampled.any() else len(of.versions)
-        ids = np.where(np.arange(len(of.versions)) < end, of.response_ids, 7).astype(np.int32)
-        return replace(of, logprobs=logprobs, response_ids=ids, branches=tuple(map(spoilt, of.branches)))
+        ids = np.where(np.arange(len(of.versions)) < end, of.ids, 7).astype(np.int32)
+        return replace(of, logprobs=logprobs, ids=ids, branches=tuple(map(spoilt, of.branches)))
 
     changed = replace(BATCH.groups[0], rollouts=tuple(map(spoilt, ROLLOUTS)))
     found, trained, loss = gradient(policy, spec, BATCH)

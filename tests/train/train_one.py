@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl_cli.records.generation import GIVEN, Rollout
+from asyncrl_cli.records.generation import CONTEXT, Rollout
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import gathered, join_process_group, start_engine, trainer_environment
@@ -25,11 +25,11 @@ def sequence(rng: np.random.Generator, name: str, step: int, episode: bool) -> R
     length = int(rng.integers(2, 30))
     versions = np.full(length, step, np.int32)
     if episode:
-        versions[rng.random(length) < 0.5] = versions[0] = GIVEN
+        versions[rng.random(length) < 0.5] = versions[0] = CONTEXT
     return Rollout(
         rollout_id=name,
         prompt_ids=() if episode else tuple(rng.integers(3, 90, 8).tolist()),
-        response_ids=rng.integers(3, 90, length).astype(np.int32),
+        ids=rng.integers(3, 90, length).astype(np.int32),
         logprobs=rng.uniform(-6, -3, length).astype(np.float32),
         versions=versions,
         text="",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl_cli.tasks.base import CORRECT
+from asyncrl_cli.records.training import CORRECT
 
 COLUMNS = 60
 """Ranges of steps."""

@@ -12,7 +12,7 @@ from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, evaluation_samples
 from asyncrl_cli.inspect.tokens import TokenShown, content_text, prompt_text, reference_text, tokens_of
 from asyncrl_cli.journal.queries import group_record
-from asyncrl_cli.tasks.base import CORRECT
+from asyncrl_cli.records.training import CORRECT
 
 EACH = 3
 """Rollouts of a kind, each from another part of the run."""

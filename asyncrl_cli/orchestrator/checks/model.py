@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.user_code import CODE_S, own_code
-from asyncrl_cli.gateway.chat import ChatError, ChatFormat
+from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.memory import ModelSize
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.gateway.tool_calls import check_tool_parser
+from asyncrl_cli.orchestrator.checks import engine as engine_checks
 from asyncrl_cli.orchestrator.checks import machine as machine_checks
 from asyncrl_cli.orchestrator.checks import memory as memory_checks
 from asyncrl_cli.orchestrator.checks import model as model_checks
@@ -29,7 +31,7 @@ from asyncrl_cli.orchestrator.cluster import joined
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.launch import Experiment
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.rollout import engine_names, engine_start
+from asyncrl_cli.rollout import engine_names
 from asyncrl_cli.spec.load import dump_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -146,7 +148,7 @@ class StartChecks:
         rollout = self._spec.rollout
         if rollout.engine_args:
             engine_names.check_engine_arguments(rollout.engine_args, engine_names.engine_arguments())
-        engine_names.check_tool_parser(rollout.tool_parser)
+        check_tool_parser(rollout.tool_parser)
         return f"{len(rollout.engine_args)} engine arguments, tool parser {rollout.tool_parser or 'hermes'}"
 
     def _task(self) -> str:
@@ -222,7 +224,7 @@ class StartChecks:
         spec_file.write_text(dump_spec(self._spec, self._references))
         try:
             done = subprocess.run(
-                [sys.executable, "-m", engine_start.__name__, str(spec_file), self._model_dir, str(os.getpid())],
+                [sys.executable, "-m", engine_checks.__name__, str(spec_file), self._model_dir, str(os.getpid())],
                 capture_output=True,
                 text=True,
                 timeout=ENGINE_S,

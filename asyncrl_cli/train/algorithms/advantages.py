@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from asyncrl_cli.tasks.base import REWARD_TOLERANCE
+from asyncrl_cli.records.training import REWARD_TOLERANCE
 
 DEVIATION_FLOOR = 1e-6
 """Added to the standard deviation, so that rewards that differ by rounding only stay without effect."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.orchestrator.metrics import batch_digest
-from asyncrl_cli.records.generation import GIVEN, branch_id, training_rollout_id
+from asyncrl_cli.records.generation import CONTEXT, branch_id, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.records.training import TrainingBatch
 
@@ -122,7 +122,7 @@ def _segments(connection: sqlite3.Connection) -> Iterator[str]:
             name = branch_id(training_rollout_id(group_id, index), branch)
             yield f"rollout {name} has a segment from token {start} on, where others end"
         ends[group_id, index, branch] = start + tokens
-        sampled[group_id, index] += tokens if version != GIVEN else 0
+        sampled[group_id, index] += tokens if version != CONTEXT else 0
     for group_id, index, tokens in connection.execute("SELECT group_id, rollout_index, tokens FROM rollouts"):
         if tokens != sampled.pop((group_id, index), 0):
             yield f"rollout {group_id}-{index} has other segments than its {tokens} tokens"
@@ -154,7 +154,7 @@ def _group(step: int, version: int, group: Any, settings: BufferSettings) -> Ite
         if rollout.finish_reason is None:
             yield f"{name}: an unfinished rollout"
         for sequence in rollout.sequences:
-            lengths = {len(sequence.response_ids), len(sequence.logprobs), len(sequence.versions)}
+            lengths = {len(sequence.ids), len(sequence.logprobs), len(sequence.versions)}
             # A rollout that has its prompt is no episode: nothing else was given to it.
             versions = sequence.versions if rollout.prompt_ids else sequence.versions[sequence.sampled]
             if len(lengths) > 1:

@@ -21,7 +21,7 @@ import yaml
 
 from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.records.generation import GIVEN
+from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import ROOT, Runs, rows
 
 GROUPS_A_STEP, GROUP_SIZE = 5, 4
@@ -122,7 +122,7 @@ def audit(run: Path) -> Audit:
         (session,) = logged[name]
         found.sessions[session["library"]] += 1
         found.sampled += rollout.tokens
-        sampled = {segment.version for segment in rollout.segments if segment.version != GIVEN}
+        sampled = {segment.version for segment in rollout.segments if segment.version != CONTEXT}
         found.crossed += len(sampled) > 1
         found.problems += [f"{name}, {session['library']}: {problem}" for problem in _compare(session, rollout, found)]
     return found
@@ -134,8 +134,8 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
     ids: defaultdict[str, list[int]] = defaultdict(list)
     versions: defaultdict[str, list[int]] = defaultdict(list)
     for segment in rollout.segments:
-        ids[segment.rollout_id] += segment.response_ids.tolist()
-        versions[segment.rollout_id] += [segment.version] * len(segment.response_ids)
+        ids[segment.rollout_id] += segment.ids.tolist()
+        versions[segment.rollout_id] += [segment.version] * len(segment.ids)
     charged = sum(completion for _, completion in (call["usage"] for call in session["calls"]))
     if charged != rollout.tokens:
         problems.append(f"{charged} tokens were charged, {rollout.tokens} recorded")
@@ -152,15 +152,15 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
             name
             for name, sequence in ids.items()
             if sequence[: len(whole)] == whole
-            and GIVEN not in versions[name][len(prompt) : len(whole)]
-            and versions[name][len(prompt) - 1] == GIVEN
+            and CONTEXT not in versions[name][len(prompt) : len(whole)]
+            and versions[name][len(prompt) - 1] == CONTEXT
         ]
         if len(holders) != 1:
             problems.append(f"the ids of call {number} are in {len(holders)} sequences of the rollout, not in one")
             continue
         (holder,) = holders
         accounted[holder] += len(reply)
-        if any(version != GIVEN for version in versions[holder][: len(prompt)]):
+        if any(version != CONTEXT for version in versions[holder][: len(prompt)]):
             found.continued += 1
             if not any(name == holder and prompt[: len(earlier)] == earlier for name, earlier in begun):
                 problems.append(f"call {number} goes on from turns whose ids its prompt does not have")
@@ -169,7 +169,7 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
             if session["library"] != REWORDS:
                 problems.append(f"call {number} begins a branch, though nothing was reworded")
         begun.append((holder, whole))
-    if sum(accounted.values()) != sum(version != GIVEN for one in versions.values() for version in one):
+    if sum(accounted.values()) != sum(version != CONTEXT for one in versions.values() for version in one):
         problems.append(f"calls account for {dict(accounted)} sampled tokens")
     if len(ids) > 1 and len(begun) < len(ids):
         problems.append(f"{len(ids)} sequences, and {len(begun)} calls")

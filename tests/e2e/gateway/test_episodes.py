@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.records.generation import GIVEN
+from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
 
@@ -147,7 +147,7 @@ def played(run: Path) -> dict[tuple[int, int], Played]:
 def calls(rollout: Played) -> list[int]:
     """How many replies the policy gave, in each sequence."""
     return [
-        sum(sampled for sampled, _ in groupby(pieces, key=lambda piece: piece.version != GIVEN))
+        sum(sampled for sampled, _ in groupby(pieces, key=lambda piece: piece.version != CONTEXT))
         for pieces in rollout.pieces.values()
     ]
 
@@ -183,11 +183,11 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
         assert calls(rollout) == expected[name], "and no branch"
         assert set(rollout.metrics) == {"agent": set(), "echo": {"turns"}, "program": {"letters"}}[name]
         (pieces,) = rollout.pieces.values()
-        assert pieces[0].version == GIVEN
+        assert pieces[0].version == CONTEXT
         assert [piece.start for piece in pieces[1:]] == [piece.start + len(piece.tokens) for piece in pieces[:-1]]
         for piece in pieces:
-            assert all(value == 0 if piece.version == GIVEN else value <= 0 for value in piece.logprobs)
-        sampled = [piece.version for piece in pieces if piece.version != GIVEN]
+            assert all(value == 0 if piece.version == CONTEXT else value <= 0 for value in piece.logprobs)
+        sampled = [piece.version for piece in pieces if piece.version != CONTEXT]
         assert sampled == sorted(sampled)
         versions |= set(sampled)
     assert versions > {0}, "weights were updated while episodes ran"

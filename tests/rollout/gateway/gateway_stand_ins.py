@@ -106,7 +106,7 @@ class Engine:
         return Rollout(
             rollout_id=request.rollout_id,
             prompt_ids=request.prompt_ids,
-            response_ids=np.array(ids, np.int32),
+            ids=np.array(ids, np.int32),
             logprobs=np.full(len(ids), -0.5, np.float32),
             versions=np.full(len(ids), 3, np.int32),
             text=chat.decode(ids),

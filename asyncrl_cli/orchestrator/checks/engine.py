@@ -1,0 +1,43 @@
+"""Has vLLM check a spec's engine settings, and starts nothing.
+
+    python -m asyncrl_cli.orchestrator.checks.engine SPEC FOLDER PARENT
+
+FOLDER has the model's config and tokenizer. The process ends when the one with the id PARENT does. The line with ANSWER
+is the result; a line with MISTAKE is a JSON list: message, location, hint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.gateway.tool_calls import tool_parser
+from asyncrl_cli.rollout.engine import engine_environment
+from asyncrl_cli.rollout.engine_start import engine_config
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.system.process_tree import die_with
+
+
+def main() -> None:
+    """Check the settings of a spec, as the module's docstring says."""
+    spec_file, folder, parent = sys.argv[1:]
+    die_with(int(parent))
+    spec = load_spec(spec_file).spec
+    os.environ |= engine_environment(spec)
+    try:
+        _, config = engine_config(spec, folder, "dummy")
+        if spec.rollout.tool_parser is not None:
+            from transformers import AutoTokenizer
+
+            tool_parser(spec.rollout.tool_parser, AutoTokenizer.from_pretrained(folder))
+    except ConfigError as error:
+        print("MISTAKE", json.dumps([error.message, error.location, error.hint]), flush=True)
+    else:
+        model = config.model_config
+        print("ANSWER", f"vLLM takes {', '.join(model.architectures)} in {model.dtype}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
