@@ -7,7 +7,7 @@ alike; docs/algorithms.md has the formulas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -34,19 +34,6 @@ CorrectionName = Literal[
 GAE = "gae"
 """The advantage estimator that needs a critic."""
 
-_CHOICES: dict[str, Any] = {
-    "advantage": "group_norm",
-    "whiten_advantages": False,
-    "loss": "clip",
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "aggregation": "token_mean",
-    "kl_coef": 0.0,
-    "kl_estimator": "k3",
-    "kl_placement": "loss",
-    "overlong_penalty": 0.0,
-    "uniform_groups": "skip",
-}
 _ALL_GROUPS_TEACH = {"uniform_groups": "train"}
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -63,19 +50,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": _ALL_GROUPS_TEACH
     | {"advantage": GAE, "whiten_advantages": True, "kl_estimator": "k1", "kl_placement": "reward"},
 }
-"""What each algorithm sets; all else is as in ``_CHOICES``."""
+"""What each algorithm sets; every other key has its field's default."""
 
-_CORRECTION: dict[str, Any] = {
-    "proximal": "recomputed",
-    "level": None,
-    "cap": None,
-    "mask_low": None,
-    "mask_high": None,
-    "reject_by": None,
-    "reject_over": "sequence_mean",
-    "reject_low": None,
-    "reject_high": None,
-}
 CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "truncated": {"level": "token", "cap": 2.0},
     "sequence_truncated": {"level": "sequence", "cap": 2.0},
@@ -85,25 +61,20 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_log_linear": {"proximal": "log_linear", "level": "token", "cap": 2.0},
     "off": {"proximal": "behaviour"},
 }
-"""What each correction sets; all else is as in ``_CORRECTION``."""
+"""What each correction sets; every other key has its field's default."""
 
 
-def _preset(presets: Mapping[str, Mapping[str, Any]], others: Mapping[str, Any], key: str) -> Any:
-    """A default that the section's ``preset`` decides."""
-
-    def default(data: dict[str, Any]) -> Any:
-        return presets.get(data.get("preset", ""), {}).get(key, others[key])
-
-    make: Callable[[dict[str, Any]], Any] = default
-    return make
+def _by_preset(presets: Mapping[str, Mapping[str, Any]], key: str, default: Any, **field: Any) -> Any:
+    """A field whose default the section's ``preset`` decides; ``default`` if the preset does not name the key."""
+    return Field(default_factory=lambda data: presets.get(data.get("preset", ""), {}).get(key, default), **field)
 
 
-def _algorithm(key: str) -> Any:
-    return _preset(PRESETS, _CHOICES, key)
+def _algorithm(key: str, default: Any, description: str, **limits: Any) -> Any:
+    return _by_preset(PRESETS, key, default, description=description, **limits)
 
 
-def _correction(key: str) -> Any:
-    return _preset(CORRECTION_PRESETS, _CORRECTION, key)
+def _correction(key: str, default: Any, description: str, **limits: Any) -> Any:
+    return _by_preset(CORRECTION_PRESETS, key, default, description=description, **limits)
 
 
 class _Named:
@@ -126,154 +97,144 @@ class _Named:
 
 
 class CorrectionSpec(Section):
-    """What is done about rollouts that were sampled by another policy than the trainer starts the step with: older
-    weights, or the same ones in the engine's arithmetic.
+    """Correction for rollouts that were sampled by another policy than the trainer's: by older weights, or by the same
+    weights in the engine's arithmetic.
 
-    The importance weight is proximal / behaviour. Left out, keys below `preset` are as it says. See
+    The importance weight is proximal / behaviour. A key that is left out has the value of `preset`. See
     docs/algorithms.md.
     """
 
     preset: CorrectionName = Field(
         "truncated",
-        description="`truncated` (token weights, cut at 2), `sequence_truncated` (weights of whole sequences, cut at "
-        "2), `icepop` (tokens with a weight outside 0.5 to 5 are left out), `geometric` (sequences whose mean ratio is "
-        "outside 0.999 to 1.001 are left out), `decoupled` (no weights), `decoupled_log_linear` (`truncated`, "
-        "without the extra forward pass), `off` (the clipped ratio is to the behaviour policy).",
+        description="`truncated`: token weights, truncated at 2. `sequence_truncated`: sequence weights, truncated at "
+        "2. `icepop`: tokens with a weight outside 0.5 to 5 are masked. `geometric`: sequences whose mean ratio is "
+        "outside 0.999 to 1.001 are rejected. `decoupled`: no weights. `decoupled_log_linear`: as `truncated`, without "
+        "the extra forward pass. `off`: the clipped ratio is relative to the behaviour policy.",
     )
-    proximal: Literal["recomputed", "log_linear", "behaviour"] = Field(
-        default_factory=_correction("proximal"),
-        description="What the clipped ratio is relative to: `recomputed` is the trainer's policy at the start of the "
-        "step (decoupled PPO; one more forward pass where a step has several updates), `log_linear` interpolates it "
-        "between behaviour and current policy by the token's age, `behaviour` is the policy that sampled.",
+    proximal: Literal["recomputed", "log_linear", "behaviour"] = _correction(
+        "proximal",
+        "recomputed",
+        "The policy that the clipped ratio is relative to. `recomputed`: the trainer's policy at the start of the step "
+        "(decoupled PPO; one more forward pass if a step has several updates). `log_linear`: interpolated between "
+        "behaviour policy and current policy by the token's age. `behaviour`: the policy that sampled the token.",
     )
-    level: Literal["token", "sequence", "geometric"] | None = Field(
-        default_factory=_correction("level"),
-        description="The weight of a token: its own ratio, its sequence's product of ratios, or their geometric mean. "
-        "null: 1.",
+    level: Literal["token", "sequence", "geometric"] | None = _correction(
+        "level",
+        None,
+        "The importance weight of a token: the token's ratio, the product of its sequence's ratios, or their geometric "
+        "mean. null: every weight is 1.",
     )
-    cap: float | None = Field(
-        default_factory=_correction("cap"), gt=0, description="Weights are cut at this (truncated importance sampling)."
+    cap: float | None = _correction(
+        "cap", None, "Larger weights are truncated to this (truncated importance sampling).", gt=0
     )
-    mask_low: float | None = Field(
-        default_factory=_correction("mask_low"), gt=0, description="What weighs less is left out (masked)."
+    mask_low: float | None = _correction("mask_low", None, "Tokens with a smaller weight are masked.", gt=0)
+    mask_high: float | None = _correction("mask_high", None, "Tokens with a larger weight are masked.", gt=0)
+    reject_by: Literal["k1", "k2", "k3"] | None = _correction(
+        "reject_by", None, "Reject tokens or sequences by this estimate of the divergence between the two policies."
     )
-    mask_high: float | None = Field(
-        default_factory=_correction("mask_high"), gt=0, description="What weighs more is left out (masked)."
+    reject_over: Literal["token", "sequence_mean", "sequence_sum", "sequence_max"] = _correction(
+        "reject_over",
+        "sequence_mean",
+        "Reject single tokens, or whole sequences by the mean, sum or maximum over their tokens.",
     )
-    reject_by: Literal["k1", "k2", "k3"] | None = Field(
-        default_factory=_correction("reject_by"),
-        description="Leave tokens or sequences out by this estimate of how far the two policies are apart.",
+    reject_low: float | None = _correction(
+        "reject_low", None, "Lower bound of `k1`, as a ratio of probabilities. null: 1 / `reject_high`.", gt=0
     )
-    reject_over: Literal["token", "sequence_mean", "sequence_sum", "sequence_max"] = Field(
-        default_factory=_correction("reject_over"),
-        description="Tokens one by one, or whole sequences by the mean, sum or maximum over their tokens.",
-    )
-    reject_low: float | None = Field(
-        default_factory=_correction("reject_low"),
-        gt=0,
-        description="Lower bound of `k1`, as a ratio of probabilities (of the geometric mean, in the preset).",
-    )
-    reject_high: float | None = Field(
-        default_factory=_correction("reject_high"),
-        gt=0,
-        description="Upper bound: a ratio for `k1`, nats for `k2` and `k3`.",
+    reject_high: float | None = _correction(
+        "reject_high", None, "Upper bound: a ratio of probabilities for `k1`, nats for `k2` and `k3`.", gt=0
     )
 
 
 class CriticSpec(Section):
-    """The value network of `advantage: gae`: a second model of the policy's architecture and initial weights, with a
-    head that gives one number per token. It is trained by the trainer's ranks beside the policy."""
+    """The value network of `advantage: gae`: a second model with the policy's architecture and initial weights, and a
+    head that predicts one number per token. The trainer's ranks train it beside the policy."""
 
     learning_rate: LearningRate = Field(1e-5, description="Peak learning rate; the schedule is the policy's.")
     value_clip: float | None = Field(
         0.2,
         gt=0,
-        description="Values move no further than this from those at the start of the step (PPO2). null: free.",
+        description="Values are clipped to this distance from the values at the start of the step (PPO2). null: no "
+        "clipping.",
     )
-    warmup_steps: Whole = Field(0, description="Steps in which only the critic learns.")
+    warmup_steps: Whole = Field(0, description="First steps, in which only the critic is trained.")
 
 
 class AlgorithmSpec(Section):
-    """The objective: an algorithm by name, and what differs from it. Left out, keys below `preset` are as it says; a
-    file or `--set` that sets the preset drops what files below it say of them. See docs/algorithms.md."""
+    """The objective: an algorithm by name, and what differs from it. A key that is left out has the value of `preset`.
+    A file or `--set` that sets the preset replaces the files below it for all keys that the preset decides. See
+    docs/algorithms.md."""
 
-    preset: AlgorithmName = Field(
-        "grpo",
-        description="`grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo`, "
-        "`sapo` or `ppo` (which has a critic).",
+    preset: AlgorithmName = Field("grpo", description="The algorithm. `ppo` has a critic.")
+    advantage: Annotated[str, _Named("group_norm", "group_mean", "leave_one_out", "none", GAE)] = _algorithm(
+        "advantage",
+        "group_norm",
+        "The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `none` (the "
+        "reward itself), `gae` (by a critic), or `module:function` of rewards [groups, group_size].",
     )
-    advantage: Annotated[str, _Named("group_norm", "group_mean", "leave_one_out", "none", GAE)] = Field(
-        default_factory=_algorithm("advantage"),
-        description="How much better than expected a rollout did: `group_norm` (GRPO), `group_mean` (Dr. GRPO), "
-        "`leave_one_out` (RLOO), `none` (the reward itself), `gae` (by a critic), or `module:function` of "
-        "rewards [groups, group_size].",
-    )
-    whiten_advantages: bool = Field(
-        default_factory=_algorithm("whiten_advantages"),
-        description="Shift and scale the advantages of all tokens of a batch to mean 0 and deviation 1.",
+    whiten_advantages: bool = _algorithm(
+        "whiten_advantages", False, "Normalize the advantages of all tokens of a batch to mean 0 and deviation 1."
     )
     gamma: Fraction = Field(1.0, description="Discount per token, for `gae` and for a KL penalty in the reward.")
-    gae_lambda: Fraction = Field(1.0, description="GAE's decay.")
-    loss: Annotated[str, _Named("clip", "gspo", "cispo", "sapo")] = Field(
-        default_factory=_algorithm("loss"),
-        description="`clip` (PPO's), `gspo` (ratio of whole sequences), `cispo` (clipped weights, every token learns), "
-        "`sapo` (soft gate), or `module:function`.",
+    gae_lambda: Fraction = Field(1.0, description="The lambda of GAE.")
+    loss: Annotated[str, _Named("clip", "gspo", "cispo", "sapo")] = _algorithm(
+        "loss",
+        "clip",
+        "The policy loss: `clip` (PPO), `gspo` (sequence ratios), `cispo` (clipped weights; every token has a "
+        "gradient), `sapo` (soft gate), or `module:function`.",
     )
-    clip_low: float = Field(
-        default_factory=_algorithm("clip_low"), gt=0, le=1, description="The ratio is clipped below 1 - this."
-    )
-    clip_high: float = Field(
-        default_factory=_algorithm("clip_high"), gt=0, description="The ratio is clipped above 1 + this."
-    )
+    clip_low: float = _algorithm("clip_low", 0.2, "The ratio is clipped below 1 - this.", gt=0, le=1)
+    clip_high: float = _algorithm("clip_high", 0.2, "The ratio is clipped above 1 + this.", gt=0)
     dual_clip: float | None = Field(
-        None, gt=1, description="With `clip`: a negative advantage weighs no more than this many times (dual-clip PPO)."
+        None, gt=1, description="With `clip`: upper bound of the ratio where the advantage is negative (dual-clip PPO)."
     )
     sapo_temperatures: tuple[Positive, Positive] = Field(
         (1.0, 1.05), strict=False, description="With `sapo`: temperatures for positive and negative advantages."
     )
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
-        default_factory=_algorithm("aggregation"),
-        description="`token_mean` weighs every sampled token of a minibatch alike; `sequence_mean` every sequence (a "
-        "rollout of one turn is one, an episode is as many as it has conversations); `sequence_sum` adds up a "
-        "sequence's tokens and divides by `sequence_divisor`.",
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = _algorithm(
+        "aggregation",
+        "token_mean",
+        "`token_mean` gives every sampled token of a minibatch the same weight, `sequence_mean` every sequence (a "
+        "rollout of one turn is one sequence, an episode one per conversation). `sequence_sum` adds up the "
+        "tokens of a sequence and divides by `sequence_divisor`.",
     )
     sequence_divisor: Count | None = Field(
-        None, description="With `sequence_sum`: tokens to divide by; `rollout.max_response_tokens` when left out."
+        None, description="With `sequence_sum`: tokens to divide by. Default: `rollout.max_response_tokens`."
     )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    kl_coef: float = Field(
-        default_factory=_algorithm("kl_coef"),
-        ge=0,
-        description="Weight of the KL penalty to the reference model; 0 loads no reference.",
+    kl_coef: float = _algorithm(
+        "kl_coef", 0.0, "Weight of the KL penalty to the reference model; with 0 no reference is loaded.", ge=0
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        default_factory=_algorithm("kl_estimator"), description="Estimate of the KL divergence on a sampled token."
+    kl_estimator: Literal["k1", "k2", "k3"] = _algorithm(
+        "kl_estimator", "k3", "Estimator of the KL divergence on a sampled token."
     )
-    kl_placement: Literal["loss", "reward"] = Field(
-        default_factory=_algorithm("kl_placement"),
-        description="Where the KL penalty goes: added to the loss, or subtracted from the rewards.",
+    kl_placement: Literal["loss", "reward"] = _algorithm(
+        "kl_placement", "loss", "Where the KL penalty goes: added to the loss, or subtracted from the rewards."
     )
     reference_update_every: Whole = Field(
-        0,
-        description="Steps between two updates of the reference model to the policy; 0 keeps the initial model.",
+        0, description="Steps between two updates of the reference model to the policy; 0 keeps the initial model."
     )
     correction: CorrectionSpec = Field(
-        default_factory=CorrectionSpec, description="Between the rollouts' policy and the trainer's."
+        default_factory=CorrectionSpec, description="Correction for rollouts of another policy than the trainer's."
     )
-    overlong_penalty: float = Field(
-        default_factory=_algorithm("overlong_penalty"),
+    overlong_penalty: float = _algorithm(
+        "overlong_penalty",
+        0.0,
+        "Subtracted from the reward of a response of `rollout.max_response_tokens`, and proportionally less from one "
+        "that ends within `overlong_buffer` (soft overlong punishment).",
         ge=0,
-        description="Taken off the reward of a response of `rollout.max_response_tokens`, and proportionally less in "
-        "the buffer before (soft overlong punishment).",
     )
-    overlong_buffer: Fraction = Field(0.2, description="The buffer's share of `rollout.max_response_tokens`.")
+    overlong_buffer: Fraction = Field(
+        0.2, description="The last part of `rollout.max_response_tokens`, as a fraction of it."
+    )
     mask_truncated: bool = Field(
         False, description="Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."
     )
-    uniform_groups: Literal["skip", "train", "reject"] = Field(
-        default_factory=_algorithm("uniform_groups"),
-        description="Groups whose rewards are all equal: `skip` leaves their tokens out of the loss, `train` keeps "
-        "them (they count in the mean), `reject` replaces them by another prompt (dynamic sampling).",
+    uniform_groups: Literal["skip", "train", "reject"] = _algorithm(
+        "uniform_groups",
+        "skip",
+        "Groups whose rewards are all equal: `skip` excludes their tokens from the loss, `train` keeps them (they "
+        "count in "
+        "the mean), `reject` replaces the group by one of another prompt (dynamic sampling).",
     )
     critic: CriticSpec = Field(default_factory=CriticSpec, description="The critic of `advantage: gae`.")
 

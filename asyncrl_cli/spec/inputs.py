@@ -31,13 +31,13 @@ class ModelInit(Section):
     )
     config: dict[str, Any] = Field(
         default_factory=dict,
-        description="Arguments of the architecture's transformers config. `vocab_size` and the special "
-        "token ids follow from the tokenizer.",
+        description="Arguments of the architecture's transformers config. `vocab_size` and the special token ids come "
+        "from the tokenizer.",
     )
     tokenizer: Annotated[Text, SystemPath] = Field(
         CHARACTERS,
-        description="`characters` makes a tokenizer with one token for each printable ASCII character; "
-        "anything else is the path of a saved tokenizer (relative to this file).",
+        description="`characters` makes a tokenizer with one token for each printable ASCII character; anything else "
+        "is the path of a saved tokenizer (relative to this file).",
     )
 
 
@@ -51,28 +51,30 @@ class WarmStart(Section):
     batch_size: Count = Field(24, description="Demonstrations per update.")
     clean_fraction: Fraction = Field(
         0.75,
-        description="The first part of the steps that sees clean demonstrations only; the rest sees the "
+        description="Fraction of the steps, at the beginning, that sees clean demonstrations only. The rest sees the "
         "task's mixture.",
     )
     matrix_learning_rate: LearningRate = Field(0.03, description="Muon's peak learning rate.")
     learning_rate: LearningRate = Field(3e-3, description="AdamW's peak learning rate.")
     weight_decay: Decay = Field(0.01, description="Weight decay of Muon.")
     warmup_steps: Whole = Field(30, description="Updates of linear warm-up; a cosine follows.")
-    threads: Count = Field(2, description="CPU threads while it runs (nothing else is busy then).")
+    threads: Count = Field(2, description="CPU threads during the warm start.")
 
 
 class LoraSpec(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685), trained while the model's own weights stay as they are.
+    """Low-rank adapters (LoRA, arXiv 2106.09685). Only they are trained; the model's own weights stay fixed.
 
     There is no dropout: with it, the trainer's log-probs would not be those of the policy that generates.
     """
 
     rank: Count = Field(16, description="Rank of an adapter, r.")
-    alpha: float = Field(32.0, gt=0, le=1_000_000, description="An adapter's product is multiplied by alpha / rank.")
+    alpha: float = Field(
+        32.0, gt=0, le=1_000_000, description="The product of an adapter's matrices is scaled by alpha / rank."
+    )
     target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = Field(
         "all-linear",
-        description="Names of the layers that get one, such as `q_proj`; `all-linear` is every linear layer but the "
-        "output head.",
+        description="Names of the layers that get an adapter, such as `q_proj`. `all-linear`: every linear layer "
+        "except the output head.",
     )
 
 
@@ -87,9 +89,11 @@ class ModelSpec(Section):
         None, description="Train on the task's demonstrations first. The result is cached by content."
     )
     lora: LoraSpec | None = Field(
-        None, description="Train adapters instead of the weights. Engines and saved models have them merged."
+        None,
+        description="Train adapters instead of all weights. They are merged into the weights for engines and saved "
+        "models.",
     )
-    max_length: Count = Field(1024, description="Longest sequence in tokens, prompt and response together.")
+    max_length: Count = Field(1024, description="Longest sequence in tokens: prompt and response together.")
     chat_template: Annotated[Text | None, SystemPath] = Field(
         None,
         description="A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file).",
@@ -97,69 +101,76 @@ class ModelSpec(Section):
 
 
 class EpisodeSpec(Section):
-    """Limits of an episode: one rollout that an environment, an agent or a command plays. At one of them it ends with
-    the reward that it has by then (`max_calls`, `max_tokens`), or fails (`timeout_s`)."""
+    """Limits of an episode: one rollout that an environment, an agent or a command plays. At `max_calls` or
+    `max_tokens` the episode ends with the reward it has; at `timeout_s` it fails."""
 
     max_calls: Count = Field(32, description="Calls of the model in one episode.")
     max_tokens: Count | None = Field(
         None, description="Tokens that the model may sample in one episode, over all its calls."
     )
-    timeout_s: Seconds = Field(600.0, description="Seconds after which an episode that has not ended has failed.")
+    timeout_s: Seconds = Field(600.0, description="Seconds after which an unfinished episode fails.")
     workers: Count = Field(1, description="Processes that play episodes.")
-    concurrency: Count = Field(128, description="Episodes that one of them plays at a time; others wait their turn.")
+    concurrency: Count = Field(128, description="Episodes that one process plays at a time; further ones wait.")
     memory_mb: MemoryMB | None = Field(
-        None, description="MiB of address space that such a process, and each process it starts, may have."
+        None, description="Limit of the address space of such a process, and of each process it starts, in MiB."
     )
 
 
 class SplitSpec(Section):
-    """Where the prompts of one split come from, and how a row becomes a prompt. docs/data.md has more."""
+    """The prompts of one split: where they come from, and how a row becomes a prompt. See docs/data.md."""
 
     path: Annotated[Text | None, SystemPath] = Field(
         None,
         description="A `.jsonl`, `.parquet` or `.csv` file, a folder that Hugging Face `datasets` saved, "
-        "`hf:owner/name` (a hub id, with `@revision` if you like), or `module:function` that yields rows. Relative to "
+        "`hf:owner/name` (a hub id, optionally with `@revision`), or a `module:function` that yields rows. Relative to "
         "this file. Without a path the task makes its own prompts.",
     )
     size: Count | None = Field(
-        None, description="Prompts to use: the first rows of the file, or how many the task makes."
+        None, description="Number of prompts: the first rows of the file, or how many the task makes."
     )
     prompt_column: Text = Field(
-        "prompt", description="The column with the prompt: text, or a list of chat messages. All others reach the task."
+        "prompt",
+        description="The column with the prompt: text, or a list of chat messages. All other columns reach the task.",
     )
     uid_column: Text = Field(
         "uid",
-        description="The column with each row's own name. Rows without `uid` are named by number and content; a column "
-        "of another name must be there.",
+        description="The column with the unique name of each row. If there is no column `uid`, rows are named by "
+        "number and content; a column of another name must exist.",
     )
     template: str | None = Field(
         None,
-        description='Makes the prompt\'s text from columns instead, as in `"Q: {question}\\nA:"`; `{{` is a brace.',
+        description='Build the prompt from columns instead, as in `"Q: {question}\\nA:"`; `{{` is a brace.',
     )
     system: str | None = Field(
-        None, description="A system message in front; a text becomes a chat of it and the user's message then."
+        None,
+        description="A system message to put before the prompt. A text prompt becomes a chat of this message and a "
+        "user message.",
     )
     config: str | None = Field(None, description="The hub data set's config.")
     split: str | None = Field(
-        None, description="The split of a hub or saved data set, such as `train` or `test[:200]` (the latter hub only)."
+        None, description="The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."
     )
 
 
 class CurriculumStage(Section):
-    """The rows that one part of the training prompts comes from."""
+    """The rows that one part of the training prompts comes from, by difficulty."""
 
     until_prompt: Count | None = Field(
-        None, description="The stage ends when so many prompts were drawn since the run began; the last may be endless."
+        None,
+        description="The stage ends when this many prompts have been drawn since the run began. Only the last stage "
+        "may have no end.",
     )
-    min: float | None = Field(None, description="Lowest difficulty; no bound when left out.")
-    max: float | None = Field(None, description="Highest difficulty; no bound when left out.")
+    min: float | None = Field(None, description="Lowest difficulty. Default: no bound.")
+    max: float | None = Field(None, description="Highest difficulty. Default: no bound.")
 
 
 class CurriculumSpec(Section):
     """Training prompts in stages of difficulty. After the last stage they come from all rows."""
 
-    field: str = Field(description="The column (or field of the task's prompts) with a row's difficulty, a number.")
-    stages: Annotated[list[CurriculumStage], Field(min_length=1)] = Field(description="The stages, in their order.")
+    field: str = Field(
+        description="The column with a row's difficulty, a number (of the task's own prompts: the field)."
+    )
+    stages: Annotated[list[CurriculumStage], Field(min_length=1)] = Field(description="The stages, in order.")
 
 
 class PromptFilterSpec(Section):
@@ -184,7 +195,9 @@ class DataSpec(Section):
     eval: SplitSpec = Field(
         default_factory=lambda: SplitSpec(size=256), description="Held-out prompts, never trained on."
     )
-    shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, by the seed.")
+    shuffle: bool = Field(
+        True, description="Shuffle the training prompts in every epoch; the order follows from the seed."
+    )
     curriculum: CurriculumSpec | None = Field(None, description="Stages of difficulty.")
     filter: PromptFilterSpec | None = Field(
         None, description="Online filtering: exclude training prompts that are solved."
@@ -197,22 +210,22 @@ class TaskMember(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=64,
-        description="Begins the uids of its prompts and the names of its metrics.",
+        description="Prefix of the uids of its prompts and of the names of its metrics.",
     )
     weight: float = Field(
-        1.0, gt=0, le=1_000_000_000, description="Its share of the prompts, among the weights of all."
+        1.0, gt=0, le=1_000_000_000, description="Its share of the prompts, relative to the weights of the other tasks."
     )
     use: str = Field(description="As `task.use`.")
     options: dict[str, Any] = Field(default_factory=dict, description="As `task.options`.")
-    reward_timeout_s: Seconds | None = Field(None, description="As `task.reward_timeout_s`, which it is when left out.")
+    reward_timeout_s: Seconds | None = Field(None, description="As `task.reward_timeout_s`, which is the default.")
     train: SplitSpec | None = Field(
-        None, description="Its training prompts; when left out the task makes its own, as many as its share asks for."
+        None, description="Its training prompts. Default: the task makes as many as its share needs."
     )
-    eval: SplitSpec | None = Field(None, description="Its held-out prompts; when left out the task makes its own.")
+    eval: SplitSpec | None = Field(None, description="Its held-out prompts. Default: the task makes them.")
 
 
 class TaskSpec(Section):
-    """What the model is asked to do and how an answer is scored: one task (`use`), or several (`mix`).
+    """What the model is asked to do, and how its responses are scored: one task (`use`), or several (`mix`).
 
     See docs/tasks.md.
     """
@@ -224,18 +237,18 @@ class TaskSpec(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task's class.")
     mix: list[TaskMember] = Field(
-        default_factory=list, description="Tasks to train on side by side, each with its share of the prompts."
+        default_factory=list, description="Several tasks to train on together, each with its share of the prompts."
     )
     reward_timeout_s: Seconds = Field(
-        30.0, description="Seconds one rollout's reward may take before the rollout counts as failed."
+        30.0, description="Seconds that the reward of one rollout may take; after that the rollout has failed."
     )
     reward_workers: Count = Field(1, description="Processes that compute rewards.")
     reward_memory_mb: MemoryMB | None = Field(
         None,
-        description="MiB of memory that a reward's process may take; a reward that wants more fails. None: no limit.",
+        description="Memory limit of a reward's process in MiB; a reward that needs more fails. null: no limit.",
     )
     reward_concurrency: Count = Field(
-        1, description="Rewards that are async functions may await so many at a time in each of the processes."
+        1, description="Rewards that one process computes at a time, if the reward is an async function."
     )
     episode: EpisodeSpec = Field(
         default_factory=EpisodeSpec, description="Limits of a rollout that an environment, an agent or a command plays."

@@ -19,28 +19,27 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 _INTRODUCTION = """\
 # The experiment spec
 
-One YAML file says everything about a run. `asyncrl validate-spec SPEC` checks it in half a second and names every
-mistake with its line; `--resolved` shows it with all defaults.
+One YAML file defines a run. `asyncrl validate-spec SPEC` checks it in half a second and reports every mistake with its
+line; `--resolved` shows the spec with all defaults.
 
-This page is made from the models in `asyncrl_cli/spec` by `python -m asyncrl_cli.spec.reference`.
+This page is generated from the models in `asyncrl_cli/spec` by `python -m asyncrl_cli.spec.reference`.
 
-- **Files on files.** `extends: base.yaml` (or a list, later ones on top) starts from other specs, relative to this
-  file. Mappings merge key by key; lists and values replace. A key set to `null` drops what the base had there, as in
-  `model: {path: ./saved, init: null}`; a whole section set to `null` has its defaults.
-- **Environment.** `${env:NAME}` and `${env:NAME:-default}` stand for environment variables, as a whole value (read
-  as YAML's numbers, `true`, `false` and `null` are) or within a text. `$${env:` is a literal `${env:`.
-  What is written of a spec (the run's folder, MLflow, reports, `--resolved`) keeps the reference, and `resume` reads
-  the variable again: this is how to use a secret. Numbers, and keys that make the run what it is (`model`,
-  `data.train`), are written with their values.
-- **Command line.** `--set pipeline.max_staleness=2` overrides one key; the value is YAML, and a list's entries have
+- **Layers.** `extends: base.yaml` (or a list, in which later files win) starts from other specs, relative to this file.
+  Mappings are merged key by key; lists and values replace. A key set to `null` removes the value of the base, as in
+  `model: {path: ./saved, init: null}`; a section set to `null` has its defaults.
+- **Environment.** `${env:NAME}` and `${env:NAME:-default}` are replaced by environment variables, as a whole value
+  (then numbers, `true`, `false` and `null` have their types) or within a text. `$${env:` is a literal `${env:`. The
+  run's folder, MLflow, reports and `--resolved` keep the reference, and `resume` reads the variable again: use this
+  for secrets. Numbers, and keys that define the run (`model`, `data.train`), are written with their values.
+- **Command line.** `--set pipeline.max_staleness=2` overrides one key. The value is YAML, and entries of lists have
   indices, as in `--set trainer.optimizer.betas.1=0.99`.
-- **Paths** are relative to the file that states them, and to the current folder in `--set`. Only `runs_dir` always
-  starts from the current folder.
-- **YAML** is read as version 1.2 does: `1e-4` is a number, `no` and `2024-01-01` are text. Numbers in quotes are text.
-- **Editors.** `asyncrl validate-spec --schema > spec.schema.json` writes a JSON schema, and
-  `# yaml-language-server: $schema=spec.schema.json` as a spec's first line gives completion, descriptions and checks in
-  editors with the YAML language server. `asyncrl init` writes both.
-- **Sizes.** A file has 128 KiB at most, a spec 32 files, and a whole number is 2147483647 at most unless it says so.
+- **Paths** are relative to the file that contains them, and in `--set` to the current folder. `runs_dir` is always
+  relative to the current folder.
+- **YAML** is read as version 1.2: `1e-4` is a number, `no` and `2024-01-01` are text. Numbers in quotes are text.
+- **Editors.** `asyncrl validate-spec --schema > spec.schema.json` writes a JSON schema. With
+  `# yaml-language-server: $schema=spec.schema.json` as the first line of a spec, editors with the YAML language server
+  complete, describe and check keys. `asyncrl init` writes both.
+- **Limits.** A file may have 128 KiB, a spec 32 files. The largest whole number is 2147483647, unless a limit is given.
 """
 
 
@@ -56,7 +55,7 @@ def reference() -> str:
         fields = schema if section is ExperimentSpec else schema["$defs"][section.__name__]
         parts.append(_table(section, paths, fields["properties"]))
     rules = "\n".join(f"- {' '.join(inspect.getdoc(rule).split())}" for rule in RULES)  # type: ignore[union-attr]
-    parts.append(f"## What must fit together\n\n{rules}\n")
+    parts.append(f"## Rules between keys\n\n{rules}\n")
     return "\n".join(parts)
 
 
@@ -100,7 +99,7 @@ def _choice(words: list[str]) -> str:
 
 def _default(key: Key) -> str:
     if key.follows:
-        return "see meaning"
+        return "by `preset`" if "preset" in key.holder.model_fields else "see meaning"
     default = key.default
     if default is PydanticUndefined:
         return "**required**"

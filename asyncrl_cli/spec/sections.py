@@ -39,19 +39,21 @@ _RAY = rf"auto|[a-z][a-z0-9+.-]*://\S+|({_HOST}|\[[0-9A-Fa-f:.]+\]):[0-9]{{1,5}}
 class SamplingSpec(Section):
     """How training rollouts are sampled.
 
-    There is no top-p or top-k: they cut the distribution that was sampled from, and with it the meaning of
-    the recorded log-probabilities.
+    There is no top-p and no top-k: they would truncate the distribution, and the recorded log-probs would not be those
+    of the tokens that were sampled.
     """
 
-    temperature: Temperature = Field(1.0, description="Softmax temperature; log-probs are taken at it.")
-    stop: list[Text] = Field(default_factory=list, description="Strings that end a response, beside the end token.")
+    temperature: Temperature = Field(1.0, description="Softmax temperature; log-probs are computed at it.")
+    stop: list[Text] = Field(
+        default_factory=list, description="Strings that end a response, in addition to the end token."
+    )
 
 
 class GatewaySpec(Section):
     """The OpenAI-compatible server in front of the engines."""
 
     host: Annotated[str, pattern(_HOST, "must be a host name or an address")] = Field(
-        "127.0.0.1", description="Address to listen on. Others than loopback can be seen by other hosts."
+        "127.0.0.1", description="Address to listen on. Other hosts can reach any address but a loopback address."
     )
     port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     max_body_mb: Count = Field(2, description="Largest body of a request in MiB.")
@@ -62,40 +64,46 @@ class RolloutSpec(Section):
 
     engines: Count = Field(1, description="vLLM engines, each in a Ray actor of its own.")
     threads_per_engine: Count = Field(1, description="CPU threads of an engine (ignored on GPU).")
-    gpus_per_engine: Whole = Field(0, description="GPUs of an engine (its tensor-parallel size); 0 runs vLLM on CPU.")
+    gpus_per_engine: Whole = Field(
+        0, description="GPUs of an engine (its tensor-parallel size); 0 runs vLLM on the CPU."
+    )
     group_size: Count = Field(8, description="Rollouts per prompt.")
-    max_running_rollouts: Count = Field(256, description="Rollouts an engine runs at once.")
-    max_prompt_tokens: Count = Field(512, description="Longest prompt; longer ones are left out and counted.")
-    max_response_tokens: Count = Field(512, description="Longest response.")
+    max_running_rollouts: Count = Field(
+        256, description="Rollouts that an engine generates at the same time (vLLM's `max_num_seqs`)."
+    )
+    max_prompt_tokens: Count = Field(
+        512, description="Longest prompt in tokens. Longer prompts are skipped and counted."
+    )
+    max_response_tokens: Count = Field(512, description="Longest response in tokens.")
     sampling: SamplingSpec = Field(default_factory=SamplingSpec, description="Sampling of training rollouts.")
     dtype: DType = Field("float32", description="The engines' dtype.")
     kv_cache_mb: Count | None = Field(
         None,
-        description="Key-value cache of a CPU engine in MiB; when left out, enough for "
-        "`max_running_rollouts` sequences of average length, and for one of `model.max_length`.",
+        description="Key-value cache of a CPU engine in MiB. Default: enough for `max_running_rollouts` sequences of "
+        "average length, and for one of `model.max_length`.",
     )
-    retries: Whole = Field(2, description="Times a failed rollout is generated again before its group is rejected.")
+    retries: Whole = Field(2, description="How often a failed rollout is generated again before its group is rejected.")
     max_failed_share: Fraction = Field(
         0.25,
-        description="The run stops when a larger share of the last 100 groups, and at least 8 of them, was lost to "
-        "failed rollouts. 0: at the first one.",
+        description="The run stops when failed rollouts caused the loss of a larger share of the last 100 groups, and "
+        "of at least 8 of them. 0: the run stops at the first lost group.",
     )
     hang_seconds: float = Field(
         120.0,
         ge=1,
         le=YEAR_S,
-        description="An engine that has rollouts to generate and gives no token for so long is restarted.",
+        description="An engine that has rollouts to generate and produces no token for this long is restarted.",
     )
     gateway: GatewaySpec = Field(
         default_factory=GatewaySpec, description="OpenAI-compatible access, for agents and `asyncrl serve`."
     )
     tool_parser: Text | None = Field(
         None,
-        description="How the model writes tool calls: the name of a tool parser of vLLM. Left out: `hermes`, "
+        description="How the model writes tool calls: the name of one of vLLM's tool parsers. Default: `hermes`, "
         '`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.',
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further vLLM engine arguments, passed on unchanged."
+        default_factory=dict, description="Further arguments of the vLLM engine, passed on unchanged."
     )
 
 
@@ -114,7 +122,9 @@ class ScheduleSpec(Section):
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after warm-up.")
     warmup_updates: Whole = Field(0, description="Optimizer updates of linear warm-up from zero.")
-    final_fraction: Fraction = Field(0.0, description="Where `linear` and `cosine` end, as a fraction of the peak.")
+    final_fraction: Fraction = Field(
+        0.0, description="Final learning rate of `linear` and `cosine`, as a fraction of the peak."
+    )
 
 
 class TrainerSpec(Section):
@@ -127,15 +137,17 @@ class TrainerSpec(Section):
     dtype: DType = Field("float32", description="Dtype of the trained weights.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW's settings.")
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="Learning-rate schedule.")
-    minibatches: Count = Field(1, description="Optimizer updates per pass; each sees its share of the groups.")
-    epochs: Count = Field(1, description="Passes over a batch in one step.")
+    minibatches: Count = Field(
+        1, description="Optimizer updates per pass over the batch; each has an equal share of the groups."
+    )
+    epochs: Count = Field(1, description="Passes over the batch in one step.")
     tokens_per_microbatch: Count = Field(
-        8192, description="Tokens of one forward and backward pass, per rank; padding counts, where there is any."
+        8192, description="Tokens of one forward and backward pass, per rank, including padding."
     )
     packing: bool = Field(
         False,
-        description="Join the rows of a micro-batch in one sequence instead of padding them. Faster with "
-        "`flash_attention_2`; the others compute attention over the whole sequence.",
+        description="Join the rows of a micro-batch into one sequence instead of padding them. Faster with "
+        "`flash_attention_2` only: the other implementations compute attention over the joined sequence.",
     )
     attention: Literal["sdpa", "flash_attention_2", "eager"] = Field(
         "sdpa", description="How transformers computes attention; `flash_attention_2` needs a GPU and its package."
@@ -143,12 +155,13 @@ class TrainerSpec(Section):
     gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="What a GPU rank keeps in the CPU's memory: Adam's state and the float32 weights (`optimizer`), or "
-        "the trained weights, too (`all`, with ZeRO-3).",
+        description="What a GPU rank keeps in CPU memory. `optimizer`: Adam's state and the float32 weights. `all` "
+        "(with ZeRO-3): the trained weights, too.",
     )
     max_skipped_updates: Count = Field(
         10,
-        description="Updates in a row whose loss or gradient is not finite, which are left out, before the run stops.",
+        description="The run stops after this many consecutive updates that were skipped because the loss or gradient "
+        "was not finite.",
     )
 
 
@@ -157,49 +170,50 @@ class PipelineSpec(Section):
 
     mode: Literal["sync", "one_step_off", "async"] = Field(
         "async",
-        description="A preset: `sync` is staleness 0, `one_step_off` is staleness 1 with `drain`, "
-        "`async` leaves both to you. A file or `--set` that sets the mode starts from its preset: what files below it "
-        "say of `max_staleness`, `weight_update` and `partial_rollouts` is dropped.",
+        description="A preset: `sync` is staleness 0 with `drain`, `one_step_off` is staleness 1 with `drain`, `async` "
+        "leaves both to you. A file or `--set` that sets the mode replaces `max_staleness`, `weight_update` and "
+        "`partial_rollouts` of the files below it.",
     )
     partial_rollouts: bool = Field(
         False,
-        description="With mode `sync`: generation stops when a batch is full, and the rollouts that have not ended "
-        "keep their tokens and go on under the next weights. Engines stay full until the end of a batch, and generate "
-        "nothing while the trainer trains.",
+        description="With mode `sync`: generation stops when a batch is complete. Unfinished rollouts keep their "
+        "tokens and continue under the next weights. Engines are busy until the batch is complete, and idle while the "
+        "trainer trains.",
     )
     max_staleness: Whole = Field(
         default_factory=lambda data: {"sync": int(data.get("partial_rollouts", False)), "one_step_off": 1, "async": 4}[
             data["mode"]
         ],
-        description="Most versions a trained group may lag behind. Left out: 0, 1 and 4 in the three modes, and 1 in "
-        "`sync` with `partial_rollouts`.",
+        description="Largest staleness of a trained group, in weight versions. Default: 0 (`sync`), 1 (`one_step_off`, "
+        "and `sync` with `partial_rollouts`) or 4 (`async`).",
     )
     groups_per_step: Count = Field(32, description="Groups in one training batch.")
     publish_every: Count = Field(1, description="Steps between two weight versions.")
     weight_update: Literal["keep", "recompute", "drain"] = Field(
         default_factory=lambda data: "keep" if data["mode"] == "async" else "drain",
-        description="Rollouts running at a publish: `keep` goes on with their KV cache, `recompute` continues "
-        "them with the cache recomputed under the new weights, `drain` lets them finish first. Left out: `drain`, "
-        "`drain` and `keep` in the three modes.",
+        description="What happens to running rollouts when new weights are published: `keep` continues them with their "
+        "KV cache, `recompute` continues them with a KV cache computed under the new weights, `drain` lets them finish "
+        "first. Default: `keep` in mode `async`, otherwise `drain`.",
     )
     on_stale: Literal["wait", "requeue", "train"] = Field(
         "wait",
-        description="A group that would pass its deadline: `wait` for it, `requeue` its prompt, or `train` it late "
-        "and count it. `requeue` favours short responses: in simulations their mean length fell by 18 to 20 %.",
+        description="What happens to a group that would miss its deadline: `wait` for it, `requeue` its prompt, or "
+        "`train` on it late and count it. `requeue` favours short responses: in simulations the mean length fell by 18 "
+        "to 20 %.",
     )
     stall_minutes: float = Field(
         10.0,
         ge=0.01,
         le=YEAR_S // 60,
-        description="The run stops with the name of what it waits for after this long without progress.",
+        description="The run stops after this long without progress, and names what it was waiting for.",
     )
     max_restarts: Whole = Field(
         10,
-        description="Restarts of one kind of part (engines, trainer ranks, buffer, scorer) in 6 hours before the run "
-        "stops with the first cause.",
+        description="Restarts of one kind of component (engines, trainer ranks, buffer, scorer) within 6 hours. After "
+        "that many the run stops with the first cause.",
     )
     max_rejected_in_a_row: Count = Field(
-        2000, description="Groups rejected one after another, with none finished between them, before the run stops."
+        2000, description="The run stops after this many consecutive groups that were rejected."
     )
 
 
@@ -207,13 +221,16 @@ class EvaluationSet(Section):
     """Further prompts to evaluate on, of any task and split."""
 
     data: SplitSpec = Field(
-        description="The prompts. Without a path the task makes them, of its split `eval` unless `split` says `train`."
+        description="The prompts. Without a path the task makes them: those of its split `eval`, or of `train` if "
+        "`split` is `train`."
     )
-    task: TaskSpec | None = Field(None, description="The task that scores them; the run's own when left out.")
+    task: TaskSpec | None = Field(None, description="The task that scores them. Default: the task of the run.")
     every: Whole | None = Field(
-        None, description="Steps between two evaluations of this set; `evaluation.every` when left out."
+        None, description="Steps between two evaluations of this set. Default: `evaluation.every`."
     )
-    greedy: bool = Field(True, description="One greedy response per prompt; false samples `samples` of them.")
+    greedy: bool = Field(
+        True, description="Generate one greedy response per prompt. false: sample `samples` responses."
+    )
     samples: Count = Field(1, description="Responses per prompt when they are sampled.")
 
 
@@ -221,18 +238,18 @@ class EvaluationSpec(Section):
     """Accuracy on the held-out prompts and on further sets, generated by the same engines."""
 
     every: Whole = Field(
-        0, description="Steps between two evaluations while training; 0 evaluates before and after only."
+        0, description="Steps between two evaluations during training; 0 evaluates before and after training only."
     )
     prompts: Count | None = Field(
-        None, description="Prompts of the evaluations while training; all held-out prompts when left out."
+        None, description="Prompts of an evaluation during training. Default: all held-out prompts."
     )
     samples: Count = Field(
         1,
-        description="Sampled responses per held-out prompt. With more than one, pass@1 to pass@k are reported, at "
-        "every evaluation and not before and after training only.",
+        description="Sampled responses per held-out prompt. With more than one, every evaluation samples them and "
+        "reports pass@1 to pass@k; with one, only the evaluations before and after training sample.",
     )
     temperature: Temperature | None = Field(
-        None, description="Temperature of sampled responses; that of training when left out."
+        None, description="Temperature of sampled responses. Default: `rollout.sampling.temperature`."
     )
     fix_version: bool = Field(
         False,
@@ -245,11 +262,13 @@ class EvaluationSpec(Section):
 class CheckpointSpec(Section):
     """When the trainer's state is saved."""
 
-    every: Whole = Field(0, description="Steps between two checkpoints; 0 saves when the run ends or is interrupted.")
-    keep_last: Count = Field(2, description="Newest checkpoints kept.")
-    keep_every: Whole = Field(0, description="Checkpoints of steps divisible by this are kept, too; 0 keeps none.")
+    every: Whole = Field(
+        0, description="Steps between two checkpoints; 0 saves only when the run ends or is interrupted."
+    )
+    keep_last: Count = Field(2, description="Number of newest checkpoints to keep.")
+    keep_every: Whole = Field(0, description="Also keep the checkpoints of steps that are divisible by this; 0: none.")
     keep_best: Whole = Field(
-        0, description="So many checkpoints with the best greedy held-out accuracy at their step are kept, too."
+        0, description="Also keep this many checkpoints with the best greedy held-out accuracy at their step."
     )
 
 
@@ -258,12 +277,12 @@ class JournalSpec(Section):
 
     segment_seconds: Seconds = Field(
         10.0,
-        description="The tokens of unfinished rollouts are recorded at every publish and at least this often.",
+        description="Tokens of unfinished rollouts are recorded at every publish, and at least this often.",
     )
     keep: Literal["all"] | Count = Field(
         "all",
-        description="`all` keeps the tokens of every rollout; a number N drops those trained before the Nth newest "
-        "checkpoint. What the resume of a kept checkpoint needs is never dropped.",
+        description="`all` keeps the tokens of every rollout. A number N deletes the tokens of groups that were "
+        "trained before the Nth newest checkpoint. Whatever a resume from a kept checkpoint needs is never deleted.",
     )
 
 
@@ -271,7 +290,7 @@ class WandbSpec(Section):
     """Weights & Biases. Needs the extra `wandb`."""
 
     project: Text = Field("asyncrl", description="Project of the run.")
-    entity: Text | None = Field(None, description="User or team that owns the project; your default when left out.")
+    entity: Text | None = Field(None, description="User or team that owns the project. Default: that of your account.")
     mode: Literal["online", "offline"] = Field(
         "online",
         description="`online` needs an API key (`WANDB_API_KEY`, or `wandb login`). `offline` writes to the run's "
@@ -283,9 +302,7 @@ class TrackingSpec(Section):
     """Where the run is logged beside its own folder: MLflow, TensorBoard, Weights & Biases, monitors of your own."""
 
     mlflow: bool = Field(True, description="Log parameters, metrics and artifacts to MLflow.")
-    uri: Text | None = Field(
-        None, description="MLflow's tracking URI; a SQLite store in the runs folder when left out."
-    )
+    uri: Text | None = Field(None, description="MLflow's tracking URI. Default: a SQLite store in the runs folder.")
     experiment: Text = Field("asyncrl", description="MLflow experiment.")
     system_metrics: bool = Field(
         True, description="Log processors, memory, disk, network and GPUs of the driver's machine, every ten seconds."
@@ -293,12 +310,13 @@ class TrackingSpec(Section):
     register_model: str | None = Field(
         None,
         pattern=r"^[^/:]+$",
-        description="The final model becomes a version of MLflow's registered model with this name; left out, of none.",
+        description="Register the final model in MLflow as a version of the model with this name. Default: do not "
+        "register it.",
     )
     tensorboard: bool = Field(
         False, description="Write TensorBoard's event files to the run's folder. Needs the extra `tensorboard`."
     )
-    wandb: WandbSpec | None = Field(None, description="Log metrics to Weights & Biases; left out, not.")
+    wandb: WandbSpec | None = Field(None, description="Log metrics to Weights & Biases. Default: do not.")
     monitors: list[Annotated[str, pattern(MODULE_NAME, "is not module:Class")]] = Field(
         [],
         description="Your own monitors, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in "
@@ -310,23 +328,23 @@ Notice = Literal["finish", "failure", "stall"]
 
 
 class NotifySpec(Section):
-    """Who is told of what befalls the run. A notice that cannot be delivered is warned of, and holds nothing up."""
+    """Notices about the run. If a notice cannot be delivered, there is a warning, and the run continues."""
 
     webhook: str | None = Field(
         None,
         pattern=r"^(https?://\S+|env:[A-Za-z_][A-Za-z0-9_]*)$",
-        description="Gets a POST with JSON. `env:NAME` takes the address from that environment variable: it stays out "
-        "of the run's folder, MLflow and reports then.",
+        description="URL that gets a POST request with JSON. `env:NAME` reads the URL from that environment variable, "
+        "so that it is not written to the run's folder, MLflow or reports.",
     )
     command: Text | None = Field(
         None,
-        description="A shell command, with `ASYNCRL_EVENT`, `ASYNCRL_RUN_ID`, `ASYNCRL_MESSAGE` and `ASYNCRL_FOLDER` "
-        "in its environment and the webhook's JSON on its standard input. It may take 30 s.",
+        description="A shell command. It has `ASYNCRL_EVENT`, `ASYNCRL_RUN_ID`, `ASYNCRL_MESSAGE` and `ASYNCRL_FOLDER` "
+        "in its environment, the webhook's JSON on its standard input, and 30 s of time.",
     )
     on: list[Notice] = Field(
         list(get_args(Notice)),
-        description="Of what: the last step is done, the run failed, or something has been waited for for half of "
-        "`pipeline.stall_minutes`.",
+        description="Events to send: `finish` (the last step is done), `failure` (the run failed), `stall` (the run "
+        "has made no progress for half of `pipeline.stall_minutes`).",
     )
 
 
@@ -335,24 +353,25 @@ class ClusterSpec(Section):
 
     address: Annotated[str | None, pattern(_RAY, "must be `auto`, `host:port`, or an address with ray://")] = Field(
         None,
-        description="Address of a running Ray cluster; when left out one is started on this machine and stopped "
-        "at the end.",
+        description="Address of a running Ray cluster. Default: start one on this machine, and stop it at the end.",
     )
 
 
 class StopSpec(Section):
-    """When the run is done."""
+    """When the run ends."""
 
     steps: Count = Field(description="Training steps.")
 
 
 class ExperimentSpec(Section):
-    """One experiment, whole."""
+    """One experiment."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64, description="Starts the run id.")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64, description="Prefix of the run id."
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the run.")
     runs_dir: Annotated[Path, SystemPath] = Field(
-        Path("runs"), strict=False, description="Folder of all runs, relative to where the command is started."
+        Path("runs"), strict=False, description="Folder of all runs, relative to the current folder."
     )
     model: ModelSpec = Field(description="The policy.", examples=[{"path": "Qwen/Qwen3-0.6B"}])
     task: TaskSpec = Field(description="The task and its reward.", examples=[{"use": "math"}])
