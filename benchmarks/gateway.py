@@ -69,7 +69,7 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
     from asyncrl_cli.records.generation import Rollout, RolloutRequest
     from asyncrl_cli.rollout import client, worker
     from asyncrl_cli.spec.load import load_spec
-    from asyncrl_cli.train.model.prepare import prepare_model
+    from asyncrl_cli.train.model.initial import prepare_model
 
     spec_file = folder / "spec.yaml"
     spec_file.write_text(yaml.safe_dump(spec_of(folder, width, layers)))

@@ -88,13 +88,13 @@ def export(
     _chosen(found, step)  # says it when there is none
 
     from asyncrl_cli.train.model.export import check_target, export_model
-    from asyncrl_cli.train.model.prepare import skeleton_of
+    from asyncrl_cli.train.model.initial import model_stub_path
 
     check_target(to)
     checkpoint = newest_sound(found, step)
     assert checkpoint is not None
     model = load_recorded(found.path).spec.model
-    export_model(checkpoint, skeleton_of(model, found.path / "skeleton"), to, model.lora)
+    export_model(checkpoint, model_stub_path(model, found.path / "skeleton"), to, model.lora)
     echo(f"the model of step {checkpoint.step} is in {to}")
 
 

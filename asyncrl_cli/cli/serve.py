@@ -85,7 +85,7 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
 
     from asyncrl_cli.orchestrator.serving import served_spec
     from asyncrl_cli.tasks.load import load_task
-    from asyncrl_cli.train.model.prepare import prepare_model
+    from asyncrl_cli.train.model.initial import prepare_model
 
     def progress(done: int, steps: int, loss: float) -> None:
         if done % 100 == 0:

@@ -50,7 +50,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec, Notice
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
-from asyncrl_cli.train.model.prepare import skeleton
+from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
 INTERRUPT_S = 5.0
@@ -254,7 +254,7 @@ async def _start(
     skeleton_folder = run.path / "skeleton"
 
     def make_skeleton() -> Path:
-        return skeleton(spec, skeleton_folder)
+        return model_stub(spec, skeleton_folder)
 
     async def record_fault(kind: str, part: str, message: str) -> None:
         reporter.faulted(kind)

@@ -169,7 +169,7 @@ class _OwnWeights:
 
 def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:
     from asyncrl_cli.train.model.export import export_model
-    from asyncrl_cli.train.model.prepare import skeleton_of
+    from asyncrl_cli.train.model.initial import model_stub_path
 
-    export_model(checkpoint, skeleton_of(spec.model, run.path / "skeleton"), folder, spec.model.lora)
+    export_model(checkpoint, model_stub_path(spec.model, run.path / "skeleton"), folder, spec.model.lora)
     return folder

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,6 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.sections import TrainerSpec
-from asyncrl_cli.train.random_states import restore_random_states, save_random_states
 
 UNIVERSAL = "universal"
 COUNTERS_FILE = "trainer.json"
@@ -135,7 +135,7 @@ def to_universal(source: Source) -> None:
 def save_state(engine: Any, folder: Path, rank: int, updates: int) -> None:
     """Write this rank's shards and random-number states, and the counters; collective."""
     engine.save_checkpoint(str(folder), tag=STATE)
-    save_random_states(_random_states(folder, rank))
+    _save_random_states(_random_states(folder, rank))
     if rank == 0:
         # DeepSpeed counts an update that it left out as a step.
         counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
@@ -163,8 +163,32 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
     # Otherwise the weights are still those of the initial model, which the engine has, and there are no moments.
     random_states = _random_states(source.root, rank)
     if random_states.is_file():
-        restore_random_states(random_states)
+        _restore_random_states(random_states)
 
 
 def _random_states(folder: Path, rank: int) -> Path:
     return folder / STATE / f"random-{rank}.pt"
+
+
+def _save_random_states(path: Path) -> None:
+    """Write the states of Python's, NumPy's, torch's and, where there is one, the GPU's random numbers to a file."""
+    import numpy as np
+    import torch
+
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    torch.save(states, path)
+
+
+def _restore_random_states(path: Path) -> None:
+    """Set the states to those in a file. A GPU's state stays as it is where none was saved."""
+    import numpy as np
+    import torch
+
+    states = torch.load(path, weights_only=False)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -13,7 +13,7 @@ import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train.model.lora import PlainWeight, add_adapters, plain_weights
-from asyncrl_cli.train.model.policy import Policy, PolicyError, check_policy
+from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, check_policy
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; whoever started them waits less."""
@@ -116,6 +116,15 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
     engine = initialize(policy, spec.trainer, load_universal)
     check_policy(policy, engine)
     return engine
+
+
+def start_critic(trainer: TrainerSpec, model_dir: str, load_universal: bool = False) -> Any:
+    """The DeepSpeed engine round a critic whose transformer has the weights in ``model_dir``; collective.
+
+    It stands beside the policy's, and is trained with the same micro-batches.
+    """
+    model = ValueModel(load_model(trainer, model_dir).base_model, trainer.packing)
+    return initialize(model, trainer, load_universal)
 
 
 def load_model(trainer: TrainerSpec, model_dir: str) -> Any:

@@ -1,8 +1,8 @@
-"""What a step knows before its first update: log-probs, values and, from them and the rewards, advantages.
+"""What a step computes before its first update: old log-probs, values and, from them and the rewards, advantages.
 
-Nothing here has a gradient. Forward passes are made only where something asks for them: the reference's for a KL
-penalty, the policy's for a penalty in the reward and, where a step has several updates, for their ratio; the critic's
-where there is one.
+Nothing here has a gradient. Forward passes are made only where something needs them: the reference's for a KL penalty,
+the policy's for a penalty in the reward and, where a step has several updates, for their ratio; the critic's where
+there is one.
 """
 
 from __future__ import annotations
@@ -16,53 +16,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl_cli.train.algorithms.advantages import check_advantages
+from asyncrl_cli.train.algorithms.advantages import (
+    Moments,
+    check_advantages,
+    gae,
+    last_token_rewards,
+    rewards_to_go,
+    whiten,
+)
 from asyncrl_cli.train.algorithms.objective import Objective
-from asyncrl_cli.train.algorithms.reduced_sums import add_over_ranks, over_ranks
-from asyncrl_cli.train.algorithms.returns import Moments, gae, last_token_rewards, rewards_to_go, whiten
-from asyncrl_cli.train.model.critic import Critic
+from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks, sum_over_ranks
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow
 
 
 @dataclass(slots=True, eq=False)
-class Known:
-    """What is known of a micro-batch; matrices are [rows, tokens], float32, without gradient.
+class Precomputed:
+    """What is known of a micro-batch before the first update; [rows, tokens], float32, without gradient."""
 
-    Args:
-        start: log-probs under the weights at the start of the step. None: not computed.
-        reference: log-probs under the reference. None without one.
-        advantages: 0 outside the mask.
-        values: the critic's at the start of the step. None without one.
-        returns: what the critic learns. None without one.
-    """
-
-    start: Tensor | None
-    reference: Tensor | None
-    advantages: Tensor
-    values: Tensor | None = None
-    returns: Tensor | None = None
+    old_logprobs: Tensor | None  # under the weights at the start of the step; None: not computed
+    reference_logprobs: Tensor | None  # None without a reference
+    advantages: Tensor  # 0 outside the mask
+    values: Tensor | None = None  # the critic's at the start of the step; None without a critic
+    returns: Tensor | None = None  # what the critic learns; None without a critic
 
 
 @dataclass(slots=True, eq=False)
 class Minibatch:
-    """The rows of one optimizer update, over all ranks, and this rank's share of them. ``estimate`` fills in ``known``,
-    one for each micro-batch."""
+    """The rows of one optimizer update, over all ranks, and this rank's share of them. ``precompute`` fills in
+    ``precomputed``, one for each micro-batch."""
 
     rows: list[TrainingRow]
     microbatches: list[PaddedRows]
-    known: list[Known] = field(default_factory=list)
+    precomputed: list[Precomputed] = field(default_factory=list)
 
 
-def estimate(
+def precompute(
     objective: Objective,
     engine: Any,
     reference: Any | None,
-    critic: Critic | None,
+    critic: Any | None,
     minibatches: Sequence[Minibatch],
     rewards: Tensor,
-    keep_start: bool,
+    keep_old_logprobs: bool,
 ) -> None:
-    """Fill in what is known of every micro-batch; collective over the ranks.
+    """Fill in what every micro-batch needs before its update; collective over the ranks.
 
     Args:
         objective: the algorithm.
@@ -71,60 +68,64 @@ def estimate(
         critic: for ``gae``.
         minibatches: of the step.
         rewards: float64 [groups, group_size], of all rollouts of the step.
-        keep_start: whether log-probs at the start of the step are needed after its first update.
+        keep_old_logprobs: whether log-probs at the start of the step are needed after its first update.
 
     Raises:
-        ValueError: a user's estimator returned something else than advantages.
+        ValueError: a user's function returned something else than advantages.
     """
     algorithm = objective.algorithm
     in_reward = reference is not None and algorithm.kl_placement == "reward"
-    needs_start = in_reward or keep_start
     rows: list[PaddedRows] = []
-    known: list[Known] = []
+    results: list[Precomputed] = []
     penalties: list[Tensor] = []
     with torch.no_grad():
         for minibatch in minibatches:
+            # A minibatch is empty on all ranks or on none, and has as many micro-batches on each. Under ZeRO-3 every
+            # pass below gathers weights from all ranks: the three come in this order on each of them.
             for padded in minibatch.microbatches if minibatch.rows else ():
-                asked = (padded.input_ids, padded.response_mask)
-                start = engine(*asked) if needs_start else None
-                at_reference = None if reference is None else reference(*asked)
-                values = None if critic is None else critic.values(padded)
-                minibatch.known.append(Known(start, at_reference, torch.zeros_like(padded.behaviour_logprobs), values))
+                inputs = (padded.input_ids, padded.response_mask)
+                old = engine(*inputs) if in_reward or keep_old_logprobs else None
+                at_reference = None if reference is None else reference(*inputs)
+                values = None if critic is None else critic(*inputs)
+                zeros = torch.zeros_like(padded.behaviour_logprobs)
+                minibatch.precomputed.append(Precomputed(old, at_reference, zeros, values))
                 rows.append(padded)
-                if start is not None and at_reference is not None and algorithm.kl_placement == "reward":
-                    kl = objective.kl(start, at_reference)
+                if in_reward:
+                    kl = objective.kl(old, at_reference)  # type: ignore[arg-type]
                     penalties.append(algorithm.kl_coef * kl.masked_fill(~padded.response_mask, 0.0))
-            known += minibatch.known
+            results += minibatch.precomputed
         rewards = rewards.to(engine.device)
-        if objective.estimator is None or algorithm.advantage == "none":
-            _by_token(objective, rows, known, rewards, penalties)
+        if objective.advantage is None or algorithm.advantage == "none":
+            _by_token(objective, rows, results, rewards, penalties)
         else:
-            _by_rollout(objective, rows, known, rewards, penalties)
+            _by_rollout(objective, rows, results, rewards, penalties)
+        # ``rows`` is empty on all ranks or on none, so all of them reach the collective call in it.
         if algorithm.whiten_advantages and rows:
-            _whiten(rows, known, engine.device)
+            _whiten(rows, results, engine.device)
 
 
 def _by_rollout(
-    objective: Objective, rows: list[PaddedRows], known: list[Known], rewards: Tensor, penalties: list[Tensor]
+    objective: Objective, rows: list[PaddedRows], results: list[Precomputed], rewards: Tensor, penalties: list[Tensor]
 ) -> None:
     """Every token has its rollout's advantage; a penalty in the reward is summed over the rollout first."""
     if penalties:
         of_rollouts = torch.zeros_like(rewards).flatten()
         for padded, penalty in zip(rows, penalties, strict=True):
             of_rollouts.index_add_(0, padded.rollouts, penalty.sum(dim=1))
-        rewards = rewards - add_over_ranks(of_rollouts).view_as(rewards)
-    assert objective.estimator is not None
-    advantages = check_advantages(objective.estimator(rewards), rewards).flatten().float()
-    for padded, one in zip(rows, known, strict=True):
+        # A group's rollouts lie on several ranks: its baseline needs the penalties of all of them.
+        rewards = rewards - sum_over_ranks(of_rollouts).view_as(rewards)
+    assert objective.advantage is not None
+    advantages = check_advantages(objective.advantage(rewards), rewards).flatten().float()
+    for padded, one in zip(rows, results, strict=True):
         one.advantages = advantages[padded.rollouts][:, None] * padded.response_mask
 
 
 def _by_token(
-    objective: Objective, rows: list[PaddedRows], known: list[Known], rewards: Tensor, penalties: list[Tensor]
+    objective: Objective, rows: list[PaddedRows], results: list[Precomputed], rewards: Tensor, penalties: list[Tensor]
 ) -> None:
     """Every row is an episode: its rollout's reward at its last token, penalties where they arise."""
     algorithm = objective.algorithm
-    for index, (padded, one) in enumerate(zip(rows, known, strict=True)):
+    for index, (padded, one) in enumerate(zip(rows, results, strict=True)):
         mask = padded.response_mask
         token_rewards = last_token_rewards(rewards.flatten()[padded.rollouts].float(), mask)
         if penalties:
@@ -135,9 +136,9 @@ def _by_token(
             one.advantages, one.returns = gae(token_rewards, one.values, mask, algorithm.gamma, algorithm.gae_lambda)
 
 
-def _whiten(rows: list[PaddedRows], known: list[Known], device: torch.device) -> None:
+def _whiten(rows: list[PaddedRows], results: list[Precomputed], device: torch.device) -> None:
     """By the moments of all tokens of the step; collective."""
-    moments = (Moments.of(one.advantages, padded.response_mask) for padded, one in zip(rows, known, strict=True))
-    of_step = over_ranks(reduce(operator.add, moments), device)
-    for padded, one in zip(rows, known, strict=True):
+    moments = (Moments.of(one.advantages, padded.response_mask) for padded, one in zip(rows, results, strict=True))
+    of_step = reduce_over_ranks(reduce(operator.add, moments), device)
+    for padded, one in zip(rows, results, strict=True):
         one.advantages = whiten(one.advantages, padded.response_mask, of_step)

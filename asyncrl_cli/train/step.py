@@ -14,13 +14,18 @@ from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.algorithms.objective import Objective
-from asyncrl_cli.train.algorithms.reduced_sums import over_ranks
+from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
-from asyncrl_cli.train.model.critic import Critic
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.old_logprobs import Minibatch, estimate
-from asyncrl_cli.train.packing import TrainingRow, pad_rows, plan_microbatches
-from asyncrl_cli.train.rows import count_tokens, shaped_rewards, training_rows
+from asyncrl_cli.train.old_logprobs import Minibatch, precompute
+from asyncrl_cli.train.packing import (
+    TrainingRow,
+    count_tokens,
+    pad_rows,
+    plan_microbatches,
+    shaped_rewards,
+    training_rows,
+)
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
 
@@ -31,8 +36,8 @@ class Learner:
     Args:
         engine: the DeepSpeed engine round a ``Policy``.
         reference: answers as a ``Policy`` does, for a KL penalty. None without one.
-        limit: of updates that may be left out in a row.
-        critic: None unless it estimates advantages.
+        limit: of updates that may be skipped in a row.
+        critic: the DeepSpeed engine round a ``ValueModel``. None unless it estimates advantages.
     """
 
     spec: ExperimentSpec
@@ -41,7 +46,7 @@ class Learner:
     engine: Any
     limit: SkipLimit
     reference: Any | None = None
-    critic: Critic | None = None
+    critic: Any | None = None
 
 
 def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[StepReport, int]:
@@ -59,8 +64,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         for first in range(0, size * trainer.minibatches, size)
     ]
     per_step = trainer.epochs * trainer.minibatches
-    keep_start = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
-    estimate(learner.objective, learner.engine, learner.reference, learner.critic, minibatches, rewards, keep_start)
+    keep_old = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
+    precompute(learner.objective, learner.engine, learner.reference, learner.critic, minibatches, rewards, keep_old)
 
     sums: UpdateSums | None = None
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
@@ -76,7 +81,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
         updates += 1
-        if not minibatch.rows:  # every group was uniform: there is no direction to go
+        if not minibatch.rows:  # every group was uniform: there is nothing to learn, on any rank
             continue
         if learner.critic is not None:
             metrics |= update_critic(learner.critic, spec, minibatch, factor)
@@ -84,7 +89,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
                 continue
         result, update = update_policy(learner.engine, learner.objective, spec, minibatch, first)
         learner.limit.note(result)
-        if result.skipped:  # its sums may be no numbers
+        if result.skipped:  # its sums may not be finite
             metrics["train/updates_skipped"] += 1
             continue
         sums = update if sums is None else sums + update
@@ -92,7 +97,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics["train/updates"] += 1
         metrics["train/gradient_norm"] = result.norm
     if sums is not None:
-        metrics |= over_ranks(sums, learner.engine.device).summary(trainer.ranks * metrics["train/updates"])
+        metrics |= reduce_over_ranks(sums, learner.engine.device).summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
     return StepReport(metrics, time.monotonic() - started, trained), updates
 

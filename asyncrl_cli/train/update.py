@@ -1,4 +1,4 @@
-"""One optimizer update of the policy, or of the critic, from a minibatch whose advantages are known."""
+"""One optimizer update of the policy, or of the critic, from a minibatch whose advantages are given."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl_cli.spec.algorithm import CorrectionSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import nonfinite_guard
-from asyncrl_cli.train.algorithms.corrections import Correction, CorrectionSums, correct, log_linear_proximal
-from asyncrl_cli.train.algorithms.loss_aggregation import LossSums, policy_loss
+from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct, log_linear_proximal
 from asyncrl_cli.train.algorithms.objective import Objective
-from asyncrl_cli.train.algorithms.reduced_sums import Sums, over_ranks
+from asyncrl_cli.train.algorithms.policy_loss import LossSums, policy_loss
+from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, reduce_over_ranks
 from asyncrl_cli.train.algorithms.value_loss import ValueSums, value_loss
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
-from asyncrl_cli.train.model.critic import Critic
 from asyncrl_cli.train.old_logprobs import Minibatch
-from asyncrl_cli.train.packing import PaddedRows
-from asyncrl_cli.train.rows import count_tokens
+from asyncrl_cli.train.packing import PaddedRows, count_tokens
 
-_MEASURED = Correction()
+UNCORRECTED = CorrectionSpec(preset="decoupled")
+"""Weights of 1: only the statistics are wanted."""
 ROUNDING_NATS = 1e-3
-"""Trainer and engine differ by less in float32 (at most 5e-5 in sound runs): what is larger is no rounding."""
+"""Trainer and engine differ by less in float32 (at most 5e-5 in sound runs): a larger difference is not rounding."""
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateSums(Sums):
-    """What updates add up over micro-batches, and then over ranks."""
+class UpdateSums(ReducedSums):
+    """Sums over the micro-batches of a step's updates."""
 
     loss: Tensor
     losses: LossSums
@@ -50,35 +50,35 @@ class UpdateSums(Sums):
 
 
 def update_policy(
-    engine: Any, objective: Objective, spec: ExperimentSpec, minibatch: Minibatch, at_start: bool
+    engine: Any, objective: Objective, spec: ExperimentSpec, minibatch: Minibatch, is_first: bool
 ) -> tuple[nonfinite_guard.UpdateResult, UpdateSums]:
-    """Forward, backward and one optimizer step over a minibatch; collective. An update that is not finite is left out.
+    """Forward, backward and one optimizer step over a minibatch; collective. An update that is not finite is skipped.
 
-    ``at_start``: whether the weights are still those of the start of the step, so that a micro-batch's own log-probs
-    are the start's.
+    ``is_first``: whether the weights are still those of the start of the step, so that a micro-batch's own log-probs
+    are the old ones.
     """
     algorithm = objective.algorithm
     denominator = _denominator(spec, minibatch) / spec.trainer.ranks  # DeepSpeed averages gradients over ranks
     total: UpdateSums | None = None
-    for index, (padded, known) in enumerate(zip(minibatch.microbatches, minibatch.known, strict=True)):
+    for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
         engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
         mask = padded.response_mask
         logprobs, entropies = engine(padded.input_ids, mask, "train" if algorithm.entropy_coef else "measure")
-        start = logprobs.detach() if at_start else known.start
+        old = logprobs.detach() if is_first else given.old_logprobs
         proximal, weights, corrections, engine_gap = _corrected(
-            objective.correction, spec, padded, start, logprobs.detach()
+            algorithm.correction, spec, padded, old, logprobs.detach()
         )
         loss, losses = policy_loss(
             logprobs,
             proximal,
-            known.advantages,
+            given.advantages,
             mask,
             aggregation=algorithm.aggregation,
             denominator=denominator,
             loss=objective.loss,
-            settings=objective.settings,
+            settings=algorithm,
             importance_weights=weights,
-            reference_logprobs=known.reference if algorithm.kl_placement == "loss" else None,
+            reference_logprobs=given.reference_logprobs if algorithm.kl_placement == "loss" else None,
             kl=objective.kl,
             kl_coef=algorithm.kl_coef if algorithm.kl_placement == "loss" else 0.0,
             entropies=entropies,
@@ -91,27 +91,27 @@ def update_policy(
     return nonfinite_guard.step(engine), total
 
 
-def update_critic(critic: Critic, spec: ExperimentSpec, minibatch: Minibatch, factor: float) -> dict[str, float]:
+def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, factor: float) -> dict[str, float]:
     """One optimizer step of the critic at ``factor`` of its learning rate; returns metrics. Collective."""
     settings = spec.algorithm.critic
-    set_learning_rate(critic.engine, settings.learning_rate * factor)
+    set_learning_rate(critic, settings.learning_rate * factor)
     total: ValueSums | None = None
-    for index, (padded, known) in enumerate(zip(minibatch.microbatches, minibatch.known, strict=True)):
-        critic.engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
-        assert known.values is not None and known.returns is not None
+    for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
+        critic.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
+        assert given.values is not None and given.returns is not None
         loss, sums = value_loss(
-            critic.values(padded),
-            known.values,
-            known.returns,
+            critic(padded.input_ids, padded.response_mask),
+            given.values,
+            given.returns,
             padded.response_mask,
             clip=settings.value_clip,
             denominator=count_tokens(minibatch.rows) / spec.trainer.ranks,
         )
-        nonfinite_guard.backward(critic.engine, loss)
+        nonfinite_guard.backward(critic, loss)
         total = sums if total is None else total + sums
-    nonfinite_guard.step(critic.engine)
+    nonfinite_guard.step(critic)
     assert total is not None
-    return {f"critic/{name}": value for name, value in over_ranks(total, critic.engine.device).summary().items()}
+    return {f"critic/{name}": value for name, value in reduce_over_ranks(total, critic.device).summary().items()}
 
 
 def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
@@ -125,26 +125,26 @@ def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
 
 
 def _corrected(
-    correction: Correction, spec: ExperimentSpec, padded: PaddedRows, start: Tensor | None, current: Tensor
+    correction: CorrectionSpec, spec: ExperimentSpec, padded: PaddedRows, old: Tensor | None, current: Tensor
 ) -> tuple[Tensor, Tensor, CorrectionSums, CorrectionSums]:
     """The proximal log-probs, the importance weights with their statistics, and those of the engine's numerics alone.
 
     In fp32 the two sides agree on a token of the version being trained to about 1e-5, and which way the last
-    bits fall depends on how the engine happened to batch it. There the trainer's own log-prob stands for the
+    bits fall depends on how the engine happened to batch it. There the trainer's own log-prob replaces the
     engine's: the weight is exactly 1, and a run is reproducible to the bit. Where they differ by more than
     ``ROUNDING_NATS`` something is wrong, and the recorded log-prob counts.
     """
     mask, behaviour = padded.response_mask, padded.behaviour_logprobs
     # Without the log-probs of the step's start, a difference would be the updates' as much as the engine's.
-    comparable = padded.on_policy if start is not None else torch.zeros_like(mask)
-    trainer = current if start is None else start
-    _, engine_gap = correct(trainer, behaviour, mask & comparable, _MEASURED)
+    comparable = padded.on_policy if old is not None else torch.zeros_like(mask)
+    trainer = current if old is None else old
+    _, engine_gap = correct(trainer, behaviour, mask & comparable, UNCORRECTED)
     if spec.trainer.dtype == spec.rollout.dtype == "float32":
         rounding = comparable & ((trainer - behaviour).abs() <= ROUNDING_NATS)
         behaviour = torch.where(rounding, trainer, behaviour)
     if correction.proximal == "behaviour":
         weights, corrections = correct(current, behaviour, mask, correction)
         return behaviour, weights, corrections, engine_gap
-    proximal = log_linear_proximal(current, behaviour, padded.versions_behind) if start is None else start
+    proximal = log_linear_proximal(current, behaviour, padded.versions_behind) if old is None else old
     weights, corrections = correct(proximal, behaviour, mask, correction)
     return proximal, weights, corrections, engine_gap

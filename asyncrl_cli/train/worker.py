@@ -40,7 +40,7 @@ class TrainerWorker:
     def prepare_model(self, search_path: str) -> str:
         """Make the initial model, if it has to be made; returns its folder. For rank 0."""
         from asyncrl_cli.tasks.load import load_task
-        from asyncrl_cli.train.model.prepare import prepare_model
+        from asyncrl_cli.train.model.initial import prepare_model
 
         def note(done: int, total: int, loss: float) -> None:
             self._progress = (done, total, loss)
@@ -62,11 +62,9 @@ class TrainerWorker:
         from asyncrl_cli.train import checkpoints
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.algorithms.objective import Objective
-        from asyncrl_cli.train.model.critic import start_critic
         from asyncrl_cli.train.model.reference import Copy, load_reference
-        from asyncrl_cli.train.model.tokenizer import load_tokenizer
+        from asyncrl_cli.train.model.tokenizer import PROBE_TOKENS, load_tokenizer, probe_ids
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
-        from asyncrl_cli.train.probe import PROBE_TOKENS, probe_ids
         from asyncrl_cli.train.step import Learner
 
         trainer = self._spec.trainer
@@ -89,7 +87,7 @@ class TrainerWorker:
         self._engine = ds.start_engine(self._spec, model_dir, load_universal)
         self._model = self._engine.module.model
         reference = load_reference(self._spec, model_dir, self._engine)
-        critic = start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
+        critic = ds.start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
         limit = SkipLimit(trainer.max_skipped_updates)
         self._learner = Learner(self._spec, self._rank, objective, self._engine, limit, reference, critic)
         self._mapping: Any = None
@@ -97,7 +95,7 @@ class TrainerWorker:
         vocabulary = self._model.config.get_text_config().vocab_size
         self._probe_ids = probe_ids(tokenizer, vocabulary, min(PROBE_TOKENS, self._spec.model.max_length - 1))
         for part, source in sources.items():
-            engine = critic.engine if critic is not None and part == checkpoints.CRITIC else self._engine
+            engine = critic if critic is not None and part == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
             self._updates = source.counters.updates
         if checkpoint is not None and isinstance(reference, Copy):
@@ -157,7 +155,7 @@ class TrainerWorker:
 
         save_state(self._engine, Path(folder), self._rank, self._updates)
         if self._learner.critic is not None:
-            save_state(self._learner.critic.engine, Path(folder) / CRITIC, self._rank, self._updates)
+            save_state(self._learner.critic, Path(folder) / CRITIC, self._rank, self._updates)
         if self._rank == 0 and isinstance(self._learner.reference, Copy):
             self._learner.reference.save(Path(folder))
 

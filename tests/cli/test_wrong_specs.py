@@ -21,7 +21,7 @@ from asyncrl_cli.orchestrator.checks.start import StartChecks
 from asyncrl_cli.rollout.engine_start import engine_config
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
-from asyncrl_cli.train.model.initial import write_skeleton
+from asyncrl_cli.train.model.initial import write_model_stub
 
 SPEC = """
 model:
@@ -265,7 +265,7 @@ def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
 ) -> None:
     """`--dry-run` asks for this in a process of its own; `train` hears it from the engine, which is not retried."""
     spec = trial_spec(gpu=False)
-    write_skeleton(spec.model.init, spec.model.max_length, tmp_path)
+    write_model_stub(spec.model.init, spec.model.max_length, tmp_path)
     wrong = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": argument})})
     with pytest.raises(ConfigError, match="vLLM refuses the engine's settings: ") as refused:
         engine_config(wrong, str(tmp_path), "dummy")

@@ -24,11 +24,11 @@ from conftest import Same
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
+from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, DEVIATION_FLOOR
-from asyncrl_cli.train.algorithms.corrections import Correction, correct
+from asyncrl_cli.train.algorithms.corrections import correct
 from asyncrl_cli.train.algorithms.kl import KL
-from asyncrl_cli.train.algorithms.loss_aggregation import Aggregation, policy_loss
-from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings
+from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, Aggregation, policy_loss
 from tests.train.matrices import matrices, tensors
 
 ROWS, TOKENS, GROUP = 12, 16, 4
@@ -50,21 +50,21 @@ def case(seed: int, spread: float, *names: str) -> list[Tensor]:
     return tensors(matrices(seed, ROWS, TOKENS, spread), *names)
 
 
-LOSS_CASES: list[tuple[str, str, Aggregation, LossSettings]] = [
-    ("clip", "grpo", "sequence_mean", LossSettings(0.2, 0.28)),
-    ("clip", "bnpo", "token_mean", LossSettings(0.2, 0.28)),
-    ("clip", "dapo", "token_mean", LossSettings(0.2, 0.28)),
-    ("clip", "dapo", "token_mean", LossSettings(0.2, 0.28, dual_clip=1.5)),
-    ("clip", "dr_grpo", "sequence_sum", LossSettings(0.2, 0.28)),
-    ("gspo", "grpo", "sequence_mean", LossSettings(3e-3, 4e-3)),
-    ("cispo", "cispo", "token_mean", LossSettings(1.0, 0.28)),
-    ("sapo", "sapo", "sequence_mean", LossSettings(sapo_temperatures=(1.0, 1.05))),
+LOSS_CASES: list[tuple[str, str, Aggregation, AlgorithmSpec]] = [
+    ("clip", "grpo", "sequence_mean", AlgorithmSpec(clip_low=0.2, clip_high=0.28)),
+    ("clip", "bnpo", "token_mean", AlgorithmSpec(clip_low=0.2, clip_high=0.28)),
+    ("clip", "dapo", "token_mean", AlgorithmSpec(clip_low=0.2, clip_high=0.28)),
+    ("clip", "dapo", "token_mean", AlgorithmSpec(clip_low=0.2, clip_high=0.28, dual_clip=1.5)),
+    ("clip", "dr_grpo", "sequence_sum", AlgorithmSpec(clip_low=0.2, clip_high=0.28)),
+    ("gspo", "grpo", "sequence_mean", AlgorithmSpec(clip_low=3e-3, clip_high=4e-3)),
+    ("cispo", "cispo", "token_mean", AlgorithmSpec(clip_low=1.0, clip_high=0.28)),
+    ("sapo", "sapo", "sequence_mean", AlgorithmSpec(sapo_temperatures=(1.0, 1.05))),
 ]
 
 
 @pytest.mark.parametrize(("name", "theirs", "aggregation", "numbers"), LOSS_CASES)
 def test_policy_losses(
-    same: Same, seed: int, spread: float, name: str, theirs: str, aggregation: Aggregation, numbers: LossSettings
+    same: Same, seed: int, spread: float, name: str, theirs: str, aggregation: Aggregation, numbers: AlgorithmSpec
 ) -> None:
     """With weights and a k3 penalty, and an entropy bonus where it is the same."""
     logprobs, proximal, advantages, behaviour, reference, entropies, mask = case(
@@ -73,14 +73,17 @@ def test_policy_losses(
     mask[:, 0] = True
     of_rows, tokens = advantages[:, 0], float(mask.sum())
     weights, _ = correct(
-        proximal, behaviour, mask, Correction(level="sequence" if name == "gspo" else "token", cap=2.0)
+        proximal,
+        behaviour,
+        mask,
+        CorrectionSpec(preset="decoupled", level="sequence" if name == "gspo" else "token", cap=2.0),
     )
     entropy_coef = 0.05 if aggregation == "token_mean" else 0.0
     denominator = {"token_mean": tokens, "sequence_mean": ROWS, "sequence_sum": ROWS * 7.0}[aggregation]
 
     policy = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_()]
     found, sums = policy_loss(
-        policy[0], proximal, of_rows, mask, loss=LOSSES[name], settings=numbers, aggregation=aggregation,
+        policy[0], proximal, of_rows, mask, loss=POLICY_LOSSES[name], settings=numbers, aggregation=aggregation,
         denominator=denominator, importance_weights=weights, reference_logprobs=reference, kl_coef=0.1,
         entropies=policy[1], entropy_coef=entropy_coef,
     )  # fmt: skip
@@ -195,6 +198,6 @@ def test_importance_weights(same: Same, seed: int, spread: float, level: str, ac
         vllm_importance_sampling_clip_min=0.5 if action == "mask" else None,
     )["importance_sampling_ratio"]  # fmt: skip
     bounds: dict[str, Any] = {"cap": 2.0} if action == "truncate" else {"mask_low": 0.5, "mask_high": 2.0}
-    weights, _ = correct(proximal, behaviour, mask, Correction(level=level, **bounds))  # type: ignore[arg-type]
+    weights, _ = correct(proximal, behaviour, mask, CorrectionSpec(preset="decoupled", level=level, **bounds))  # type: ignore[arg-type]
     what = f"weights by {level}, " + {"truncate": "cut", "mask": "masked"}[action]
     same(what, f"TRL `{level}_{action}`", weights, theirs * mask)

@@ -22,12 +22,11 @@ from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils.torch_functional import masked_whiten
 from verl.workers.config import ActorConfig
 
-from asyncrl_cli.train.algorithms.advantages import ADVANTAGES
-from asyncrl_cli.train.algorithms.corrections import Correction, correct
+from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
+from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, Moments, gae, last_token_rewards, rewards_to_go, whiten
+from asyncrl_cli.train.algorithms.corrections import correct
 from asyncrl_cli.train.algorithms.kl import KL
-from asyncrl_cli.train.algorithms.loss_aggregation import Aggregation, policy_loss
-from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings
-from asyncrl_cli.train.algorithms.returns import Moments, gae, last_token_rewards, rewards_to_go, whiten
+from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, Aggregation, policy_loss
 from asyncrl_cli.train.algorithms.value_loss import value_loss
 from tests.train.matrices import matrices, tensors
 
@@ -107,18 +106,18 @@ AGGREGATIONS: dict[Aggregation, str] = {
 }
 NEVER = 1e9
 LOSS_CASES = [
-    ("clip", "vanilla", LossSettings(0.2, 0.28)),
-    ("clip", "vanilla", LossSettings(0.2, 0.28, dual_clip=1.5)),
-    ("gspo", "gspo", LossSettings(3e-3, 4e-3)),
-    ("cispo", "cispo", LossSettings(0.9, 0.28)),
-    ("sapo", "sapo", LossSettings(sapo_temperatures=(1.0, 1.05))),
+    ("clip", "vanilla", AlgorithmSpec(clip_low=0.2, clip_high=0.28)),
+    ("clip", "vanilla", AlgorithmSpec(clip_low=0.2, clip_high=0.28, dual_clip=1.5)),
+    ("gspo", "gspo", AlgorithmSpec(clip_low=3e-3, clip_high=4e-3)),
+    ("cispo", "cispo", AlgorithmSpec(clip_low=0.9, clip_high=0.28)),
+    ("sapo", "sapo", AlgorithmSpec(sapo_temperatures=(1.0, 1.05))),
 ]
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 @pytest.mark.parametrize(("name", "theirs", "numbers"), LOSS_CASES)
 def test_policy_losses(
-    same: Same, seed: int, spread: float, aggregation: Aggregation, name: str, theirs: str, numbers: LossSettings
+    same: Same, seed: int, spread: float, aggregation: Aggregation, name: str, theirs: str, numbers: AlgorithmSpec
 ) -> None:
     """With weights, a k2 penalty and an entropy bonus, put together as verl's actor does."""
     if theirs == "sapo":
@@ -127,7 +126,7 @@ def test_policy_losses(
         seed, spread, "logprobs", "proximal", "advantages", "behaviour", "reference", "entropies", "mask"
     )
     mask[:, 0] = True
-    weights, _ = correct(proximal, behaviour, mask, Correction(level="token", cap=2.0))
+    weights, _ = correct(proximal, behaviour, mask, CorrectionSpec(preset="decoupled", level="token", cap=2.0))
     denominator = {"token_mean": float(mask.sum()), "sequence_mean": ROWS, "sequence_sum": ROWS * 7.0}[aggregation]
     info = {"batch_num_tokens": int(mask.sum()), "global_batch_size": ROWS, "loss_scale_factor": 7, "dp_size": 1}
     config = ActorConfig(
@@ -141,9 +140,9 @@ def test_policy_losses(
         policy = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_()]
         if whose == "ours":
             loss, _ = policy_loss(
-                policy[0], proximal, advantages, mask, loss=LOSSES[name], settings=numbers, aggregation=aggregation,
-                denominator=denominator, importance_weights=weights, reference_logprobs=reference, kl=KL["k2"],
-                kl_coef=0.1, entropies=policy[1], entropy_coef=0.05,
+                policy[0], proximal, advantages, mask, loss=POLICY_LOSSES[name], settings=numbers,
+                aggregation=aggregation, denominator=denominator, importance_weights=weights,
+                reference_logprobs=reference, kl=KL["k2"], kl_coef=0.1, entropies=policy[1], entropy_coef=0.05,
             )  # fmt: skip
         else:
             counts, mode = mask.float(), AGGREGATIONS[aggregation]
@@ -197,14 +196,14 @@ def test_value_loss(same: Same, seed: int, spread: float, clip: float) -> None:
 @pytest.mark.parametrize(
     ("ours", "level", "threshold"),
     [
-        (Correction(level="token", cap=2.0), "token", 2.0),
-        (Correction(level="sequence", cap=2.0), "sequence", 2.0),
-        (Correction(level="token", mask_low=0.5, mask_high=5.0), "token", "0.5_5.0"),
-        (Correction(level="sequence", mask_low=0.5, mask_high=5.0), "sequence", "0.5_5.0"),
+        (CorrectionSpec(preset="decoupled", level="token", cap=2.0), "token", 2.0),
+        (CorrectionSpec(preset="decoupled", level="sequence", cap=2.0), "sequence", 2.0),
+        (CorrectionSpec(preset="decoupled", level="token", mask_low=0.5, mask_high=5.0), "token", "0.5_5.0"),
+        (CorrectionSpec(preset="decoupled", level="sequence", mask_low=0.5, mask_high=5.0), "sequence", "0.5_5.0"),
     ],
 )
 def test_importance_weights(
-    same: Same, seed: int, spread: float, ours: Correction, level: str, threshold: float | str
+    same: Same, seed: int, spread: float, ours: CorrectionSpec, level: str, threshold: float | str
 ) -> None:
     proximal, behaviour, mask = case(seed, spread, "proximal", "behaviour", "mask")
     weights, sums = correct(proximal, behaviour, mask, ours)
@@ -237,7 +236,7 @@ def test_rejection(same: Same, seed: int, spread: float, option: str, low: float
     if by != "k1":
         low, high = None, (high - 1) / 5
     rejection: dict[str, Any] = {"reject_by": by, "reject_over": OVER[over], "reject_low": low, "reject_high": high}
-    weights, sums = correct(proximal, behaviour, mask, Correction(**rejection))
+    weights, sums = correct(proximal, behaviour, mask, CorrectionSpec(preset="decoupled", **rejection))
     threshold = high if low is None else f"{low}_{high}"
     kept, metrics = rollout_corr_helper.compute_rollout_rejection_mask(
         proximal - behaviour, mask.float(), option, threshold

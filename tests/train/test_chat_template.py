@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.model.prepare import model_key, prepare_model, skeleton
+from asyncrl_cli.train.model.initial import model_key, model_stub, prepare_model
 from asyncrl_cli.train.model.tokenizer import ChatTemplateError, load_tokenizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -36,10 +36,10 @@ def test_skeleton_and_model_have_it_whatever_the_model_is_made_from(tmp_path: Pa
     made = spec(tmp_path, init=INIT, chat_template=str(template))
     folder = prepare_model(made, lambda: pytest.fail("no warm start"), lambda *_: None)
     assert folder != plain, "what lies in runs/models has the template that it was made with"
-    assert chat_of(folder) == chat_of(skeleton(made, tmp_path / "made")) == "<hi>"
+    assert chat_of(folder) == chat_of(model_stub(made, tmp_path / "made")) == "<hi>"
 
     saved = spec(tmp_path, path=str(plain), chat_template=str(template))
-    copied = skeleton(saved, tmp_path / "copied")
+    copied = model_stub(saved, tmp_path / "copied")
     assert copied == tmp_path / "copied"
     assert chat_of(copied) == "<hi>"
     configs = [json.loads((one / "config.json").read_text()) for one in (plain, copied)]
@@ -55,7 +55,7 @@ def test_what_is_no_template_is_named_with_its_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     with pytest.raises(ChatTemplateError, match=r"broken\.jinja is no chat template: line 2"):
-        skeleton(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
+        model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
     # One that takes no lone message is a template all the same.
     broken.write_text("{{ raise_exception('a system message comes first') }}")
-    skeleton(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
+    model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")

@@ -55,7 +55,7 @@ def test_shards_that_cannot_be_read_are_refused(tmp_path: Path, saved: int, want
     checkpoint = empty_checkpoint(tmp_path, 1, saved)
     with pytest.raises(RunError, match=f"saved with trainer.zero_stage {saved} and cannot be loaded with {wanted}"):
         find_source(checkpoint, TrainerSpec(zero_stage=wanted))
-    with pytest.raises(RunError, match=r"saved with trainer.dtype float32 .* Set trainer.dtype to float32"):
+    with pytest.raises(RunError, match=r"saved with trainer.dtype float32 .* .set trainer.dtype to float32"):
         find_source(checkpoint, TrainerSpec(zero_stage=saved, dtype="bfloat16"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,25 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors, with_garbage
 
-from asyncrl_cli.spec.algorithm import CORRECTION_PRESETS
-from asyncrl_cli.train.algorithms.corrections import (
-    Correction,
-    CorrectionSums,
-    Level,
-    RejectBy,
-    RejectOver,
-    correct,
-    log_linear_proximal,
-)
+from asyncrl_cli.spec.algorithm import CorrectionSpec
+from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct, log_linear_proximal
 
-LEVELS: tuple[Level, ...] = get_args(Level)
+LEVELS = ("token", "sequence", "geometric")
 REJECTIONS: list[dict[str, Any]] = [
     {"reject_by": by, "reject_over": over, **({"reject_low": 0.7} if by == "k1" and over != "token" else {})}
-    for by, over in itertools.product(get_args(RejectBy), get_args(RejectOver))
+    for by, over in itertools.product(("k1", "k2", "k3"), ("token", "sequence_mean", "sequence_sum", "sequence_max"))
     if (by, over) != ("k1", "sequence_max")
 ]
+
+
+def correcting(**settings: Any) -> CorrectionSpec:
+    """No correction but what the settings say."""
+    return CorrectionSpec(preset="decoupled", **settings)
+
+
 CORRECTIONS = st.builds(
-    lambda weights, rejection, high: Correction(**weights, **rejection, **({"reject_high": high} if rejection else {})),
+    lambda weights, rejection, high: correcting(**weights, **rejection, **({"reject_high": high} if rejection else {})),
     st.sampled_from(
         [
             {},
@@ -48,7 +47,7 @@ CORRECTIONS = st.builds(
 )
 
 
-def evaluated(case: Matrices, correction: Correction) -> tuple[np.ndarray, CorrectionSums]:
+def evaluated(case: Matrices, correction: CorrectionSpec) -> tuple[np.ndarray, CorrectionSums]:
     weights, sums = correct(*tensors(case, "proximal", "behaviour", "mask"), correction)
     return weights.numpy(), sums
 
@@ -61,7 +60,7 @@ def statistic(gap: np.ndarray, by: str, over: str) -> np.ndarray:
     return distance if over == "token" else of_row[over](distance) * np.ones_like(distance)
 
 
-def expected(case: Matrices, correction: Correction) -> tuple[dict[str, np.ndarray], bool]:
+def expected(case: Matrices, correction: CorrectionSpec) -> tuple[dict[str, np.ndarray], bool]:
     """Per token, 0 where the mask is false; and whether some number is so near a bound that rounding decides."""
     double, mask = exact(case), case["mask"]
     found = {name: np.zeros(mask.shape) for name in ("weight", "raw", "masked", "capped", "rejected")}
@@ -93,7 +92,7 @@ def expected(case: Matrices, correction: Correction) -> tuple[dict[str, np.ndarr
 @settings(deadline=None, max_examples=400)
 @given(**SIZES, correction=CORRECTIONS)
 def test_weights_and_sums_match_their_definitions(
-    seed: int, rows: int, tokens: int, spread: float, correction: Correction
+    seed: int, rows: int, tokens: int, spread: float, correction: CorrectionSpec
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
     wanted, close = expected(case, correction)
@@ -130,7 +129,7 @@ def test_weights_and_sums_match_their_definitions(
 @settings(deadline=None)
 @given(**SIZES, correction=CORRECTIONS, columns=st.integers(0, 3))
 def test_rows_padding_garbage_and_cuts_change_nothing(
-    seed: int, rows: int, tokens: int, spread: float, correction: Correction, columns: int
+    seed: int, rows: int, tokens: int, spread: float, correction: CorrectionSpec, columns: int
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
     weights, sums = evaluated(case, correction)
@@ -148,7 +147,7 @@ def test_rows_padding_garbage_and_cuts_change_nothing(
 def test_one_heavy_token_leaves_little_effective_sample() -> None:
     proximal = torch.tensor([[math.log(97.0), 0.0, 0.0, 0.0]])
     ones = torch.ones(1, 4, dtype=torch.bool)
-    _, sums = correct(proximal, torch.zeros(1, 4), ones, Correction(level="token"))
+    _, sums = correct(proximal, torch.zeros(1, 4), ones, correcting(level="token"))
     assert sums.summary()["effective_sample_fraction"] == pytest.approx(100**2 / (97**2 + 3) / 4, rel=1e-5)
 
 
@@ -156,18 +155,18 @@ def test_extremes_are_capped_and_padding_has_no_effect() -> None:
     proximal = torch.tensor([[0.0, -1e4, 0.0, float("nan"), float("inf")]], requires_grad=True)
     behaviour = torch.tensor([[-1e4, 0.0, float("-inf"), 0.0, float("nan")]])
     mask = torch.tensor([[True, True, True, False, False]])
-    weights, sums = correct(proximal, behaviour, mask, Correction(level="token", cap=2.0))
+    weights, sums = correct(proximal, behaviour, mask, correcting(level="token", cap=2.0))
     torch.testing.assert_close(weights, torch.tensor([[2.0, 0.0, 2.0, 0.0, 0.0]]))
     assert not weights.requires_grad
     assert sums.summary()["importance_capped_fraction"] == pytest.approx(2 / 3)
-    uncapped, _ = correct(proximal, behaviour, mask, Correction(level="sequence"))
+    uncapped, _ = correct(proximal, behaviour, mask, correcting(level="sequence"))
     assert uncapped.isfinite().all()
 
 
 def test_nan_that_counts_stays_visible_and_is_not_rejected() -> None:
     proximal, ones = torch.tensor([[float("nan"), 0.0]]), torch.ones(1, 2, dtype=torch.bool)
     for rejection in ({}, {"reject_by": "k1", "reject_over": "token", "reject_high": 2.0}):
-        correction = Correction(level="token", cap=2.0, mask_low=0.5, mask_high=5.0, **rejection)  # type: ignore[arg-type]
+        correction = correcting(level="token", cap=2.0, mask_low=0.5, mask_high=5.0, **rejection)
         weights, sums = correct(proximal, torch.zeros(1, 2), ones, correction)
         assert weights.isnan().tolist() == [[True, False]]
         assert math.isnan(sums.summary()["logprob_gap_max"])
@@ -176,7 +175,7 @@ def test_nan_that_counts_stays_visible_and_is_not_rejected() -> None:
 def test_nothing_that_counts_is_no_error() -> None:
     for rows, correction in itertools.product(
         (0, 2),
-        (Correction(), Correction(level="sequence", reject_by="k2", reject_over="sequence_max", reject_high=1.0)),
+        (correcting(), correcting(level="sequence", reject_by="k2", reject_over="sequence_max", reject_high=1.0)),
     ):
         empty = torch.zeros(rows, 3)
         _, sums = correct(empty, empty, torch.zeros(rows, 3, dtype=torch.bool), correction)
@@ -210,36 +209,9 @@ def test_the_log_linear_guess_lies_by_age_between_behaviour_and_current(
     assert not found.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("settings_", "message"),
-    [
-        ({"level": "token", "cap": 0.0}, "cap must be positive"),
-        ({"level": "token", "cap": math.nan}, "cap must be positive"),
-        ({"level": "token", "mask_low": -1.0}, "mask_low must be positive"),
-        ({"cap": 2.0, "mask_low": 0.5}, "cap and mask_low without level"),
-        ({"proximal": "behaviour", "level": "token"}, "level must be left out"),
-        ({"reject_low": 0.5}, "need reject_by"),
-        ({"reject_by": "k3"}, "k3 needs reject_high"),
-        ({"reject_by": "k3", "reject_low": 0.1, "reject_high": 1.0}, "reject_low is for k1"),
-        ({"reject_by": "k1", "reject_over": "sequence_max", "reject_high": 2.0}, "no sequence_max"),
-        ({"reject_by": "k1", "reject_high": 0.9}, "reject_high 0.9 is below its own inverse"),
-        ({"level": "token", "mask_low": 3.0, "mask_high": 2.0}, "lower bound of 3.0 is above"),
-        ({"reject_by": "k1", "reject_low": 3.0, "reject_high": 2.0}, "lower bound of 3.0 is above"),
-    ],
-)
-def test_settings_without_sense_or_effect_are_refused(settings_: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Correction(**settings_)
-
-
-@pytest.mark.parametrize("preset", list(CORRECTION_PRESETS))
-def test_presets_of_the_spec_are_corrections(preset: str) -> None:
-    Correction(**CORRECTION_PRESETS[preset])
-
-
 def test_refuses_inputs_that_do_not_fit() -> None:
     values, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="shapes differ"):
-        correct(values, torch.zeros(2), mask, Correction())
+        correct(values, torch.zeros(2), mask, correcting())
     with pytest.raises(ValueError, match="bool"):
-        correct(values, values, mask.float(), Correction())
+        correct(values, values, mask.float(), correcting())

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.train.model.initial import ModelInitError, build_initial_model, write_skeleton, write_weights
+from asyncrl_cli.train.model.initial import ModelInitError, build_initial_model, write_model_stub, write_weights
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -55,7 +55,7 @@ def test_the_rotary_base_takes_effect(tmp_path: Path, theta: float) -> None:
 
 
 def test_the_skeleton_is_the_models_config_and_weights_do_not_change_it(tmp_path: Path) -> None:
-    write_skeleton(qwen3(), 64, tmp_path)
+    write_model_stub(qwen3(), 64, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["dtype"] == "float32"
@@ -104,12 +104,12 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, init: ModelInit, said: str) -> None:
     with pytest.raises(ModelInitError, match=said) as caught:
-        write_skeleton(init, 64, tmp_path / "model")
+        write_model_stub(init, 64, tmp_path / "model")
     assert caught.value.hint
     assert not (tmp_path / "model").exists()
 
 
 def test_what_only_the_model_code_knows_is_refused_too(tmp_path: Path) -> None:
-    write_skeleton(qwen3(hidden_act="nonsense"), 64, tmp_path)
+    write_model_stub(qwen3(hidden_act="nonsense"), 64, tmp_path)
     with pytest.raises(ModelInitError, match="cannot build this qwen3"):
         write_weights(tmp_path, 0)

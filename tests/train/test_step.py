@@ -20,11 +20,10 @@ from asyncrl_cli.spec.algorithm import CORRECTION_PRESETS, PRESETS
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.objective import Objective
-from asyncrl_cli.train.model.critic import Critic, ValueModel
 from asyncrl_cli.train.model.initial import build_initial_model
-from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.model.policy import Policy, ValueModel
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.rows import longest_response, shaped_rewards, training_rows
+from asyncrl_cli.train.packing import longest_response, shaped_rewards, training_rows
 from asyncrl_cli.train.step import Learner, train_batch
 
 
@@ -79,7 +78,7 @@ def step(
         engine,
         SkipLimit(0),
         reference if spec.algorithm.kl_coef else None,
-        Critic(critic) if spec.algorithm.needs_critic else None,
+        critic if spec.algorithm.needs_critic else None,
     )
     report, _ = train_batch(learner, batch, 0)
     parameters = [*policy.parameters(), *value_model.parameters()]
@@ -125,7 +124,7 @@ def squares(rewards: torch.Tensor) -> torch.Tensor:
 
 def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: Any) -> Any:
     """A loss of a user's own."""
-    from asyncrl_cli.train.algorithms.policy_losses import TokenLosses
+    from asyncrl_cli.train.algorithms.policy_loss import TokenLosses
 
     nothing = torch.zeros_like(mask)
     return TokenLosses(-advantages * logprobs, nothing, nothing)
@@ -285,7 +284,7 @@ def test_overlong_responses_lose_reward_and_cut_ones_may_be_left_out() -> None:
     [
         ({"loss": "no_such_module:f"}, r"algorithm.loss: no_such_module:f cannot be imported.*Put no_such_module.py"),
         ({"advantage": "test_step:nothing"}, "algorithm.advantage: test_step:nothing cannot be imported"),
-        ({"advantage": "test_step:VARIANTS"}, "is no function but list"),
+        ({"advantage": "test_step:VARIANTS"}, "is not a function .got list"),
     ],
 )
 def test_functions_that_cannot_be_had_are_named(algorithm: dict[str, str], words: str) -> None:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer, end_tokens
-from asyncrl_cli.train.probe import PROBE_TOKENS, probe_ids
+from asyncrl_cli.train.model.tokenizer import CHARACTERS, PROBE_TOKENS, character_tokenizer, end_tokens, probe_ids
 
 TOKENIZER = character_tokenizer(256)
 

@@ -21,8 +21,7 @@ from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.packing import TrainingRow
-from asyncrl_cli.train.rows import shaped_rewards, training_rows
+from asyncrl_cli.train.packing import TrainingRow, shaped_rewards, training_rows
 from asyncrl_cli.train.step import Learner, train_batch
 
 CONFIG = {

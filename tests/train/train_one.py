@@ -65,7 +65,7 @@ def main() -> None:
     from deepspeed.utils import numa
 
     from asyncrl_cli.train.algorithms.objective import Objective
-    from asyncrl_cli.train.model.critic import start_critic
+    from asyncrl_cli.train.deepspeed_engine import start_critic
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.train.model.reference import load_reference
     from asyncrl_cli.train.nonfinite_guard import SkipLimit

@@ -263,21 +263,21 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
 
     from asyncrl_cli.train.algorithms.advantages import check_advantages
     from asyncrl_cli.train.algorithms.objective import Objective
-    from asyncrl_cli.train.algorithms.policy_losses import TokenLosses
+    from asyncrl_cli.train.algorithms.policy_loss import TokenLosses
 
     algorithm = spec.algorithm
     with own_code("importing the functions of algorithm", notice, CODE_S):
         objective = Objective.of(algorithm, search_path)
         location = "algorithm.advantage"
         try:
-            if objective.estimator is not None and ":" in algorithm.advantage:
+            if objective.advantage is not None and ":" in algorithm.advantage:
                 rewards = torch.arange(2.0 * spec.rollout.group_size).reshape(2, -1) % 3
-                check_advantages(objective.estimator(rewards), rewards)
+                check_advantages(objective.advantage(rewards), rewards)
             if ":" in algorithm.loss:
                 location = "algorithm.loss"
                 logprobs = torch.full((2, 4), -1.0, requires_grad=True)
                 mask = torch.ones(2, 4, dtype=torch.bool)
-                losses = objective.loss(logprobs, logprobs.detach(), torch.ones(2, 4), mask, objective.settings)
+                losses = objective.loss(logprobs, logprobs.detach(), torch.ones(2, 4), mask, objective.algorithm)
                 if not isinstance(losses, TokenLosses) or losses.loss.shape != mask.shape:
                     raise TypeError(f"it must return TokenLosses of shape [rows, tokens], not {type(losses).__name__}")
         except Exception as error:  # of the functions

@@ -160,14 +160,13 @@ class StartChecks:
         )
 
     def _load_tokenizer(self) -> str:
-        from asyncrl_cli.train.model.initial import without_progress_bars
-        from asyncrl_cli.train.model.prepare import skeleton
+        from asyncrl_cli.train.model.initial import model_stub, without_progress_bars
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
         model = self._spec.model
 
         def load() -> Any:
-            self._model_dir = str(skeleton(self._spec, self._folder))
+            self._model_dir = str(model_stub(self._spec, self._folder))
             return load_tokenizer(self._model_dir, model.chat_template)
 
         with without_progress_bars():

@@ -1,36 +1,42 @@
-"""Advantages from the rewards of a group: how much better a rollout did than the others of its prompt.
+"""Advantages: from the rewards of a step to how much better than expected each sampled token was.
 
-Invariant: a group whose rewards are all equal has advantages of exactly zero (``none`` aside, which has no baseline),
-and so has a group of one. There is no value network; the group is the baseline. Everything is computed in float64.
+With a group as the baseline (GRPO, Dr. GRPO, RLOO) an ``AdvantageFunction`` compares a rollout with the others of its
+prompt, and every token of the rollout has the result. Without one (REINFORCE++) and with a critic (PPO) the rewards are
+carried back along the tokens of a row: ``rewards_to_go`` and ``gae``. ``whiten`` then scales over the whole step.
 
-A user's own estimator is a function of the same form (``Estimator``), whose result ``check_advantages`` looks at.
+Matrices of rewards are [groups, group_size]; those of tokens are right-padded, [rows, tokens]. Only tokens that count
+(mask true: the policy sampled them) are steps of an episode. Others, such as a tool's answer, are skipped: the step
+after a token is the next token that counts, and no discount is lost between them.
+
+Invariants: a group whose rewards are all equal has advantages of exactly zero (``none`` has no baseline and is the
+exception), and so has a group of one. Where the mask is false results are 0, whatever the arguments hold there, NaN
+included. Everything is computed in float64 and returned in the dtype of the first argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asyncrl_cli.records.training import REWARD_TOLERANCE
+from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, check_shapes
 
 DEVIATION_FLOOR = 1e-6
-"""Added to the standard deviation, so that rewards that differ by rounding only stay without effect."""
+"""Added to the standard deviation, so that rewards that differ by rounding only have no effect."""
 
-Estimator = Callable[[Tensor], Tensor]
-"""Of rewards [groups, group_size], floating point; returns the same shape and dtype."""
+VARIANCE_FLOOR = 1e-8
+"""Added to the variance that whitening divides by."""
+
+AdvantageFunction = Callable[[Tensor], Tensor]
+"""Of rewards [groups, group_size], floating point; returns the same shape and dtype. A user's own function has this
+form, too; ``check_advantages`` checks its result. The functions below raise ``ValueError`` as ``check_rewards``."""
 
 
 def uniform_groups(rewards: Tensor) -> Tensor:
-    """Which groups have rewards that are all equal up to ``REWARD_TOLERANCE``, and so nothing to learn from.
-
-    Args:
-        rewards: [groups, group_size].
-
-    Returns:
-        bool, [groups].
-    """
+    """bool, [groups]: whether all rewards of a group are equal up to ``REWARD_TOLERANCE``: nothing to learn from."""
     return torch.isclose(rewards, rewards[:, :1], rtol=REWARD_TOLERANCE, atol=REWARD_TOLERANCE).all(dim=1)
 
 
@@ -38,15 +44,6 @@ def group_norm(rewards: Tensor) -> Tensor:
     """(r − mean) / (s + 1e-6), with the sample's standard deviation s (divisor group_size − 1).
 
     GRPO, DeepSeekMath, arXiv 2402.03300, section 4.1.2, which leaves the divisor open.
-
-    Args:
-        rewards: [groups, group_size], floating point.
-
-    Returns:
-        [groups, group_size], dtype and device of ``rewards``.
-
-    Raises:
-        ValueError: ``rewards`` is not a floating-point matrix with at least one column, or not finite.
     """
     centred = _centred(rewards)
     variance = centred.square().sum(dim=1, keepdim=True) / max(1, rewards.shape[1] - 1)
@@ -54,11 +51,8 @@ def group_norm(rewards: Tensor) -> Tensor:
 
 
 def group_mean(rewards: Tensor) -> Tensor:
-    """r − mean. Dr. GRPO, arXiv 2503.20783, section 3.2: the deviation weighs up questions that are nearly always, or
-    nearly never, answered.
-
-    Args, returns and raises: as ``group_norm``.
-    """
+    """r − mean. Dr. GRPO, arXiv 2503.20783, section 3.2: dividing by the deviation would raise the weight of questions
+    that are nearly always, or nearly never, answered."""
     return _centred(rewards).to(rewards.dtype)
 
 
@@ -66,22 +60,17 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     """r − mean of the group's other rewards, which is (r − mean)·n / (n − 1) with n rollouts.
 
     RLOO, arXiv 2402.14740, section 3.2. A group of one has no others, and advantage 0.
-
-    Args, returns and raises: as ``group_norm``.
     """
     size = rewards.shape[-1] if rewards.ndim else 0
     return (_centred(rewards) * (size / max(1, size - 1))).to(rewards.dtype)
 
 
 def no_baseline(rewards: Tensor) -> Tensor:
-    """The reward itself, as for REINFORCE++ (arXiv 2501.03262), where the batch is the baseline (``whiten``).
-
-    Args, returns and raises: as ``group_norm``.
-    """
+    """The reward itself, as for REINFORCE++ (arXiv 2501.03262), where the batch is the baseline (``whiten``)."""
     return check_rewards(rewards).clone()
 
 
-ADVANTAGES: dict[str, Estimator] = {
+ADVANTAGES: dict[str, AdvantageFunction] = {
     "group_norm": group_norm,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
@@ -102,10 +91,10 @@ def check_rewards(rewards: Tensor) -> Tensor:
 
 
 def check_advantages(result: object, rewards: Tensor) -> Tensor:
-    """What an estimator of the user's own returned for ``rewards``, if it is what it has to be.
+    """``result``, which a user's own ``AdvantageFunction`` returned for ``rewards``.
 
     Raises:
-        ValueError: it is not a tensor of the rewards' shape and dtype, or not finite. Says which group is not.
+        ValueError: it is not a tensor of the rewards' shape and dtype, or not finite; names the group.
     """
     if not isinstance(result, Tensor):
         raise ValueError(f"advantages must be a tensor, not {type(result).__name__}")
@@ -129,14 +118,11 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Te
 
     Args:
         lengths: tokens of responses, any shape.
-        max_tokens: length with the whole penalty.
-        buffer_tokens: tokens before it in which the penalty grows; from 1 to ``max_tokens``.
+        max_tokens: length with the full penalty.
+        buffer_tokens: tokens before it in which the penalty grows; from 1 to ``max_tokens``, else ``ValueError``.
 
     Returns:
         float32, shape of ``lengths``, from 0 to 1.
-
-    Raises:
-        ValueError: ``buffer_tokens`` is out of range.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens must be from 1 to max_tokens {max_tokens}, not {buffer_tokens}")
@@ -144,7 +130,114 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Te
     return (over / buffer_tokens).clamp(0.0, 1.0).float()
 
 
+def last_token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """A rollout's reward at the last token of its row that counts, and 0 elsewhere.
+
+    ``rewards``: [rows], floating point; ``mask``: bool, [rows, tokens]. Returns [rows, tokens] in the dtype of
+    ``rewards``. A row in which nothing counts has no reward.
+    """
+    check_shapes(mask)
+    remaining = mask.flip(1).cumsum(dim=1).flip(1)  # tokens that count, from here on
+    last = mask & (remaining == 1)
+    return torch.where(last, rewards[:, None], torch.zeros_like(rewards[:, None]))
+
+
+def rewards_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + γ·G of the next token that counts; [rows, tokens] like both arguments.
+
+    ``gamma``: discount per token that counts, from 0 to 1.
+    """
+    check_shapes(mask, token_rewards)
+    return _carried_back(_exact(token_rewards, mask), mask, gamma).to(token_rewards.dtype)
+
+
+def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation, arXiv 1506.02438, eq. 16, and the returns that a critic learns.
+
+    With V' the value of the next token that counts (0 after the last): δ_t = r_t + γ·V' − V_t, A_t = δ_t + γ·λ·A', and
+    the return is A_t + V_t.
+
+    Args:
+        token_rewards: [rows, tokens], floating point.
+        values: [rows, tokens]: what the critic expects from the token on, itself included; no gradient.
+        mask: bool, [rows, tokens].
+        gamma: discount per token that counts, from 0 to 1.
+        lam: decay per token that counts, from 0 (one step ahead) to 1 (the whole row).
+
+    Returns:
+        Advantages and returns, [rows, tokens] each.
+    """
+    check_shapes(mask, token_rewards, values)
+    exact = _exact(values, mask)
+    delta = _exact(token_rewards, mask) + gamma * _next(exact, mask) - exact
+    advantages = _carried_back(delta, mask, gamma * lam)
+    returns = (advantages + exact).masked_fill(~mask, 0.0)
+    return advantages.to(token_rewards.dtype), returns.to(token_rewards.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments(ReducedSums):
+    """Sums from which mean and variance over tokens follow."""
+
+    count: Tensor  # tokens that count
+    total: Tensor  # of the values
+    squares: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Moments:
+        """Those of ``values`` [rows, tokens] where ``mask`` (bool) is true."""
+        check_shapes(mask, values)
+        exact = _exact(values, mask)
+        return cls(mask.sum().double(), exact.sum(), exact.square().sum())
+
+    @property
+    def mean(self) -> Tensor:
+        """float64; 0 when nothing counts."""
+        return self.total / self.count.clamp(min=1)
+
+    @property
+    def variance(self) -> Tensor:
+        """The sample's (divisor count − 1), float64; 0 for fewer than two tokens."""
+        return (self.squares - self.total * self.mean).clamp(min=0) / (self.count - 1).clamp(min=1)
+
+
+def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+    """(A − mean) / √(variance + 1e-8), [rows, tokens].
+
+    ``moments`` are those of all advantages of the step, over all micro-batches and ranks: REINFORCE++, arXiv
+    2501.03262, global advantage normalization.
+    """
+    check_shapes(mask, advantages)
+    whitened = (_exact(advantages, mask) - moments.mean) * (moments.variance + VARIANCE_FLOOR).rsqrt()
+    return whitened.masked_fill(~mask, 0.0).to(advantages.dtype)
+
+
 def _centred(rewards: Tensor) -> Tensor:
     """r − mean in float64; exactly 0 for uniform groups, as the mean of equal numbers can differ by rounding."""
     exact = check_rewards(rewards).double()
     return (exact - exact.mean(dim=1, keepdim=True)).masked_fill(uniform_groups(rewards)[:, None], 0.0)
+
+
+def _exact(values: Tensor, mask: Tensor) -> Tensor:
+    return values.detach().double().masked_fill(~mask, 0.0)
+
+
+def _carried_back(values: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """x_t + decay·(the result at the next token that counts); 0 where the mask is false."""
+    carried = torch.zeros_like(values)
+    after = values.new_zeros(len(values))
+    for token in reversed(range(values.shape[1])):
+        counts = mask[:, token]
+        after = torch.where(counts, values[:, token] + decay * after, after)
+        carried[:, token] = after.masked_fill(~counts, 0.0)
+    return carried
+
+
+def _next(values: Tensor, mask: Tensor) -> Tensor:
+    """The value at the next token that counts; 0 after the last."""
+    following = torch.zeros_like(values)
+    after = values.new_zeros(len(values))
+    for token in reversed(range(values.shape[1])):
+        following[:, token] = after
+        after = torch.where(mask[:, token], values[:, token], after)
+    return following

@@ -15,7 +15,8 @@ expectations are over the policy's own tokens):
 
 In a reward, where only the value counts, k1 gives the gradient of KL(policy ‖ reference).
 
-Invariant: estimates are float64 and d is cut at ±20. Near d = 0 the terms of k3 cancel, which float32 does not survive.
+Invariant: estimates are float64 and d is clamped to ±20. Near d = 0 the terms of k3 cancel, for
+which float32 is too coarse.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ import torch
 from torch import Tensor
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
-"""Of log-probs of the policy and of the reference, both of one shape; float64 of that shape, in nats."""
+"""Of log-probs of the policy and of the reference, both of one shape; float64 of that shape, in nats. Gradients flow
+through both."""
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are cut at ± this before exp: e^20 is far outside every range of use, and far from overflow."""
+"""Log-ratios are clamped to ± this before exp: e^20 is far outside every range of use, and far from overflow."""
 
 
-def limited(log_ratio: Tensor) -> Tensor:
-    """``log_ratio`` cut at ±20. NaN stays NaN; where it cuts, the gradient is 0."""
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """``log_ratio`` clamped to ±20. NaN stays NaN; where it is clamped, the gradient is 0."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """−d: float64, the shape of the arguments. Gradients flow through both."""
+    """−d."""
     return -_distance(logprobs, reference_logprobs)
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d² / 2: float64, the shape of the arguments. Gradients flow through both."""
+    """d² / 2."""
     return 0.5 * _distance(logprobs, reference_logprobs).square()
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """e^d − 1 − d: float64, the shape of the arguments. Gradients flow through both. GRPO's penalty (arXiv 2402.03300,
-    eq. 4)."""
+    """e^d − 1 − d: GRPO's penalty (arXiv 2402.03300, eq. 4)."""
     distance = _distance(logprobs, reference_logprobs)
     return torch.expm1(distance) - distance
 
 
 def _distance(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    return limited(reference_logprobs.double() - logprobs.double())
+    return clamp_log_ratio(reference_logprobs.double() - logprobs.double())
 
 
 KL: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}

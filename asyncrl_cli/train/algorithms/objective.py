@@ -1,4 +1,4 @@
-"""What a spec's algorithm means in functions and numbers: its names resolved, the user's own functions imported."""
+"""A spec's algorithm as functions: its names resolved, the user's own functions imported."""
 
 from __future__ import annotations
 
@@ -10,45 +10,34 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_imports import import_beside
-from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
-from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, Estimator
-from asyncrl_cli.train.algorithms.corrections import Correction
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, AdvantageFunction
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
-from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings, PolicyLoss
+from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
 
 Function = TypeVar("Function")
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The functions that an ``AlgorithmSpec`` names. ``estimator`` is None where a critic estimates advantages."""
+    """The functions that an ``AlgorithmSpec`` names. ``advantage`` is None where a critic estimates advantages."""
 
     algorithm: AlgorithmSpec
-    estimator: Estimator | None
+    advantage: AdvantageFunction | None
     loss: PolicyLoss
-    settings: LossSettings
     kl: KLEstimator
-    correction: Correction
 
     @classmethod
     def of(cls, algorithm: AlgorithmSpec, search_path: Path) -> Objective:
-        """Modules of the user's own functions are sought in ``search_path`` first.
+        """Modules of the user's own functions are looked up in ``search_path`` first.
 
         Raises ``ConfigError`` when one cannot be imported, or does not take the arguments that it is called with.
         """
-        estimator = None
+        advantage = None
         if not algorithm.needs_critic:
-            estimator = _function(ADVANTAGES, algorithm.advantage, "algorithm.advantage", search_path, ("rewards",))
-        return cls(
-            algorithm,
-            estimator,
-            _function(LOSSES, algorithm.loss, "algorithm.loss", search_path, LOSS_ARGUMENTS),
-            LossSettings(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.sapo_temperatures),
-            KL[algorithm.kl_estimator],
-            Correction(
-                **{key: getattr(algorithm.correction, key) for key in CorrectionSpec.model_fields if key != "preset"}
-            ),
-        )
+            advantage = _function(ADVANTAGES, algorithm.advantage, "algorithm.advantage", search_path, ("rewards",))
+        loss = _function(POLICY_LOSSES, algorithm.loss, "algorithm.loss", search_path, LOSS_ARGUMENTS)
+        return cls(algorithm, advantage, loss, KL[algorithm.kl_estimator])
 
 
 LOSS_ARGUMENTS = ("logprobs", "proximal_logprobs", "advantages", "mask", "settings")
@@ -71,7 +60,9 @@ def _function(
         ) from error
     if not callable(function):
         raise ConfigError(
-            f"{name} is no function but {type(function).__name__}", location=location, hint="name a function"
+            f"{name} is not a function (got {type(function).__name__})",
+            location=location,
+            hint="give the name of a function",
         )
     try:
         inspect.signature(function).bind(*arguments)

@@ -1,7 +1,4 @@
-"""Sums over micro-batches, added up over ranks.
-
-Fields whose names end in ``_max`` are maxima; all others add.
-"""
+"""Sums over micro-batches, which add up over ranks to numbers of the whole step."""
 
 from __future__ import annotations
 
@@ -14,9 +11,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Base of what adds up. Fields are float64 tensors without dimensions, detached, so that adding them waits for no
-    device; or ``Sums`` themselves."""
+class ReducedSums:
+    """Base of sums that add with ``+`` over micro-batches, and with ``reduce_over_ranks`` over ranks.
+
+    Fields are float64 tensors without dimensions, detached, so that adding them waits for no device; or are
+    ``ReducedSums`` themselves. Fields whose names end in ``_max`` are maxima; all others add.
+    """
 
     def __add__(self, other: Self) -> Self:
         return replace(
@@ -30,21 +30,31 @@ class Sums:
         )
 
 
-SomeSums = TypeVar("SomeSums", bound=Sums)
+SomeSums = TypeVar("SomeSums", bound=ReducedSums)
 
 
-def add_over_ranks(values: Tensor) -> Tensor:
+def check_shapes(mask: Tensor, *others: Tensor | None) -> None:
+    """Raise ``ValueError`` unless the mask is a bool matrix and all others that are given have its shape."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"the mask must be bool, not {mask.dtype}")
+    shapes = [list(other.shape) for other in others if other is not None]
+    if mask.ndim != 2 or any(shape != list(mask.shape) for shape in shapes):
+        raise ValueError(f"shapes differ from the mask's {list(mask.shape)}: {shapes}")
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of a tensor over all ranks, in place; collective."""
-    if not _alone():
+    if not _single_rank():
         torch.distributed.all_reduce(values)
     return values
 
 
-def over_ranks(sums: SomeSums, device: torch.device) -> SomeSums:
-    """The same with what all ranks have in theirs; collective."""
-    if _alone():
+def reduce_over_ranks(sums: SomeSums, device: torch.device) -> SomeSums:
+    """The sums and maxima over all ranks; collective, on ``device``."""
+    if _single_rank():
         return sums
     leaves = dict(_leaves(sums))
+    # Maxima first on every rank: ranks that called the two collectives in another order would add up maxima.
     for operation, wanted in ((torch.distributed.ReduceOp.MAX, True), (torch.distributed.ReduceOp.SUM, False)):
         names = [name for name in leaves if name.endswith("_max") == wanted]
         if names:
@@ -54,14 +64,14 @@ def over_ranks(sums: SomeSums, device: torch.device) -> SomeSums:
     return _rebuilt(sums, leaves)
 
 
-def _alone() -> bool:
+def _single_rank() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
-def _leaves(sums: Sums, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _leaves(sums: ReducedSums, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for part in fields(sums):
         value = getattr(sums, part.name)
-        if isinstance(value, Sums):
+        if isinstance(value, ReducedSums):
             yield from _leaves(value, f"{prefix}{part.name}.")
         else:
             yield prefix + part.name, value
@@ -71,5 +81,5 @@ def _rebuilt(sums: SomeSums, leaves: dict[str, Tensor], prefix: str = "") -> Som
     changed = {}
     for part in fields(sums):
         name, value = prefix + part.name, getattr(sums, part.name)
-        changed[part.name] = _rebuilt(value, leaves, f"{name}.") if isinstance(value, Sums) else leaves[name]
+        changed[part.name] = _rebuilt(value, leaves, f"{name}.") if isinstance(value, ReducedSums) else leaves[name]
     return replace(sums, **changed)

@@ -1,7 +1,7 @@
 """The critic's loss: squared error of the values, held near those of the start of the step.
 
-Invariant: as for the policy's loss (losses.py), losses of micro-batches add up to the minibatch's mean, and what does
-not count may hold anything.
+Invariant: as for the policy's loss (policy_loss.py), losses of micro-batches add up to the minibatch's mean, and what
+does not count may hold anything.
 """
 
 from __future__ import annotations
@@ -11,37 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl_cli.train.algorithms.loss_aggregation import aggregate, check_shapes
-from asyncrl_cli.train.algorithms.reduced_sums import Sums
+from asyncrl_cli.train.algorithms.policy_loss import aggregate
+from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, check_shapes
 
 
 @dataclass(frozen=True, slots=True)
-class ValueSums(Sums):
-    """Sums over tokens that count; they add over micro-batches and ranks with ``+``.
+class ValueSums(ReducedSums):
+    """Sums over tokens that count."""
 
-    All are float64 tensors without dimensions, detached.
-
-    Args:
-        tokens: tokens that count.
-        clipped: tokens whose clipped value has the larger error: no gradient.
-        error: sum of return − value.
-        error_squared: sum of its square.
-        target: sum of the returns.
-        target_squared: sum of their squares.
-    """
-
-    tokens: Tensor
-    clipped: Tensor
-    error: Tensor
+    tokens: Tensor  # that count
+    clipped: Tensor  # tokens whose clipped value has the larger error: no gradient
+    error: Tensor  # return - value
     error_squared: Tensor
-    target: Tensor
+    target: Tensor  # the returns
     target_squared: Tensor
 
     def summary(self) -> dict[str, float]:
         """Metrics, as Python floats; all 0 when no token counts.
 
-        ``explained_variance`` is 1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 for one that says
-        the same everywhere, and 0 where all returns are equal.
+        ``explained_variance`` is 1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 for a constant
+        one, and 0 where all returns are equal.
         """
         tokens = max(1.0, self.tokens.item())
         unexplained = self.error_squared.item() / tokens - (self.error.item() / tokens) ** 2
@@ -50,7 +39,7 @@ class ValueSums(Sums):
             "clip_fraction": self.clipped.item() / tokens,
             "error_mean": self.error.item() / tokens,
             "return_mean": self.target.item() / tokens,
-            # What is left of equal returns is rounding.
+            # Below this, the variance is rounding alone: all returns are equal.
             "explained_variance": 1.0 - unexplained / variance if variance > 1e-12 else 0.0,
         }
 
@@ -76,12 +65,9 @@ def value_loss(
     Returns:
         The loss (no dimensions) and the sums for metrics.
 
-    Raises:
-        ValueError: shapes differ, the mask is not bool, ``clip`` or the denominator is not positive.
+    Raises ``ValueError`` for shapes that differ, a mask that is not bool, and as ``aggregate``.
     """
     check_shapes(mask, values, old_values, returns)
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be positive, not {clip}")
     values = values.masked_fill(~mask, 0.0)
     old = old_values.detach().masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)

@@ -1,25 +1,34 @@
-"""A model from an architecture's config, with random weights, as a Hugging Face directory.
+"""The model a run starts from: a saved one, or one made from the spec and kept for the next run.
 
-Two parts, so that they can run at the same time in different processes: the skeleton (config and tokenizer)
-is all that an engine needs to start with dummy weights; the weights follow.
+A made model has a Hugging Face directory in ``<runs folder>/models/<key>``, where the key is a digest of everything
+that decides the weights. It appears there complete or not at all.
 
-Invariant: everything the tokenizer decides (the vocabulary's size, the special tokens) is taken from it and
-from nowhere else, and the weights are a function of the skeleton and the seed alone. Weights are float32.
+Making has two parts, so that they can run at the same time in different processes: the model stub (config and
+tokenizer) is all that an engine needs to start with dummy weights; the weights follow.
+
+Invariant: everything the tokenizer decides (the vocabulary's size, the special tokens) is taken from it and from
+nowhere else, and the weights are a function of the stub and the seed alone. Weights are float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.train.model.tokenizer import character_tokenizer, load_tokenizer, with_chat_template
+from asyncrl_cli.spec.inputs import ModelInit, ModelSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.base import Task
+from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer, load_tokenizer, with_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,18 +44,106 @@ class ModelInitError(ConfigError):
     """A ``model.init`` that no model can be made from."""
 
 
+def model_key(spec: ExperimentSpec) -> str:
+    """A digest of what decides the initial weights."""
+    model = spec.model.model_dump(mode="json", exclude={"lora"})
+    if spec.model.warm_start is not None:
+        model["warm_start"].pop("threads")
+        deciding = {"mix"} if spec.task.mix else {"use", "options"}
+        model["task"] = spec.task.model_dump(mode="json", include=deciding)
+    model["chat_template"] = CHAT_TEMPLATE  # without effect on a saved tokenizer
+    if spec.model.chat_template is not None:
+        model["chat_template"] = Path(spec.model.chat_template).read_text()
+    facts = json.dumps({"asyncrl": __version__, "seed": spec.seed, **model}, sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def made_model_dir(spec: ExperimentSpec) -> Path | None:
+    """Where the model lies once it is made; None when the spec names a saved model to use as it is."""
+    if spec.model.init is None and spec.model.warm_start is None:
+        return None
+    return spec.runs_dir.absolute() / "models" / model_key(spec)
+
+
+def model_stub_path(model: ModelSpec, folder: Path) -> str:
+    """Where ``model_stub`` left config and tokenizer: ``folder``, or the saved model that is used as it is."""
+    return str(model.path) if model.init is None and model.chat_template is None else str(folder)
+
+
+def model_stub(spec: ExperimentSpec, folder: Path) -> Path:
+    """A folder with the model's config and tokenizer, which is all that an engine starts from.
+
+    Raises ``ModelInitError`` for a config that makes no model, and ``ChatTemplateError``.
+    """
+    model = spec.model
+    if model.init is not None:
+        write_model_stub(model.init, model.max_length, folder, model.chat_template)
+    elif model.chat_template is not None:
+        copy_model_stub(str(model.path), model.chat_template, folder)
+    return Path(model_stub_path(model, folder))
+
+
+def prepare_model(
+    spec: ExperimentSpec, load_task: Callable[[], Task], progress: Callable[[int, int, float], None]
+) -> Path:
+    """The folder of the initial model, made now unless it was made before.
+
+    ``load_task`` is called only for a warm start, as importing a task takes its time. Raises ``ModelInitError``
+    or ``WarmStartError``.
+    """
+    final = made_model_dir(spec)
+    if final is None:
+        assert spec.model.path is not None
+        return Path(spec.model.path)
+    if final.is_dir():
+        return final
+    try:
+        with atomic_folder(final) as folder:
+            _make(spec, load_task, folder, progress)
+    except OSError:
+        if not final.is_dir():  # another run has just made the same model
+            raise
+    return final
+
+
+def _make(
+    spec: ExperimentSpec, load_task: Callable[[], Task], folder: Path, progress: Callable[[int, int, float], None]
+) -> None:
+    from asyncrl_cli.train.warm_start import warm_start
+
+    model = spec.model
+    if model.init is not None and model.warm_start is None:
+        build_initial_model(model.init, model.max_length, spec.seed, folder, model.chat_template)
+        return
+    assert model.warm_start is not None
+    with tempfile.TemporaryDirectory(prefix=".initial-", dir=folder.parent) as initial:
+        source = Path(model.path or initial)
+        if model.init is not None:
+            build_initial_model(model.init, model.max_length, spec.seed, source, model.chat_template)
+        warm_start(
+            source,
+            load_task(),
+            model.warm_start,
+            model.max_length,
+            spec.seed,
+            folder,
+            progress,
+            model.chat_template,
+        )
+
+
 def build_initial_model(
     init: ModelInit, max_length: int, seed: int, directory: Path, chat_template: str | None = None
 ) -> None:
-    """Write skeleton and weights to ``directory``, which ``AutoModelForCausalLM`` and vLLM load.
+    """Write model stub and weights to ``directory``, which ``AutoModelForCausalLM`` and vLLM load.
 
     Raises ``ModelInitError``.
     """
-    write_skeleton(init, max_length, directory, chat_template)
+    write_model_stub(init, max_length, directory, chat_template)
     write_weights(directory, seed)
 
 
-def write_skeleton(init: ModelInit, max_length: int, directory: Path, chat_template: str | None = None) -> None:
+def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_template: str | None = None) -> None:
     """Write config, generation config and tokenizer to ``directory``; needs no model code.
 
     ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config gives one; ``chat_template`` is a
@@ -66,7 +163,7 @@ def write_skeleton(init: ModelInit, max_length: int, directory: Path, chat_templ
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def copy_skeleton(model: str, chat_template: str, directory: Path) -> None:
+def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
     """Write config and tokenizer of a saved model (a folder, or a hub id) to ``directory``, with another template.
 
     Raises ``ChatTemplateError``, and what transformers raises where there is no such model.
@@ -80,7 +177,7 @@ def copy_skeleton(model: str, chat_template: str, directory: Path) -> None:
 
 
 def write_weights(directory: Path, seed: int) -> None:
-    """Add random float32 weights to the skeleton in ``directory``, drawn from ``seed`` alone.
+    """Add random float32 weights to the model stub in ``directory``, drawn from ``seed`` alone.
 
     The process's own random state is left as it was. Raises ``ModelInitError`` where transformers cannot
     build the architecture.

@@ -1,8 +1,8 @@
-"""The policy as the trainer sees it: token ids in, log-probabilities of the response tokens out.
+"""The models that are trained: the policy, token ids in and log-probabilities of the response tokens out; the critic.
 
-Only positions that predict a response token reach the output head, and ``head.py`` keeps their logits from existing at
-once. With packing the rows go through the model one after another in one sequence, without padding; what goes in and
-what comes out is the same, so nothing else knows of it.
+Only positions that predict a response token reach the output head, and ``chunked_logprobs`` keeps their logits from
+existing at once. With packing the rows go through the model one after another in one sequence, without padding; input
+and output are the same, so nothing else knows of it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,29 @@ class Policy(nn.Module):
         nothing = torch.zeros(response_mask.shape, dtype=logprobs.dtype, device=input_ids.device)
         scored = nothing.masked_scatter(response_mask, logprobs)
         return scored if entropy == "none" else (scored, nothing.masked_scatter(response_mask, entropies))
+
+
+class ValueModel(nn.Module):
+    """The critic: a value network with the policy's architecture and initial weights, and a linear head to one number,
+    which begins at 0."""
+
+    def __init__(self, backbone: Any, packing: bool = False) -> None:
+        """``packing``: as in ``Policy``."""
+        super().__init__()
+        self.backbone = backbone
+        self.packing = packing
+        width = backbone.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, bias=False, dtype=backbone.dtype)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
+        """Values, float32 [rows, tokens]: what is expected before a token under ``response_mask`` is known; else 0.
+
+        Arguments are as those of ``Policy``.
+        """
+        hidden = predicting_states(self.backbone, input_ids, response_mask, self.packing)
+        values = self.head(hidden)[:, 0].float()
+        return torch.zeros(response_mask.shape, device=values.device).masked_scatter(response_mask, values)
 
 
 def predicting_states(backbone: Any, input_ids: Tensor, response_mask: Tensor, packing: bool) -> Tensor:

@@ -13,16 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, with_garbage
 
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.train.algorithms.kl import KL
-from asyncrl_cli.train.algorithms.loss_aggregation import Aggregation, LossSums, aggregate, policy_loss
-from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings, TokenLosses
+from asyncrl_cli.train.algorithms.policy_loss import (
+    POLICY_LOSSES,
+    Aggregation,
+    LossSums,
+    TokenLosses,
+    aggregate,
+    policy_loss,
+)
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-NUMBERS = LossSettings(clip_low=0.2, clip_high=0.28)
-CLIP: dict[str, Any] = {"loss": LOSSES["clip"], "settings": NUMBERS}
+NUMBERS = AlgorithmSpec(clip_low=0.2, clip_high=0.28)
+CLIP: dict[str, Any] = {"loss": POLICY_LOSSES["clip"], "settings": NUMBERS}
 COEFFICIENTS: dict[str, Any] = CLIP | {"kl_coef": 0.1, "entropy_coef": 0.05}
 CASES = {**SIZES, "aggregation": st.sampled_from(AGGREGATIONS)}
-EVERYTHING = {**CASES, "loss": st.sampled_from(list(LOSSES)), "kl": st.sampled_from(list(KL))}
+EVERYTHING = {**CASES, "loss": st.sampled_from(list(POLICY_LOSSES)), "kl": st.sampled_from(list(KL))}
 
 
 def arguments(case: Matrices) -> dict[str, Any]:
@@ -75,7 +82,12 @@ def test_microbatches_add_up_to_the_minibatch(
     seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation, loss: str, kl: str, cuts: set[int]
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
-    options: dict[str, Any] = {"aggregation": aggregation, "denominator": 7.0, "loss": LOSSES[loss], "kl": KL[kl]}
+    options: dict[str, Any] = {
+        "aggregation": aggregation,
+        "denominator": 7.0,
+        "loss": POLICY_LOSSES[loss],
+        "kl": KL[kl],
+    }
     whole, summary, gradients = evaluated(case, **options)
     found, total, parts = 0.0, None, []
     for start, end in pairwise([0, *sorted(cut for cut in cuts if cut < rows), rows]):
@@ -97,7 +109,12 @@ def test_order_of_rows_padding_and_garbage_in_it_change_nothing(
     seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation, loss: str, kl: str, columns: int
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
-    options: dict[str, Any] = {"aggregation": aggregation, "denominator": 7.0, "loss": LOSSES[loss], "kl": KL[kl]}
+    options: dict[str, Any] = {
+        "aggregation": aggregation,
+        "denominator": 7.0,
+        "loss": POLICY_LOSSES[loss],
+        "kl": KL[kl],
+    }
     whole, summary, gradients = evaluated(case, **options)
     order = np.random.default_rng(seed).permutation(rows)
     dirty = {name: array[order] for name, array in with_garbage(case, columns).items()}
@@ -135,7 +152,7 @@ def test_sums_match_their_definitions(
 def test_a_loss_of_the_users_own_is_used_and_looked_at() -> None:
     case = matrices(0, 3, 5, 0.3)
 
-    def reinforce(logprobs: Any, proximal: Any, advantages: Any, mask: Any, numbers: LossSettings) -> TokenLosses:
+    def reinforce(logprobs: Any, proximal: Any, advantages: Any, mask: Any, numbers: AlgorithmSpec) -> TokenLosses:
         assert not torch.cat([logprobs[~mask], proximal[~mask], advantages[~mask]]).any()
         return TokenLosses(-logprobs * advantages, mask, ~mask)
 
@@ -162,25 +179,27 @@ def test_advantages_may_be_those_of_rows() -> None:
     assert by_row.item() == by_token.item() != other.item()
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_only_the_policys_outputs_carry_gradient(name: str) -> None:
     inputs = {
         name: tensor if name == "mask" else tensor.requires_grad_()
         for name, tensor in arguments(matrices(1, 2, 4, 0.3)).items()
     }
-    loss, _ = policy_loss(**inputs, **COEFFICIENTS | {"loss": LOSSES[name]}, aggregation="token_mean", denominator=1.0)
+    loss, _ = policy_loss(
+        **inputs, **COEFFICIENTS | {"loss": POLICY_LOSSES[name]}, aggregation="token_mean", denominator=1.0
+    )
     loss.backward()
     assert {name for name, tensor in inputs.items() if tensor.grad is not None} == {"logprobs", "entropies"}
 
 
 @pytest.mark.parametrize("rows", [0, 2])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_an_empty_microbatch_can_run_backward(rows: int, aggregation: Aggregation, name: str) -> None:
     logprobs = torch.full((rows, 3), float("nan"), requires_grad=True)
     loss, sums = policy_loss(
         logprobs, torch.zeros(rows, 3), torch.ones(rows), torch.zeros(rows, 3, dtype=torch.bool),
-        loss=LOSSES[name], settings=NUMBERS, aggregation=aggregation, denominator=5.0,
+        loss=POLICY_LOSSES[name], settings=NUMBERS, aggregation=aggregation, denominator=5.0,
     )  # fmt: skip
     loss.backward()
     assert loss.item() == 0.0
@@ -189,13 +208,13 @@ def test_an_empty_microbatch_can_run_backward(rows: int, aggregation: Aggregatio
     assert not logprobs.grad.any()
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
 @pytest.mark.parametrize(("gap", "advantage"), [(1e4, -1.0), (-1e4, 1.0), (1e4, 1.0), (-1e4, -1.0)])
 def test_extreme_ratios_stay_finite(gap: float, advantage: float, name: str) -> None:
     logprobs = torch.full((1, 2), gap, requires_grad=True)
     loss, sums = policy_loss(
         logprobs, torch.zeros(1, 2), torch.tensor([advantage]), torch.ones(1, 2, dtype=torch.bool),
-        loss=LOSSES[name], settings=NUMBERS, aggregation="token_mean", denominator=2.0,
+        loss=POLICY_LOSSES[name], settings=NUMBERS, aggregation="token_mean", denominator=2.0,
         reference_logprobs=torch.zeros(1, 2), kl_coef=0.1,
     )  # fmt: skip
     loss.backward()

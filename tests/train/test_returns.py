@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, matrices, tensors, with_garbage
 
-from asyncrl_cli.train.algorithms.returns import Moments, gae, last_token_rewards, rewards_to_go, whiten
+from asyncrl_cli.train.algorithms.advantages import Moments, gae, last_token_rewards, rewards_to_go, whiten
 
 DECAYS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
 

@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors
 
-from asyncrl_cli.train.algorithms.policy_losses import LOSSES, LossSettings, TokenLosses
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, TokenLosses
 
 SETTINGS = {
-    "plain": LossSettings(clip_low=0.2, clip_high=0.28),
-    "dual": LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=3.0),
-    "no lower edge": LossSettings(clip_low=1.0, clip_high=4.0, sapo_temperatures=(2.0, 0.5)),
+    "plain": AlgorithmSpec(clip_low=0.2, clip_high=0.28),
+    "dual": AlgorithmSpec(clip_low=0.2, clip_high=0.28, dual_clip=3.0),
+    "no lower edge": AlgorithmSpec(clip_low=1.0, clip_high=4.0, sapo_temperatures=(2.0, 0.5)),
 }
 
 
-def clipped(ratio: np.ndarray, advantage: np.ndarray, numbers: LossSettings) -> tuple[np.ndarray, np.ndarray]:
+def clipped(ratio: np.ndarray, advantage: np.ndarray, numbers: AlgorithmSpec) -> tuple[np.ndarray, np.ndarray]:
     """PPO's loss, and the share of −A·r that its gradient is."""
     low, high = 1 - numbers.clip_low, 1 + numbers.clip_high
     gain = np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)
@@ -32,7 +33,7 @@ def clipped(ratio: np.ndarray, advantage: np.ndarray, numbers: LossSettings) -> 
     return -gain, active.astype(np.float64)
 
 
-def reference(name: str, case: Matrices, numbers: LossSettings) -> tuple[np.ndarray, np.ndarray]:
+def reference(name: str, case: Matrices, numbers: AlgorithmSpec) -> tuple[np.ndarray, np.ndarray]:
     """Loss and its gradient by the log-probs, [rows, tokens], in float64; only where the mask is true."""
     double = exact(case)
     log_ratio, advantage, mask = double["logprobs"] - double["proximal"], double["advantages"], case["mask"]
@@ -51,16 +52,16 @@ def reference(name: str, case: Matrices, numbers: LossSettings) -> tuple[np.ndar
     return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
 
 
-def evaluated(name: str, case: Matrices, numbers: LossSettings) -> tuple[TokenLosses, torch.Tensor]:
+def evaluated(name: str, case: Matrices, numbers: AlgorithmSpec) -> tuple[TokenLosses, torch.Tensor]:
     logprobs, proximal, advantages, mask = tensors(case, "logprobs", "proximal", "advantages", "mask")
     logprobs.requires_grad_()
-    found = LOSSES[name](logprobs, proximal, advantages, mask, numbers)
+    found = POLICY_LOSSES[name](logprobs, proximal, advantages, mask, numbers)
     found.loss[mask].sum().backward()
     assert logprobs.grad is not None
     return found, logprobs.grad
 
 
-def near_an_edge(name: str, case: Matrices, numbers: LossSettings) -> bool:
+def near_an_edge(name: str, case: Matrices, numbers: AlgorithmSpec) -> bool:
     """Whether rounding decides on which side of an edge a ratio is."""
     double = exact(case)
     log_ratio, mask = double["logprobs"] - double["proximal"], case["mask"]
@@ -70,12 +71,12 @@ def near_an_edge(name: str, case: Matrices, numbers: LossSettings) -> bool:
     return bool(np.isclose(np.exp(log_ratio)[..., None], edges, rtol=1e-5).any())
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
 @pytest.mark.parametrize("numbers", list(SETTINGS.values()), ids=list(SETTINGS))
 @settings(deadline=None)
 @given(**SIZES)
 def test_loss_and_gradient_match_the_paper(
-    name: str, numbers: LossSettings, seed: int, rows: int, tokens: int, spread: float
+    name: str, numbers: AlgorithmSpec, seed: int, rows: int, tokens: int, spread: float
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
     if near_an_edge(name, case, numbers):
@@ -90,7 +91,7 @@ def test_loss_and_gradient_match_the_paper(
     assert (error <= 1e-5 * (np.abs(expected) + size) + 1e-7)[mask].all()
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
 @settings(deadline=None)
 @given(**SIZES)
 def test_on_the_proximal_policy_all_are_reinforce(name: str, seed: int, rows: int, tokens: int, spread: float) -> None:
@@ -101,11 +102,11 @@ def test_on_the_proximal_policy_all_are_reinforce(name: str, seed: int, rows: in
     assert not (found.clipped_low | found.clipped_high).numpy()[case["mask"]].any()
 
 
-def at_ratios(name: str, ratios: list[float], advantage: float, numbers: LossSettings) -> tuple[Any, ...]:
+def at_ratios(name: str, ratios: list[float], advantage: float, numbers: AlgorithmSpec) -> tuple[Any, ...]:
     """Gradients and clipped tokens, each ratio in a row of its own."""
     logprobs = torch.tensor(ratios)[:, None].log().requires_grad_()
     ones = torch.ones_like(logprobs)
-    found = LOSSES[name](logprobs, 0 * ones.detach(), advantage * ones, ones.bool(), numbers)
+    found = POLICY_LOSSES[name](logprobs, 0 * ones.detach(), advantage * ones, ones.bool(), numbers)
     found.loss.sum().backward()
     assert logprobs.grad is not None
     return tuple(x.flatten().tolist() for x in (logprobs.grad != 0, found.clipped_low, found.clipped_high))
@@ -137,7 +138,7 @@ def test_gspo_clips_sequences_as_a_whole() -> None:
     """One far token among three; their mean is what is clipped, and which gradients are lost."""
     logprobs = torch.tensor([[0.6, 0.0, 0.0], [0.9, 0.0, 0.0]]).requires_grad_()
     ones = torch.ones(2, 3)
-    found = LOSSES["gspo"](logprobs, 0 * ones, ones, ones.bool(), SETTINGS["plain"])
+    found = POLICY_LOSSES["gspo"](logprobs, 0 * ones, ones, ones.bool(), SETTINGS["plain"])
     found.loss.sum().backward()
     assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad.numpy(), [[-np.exp(0.2)] * 3, [0.0] * 3], rtol=1e-6)
@@ -151,8 +152,8 @@ def test_sapo_fades_faster_with_a_higher_temperature(ratio: float, advantage: fl
     for temperature in (0.5, 1.0, 2.0):
         logprobs = torch.tensor([[ratio]], dtype=torch.float64).log().requires_grad_()
         zeros = torch.zeros(1, 1, dtype=torch.float64)
-        numbers = LossSettings(sapo_temperatures=(temperature, temperature))
-        LOSSES["sapo"](logprobs, zeros, zeros + advantage, zeros == 0, numbers).loss.sum().backward()
+        numbers = AlgorithmSpec(sapo_temperatures=(temperature, temperature))
+        POLICY_LOSSES["sapo"](logprobs, zeros, zeros + advantage, zeros == 0, numbers).loss.sum().backward()
         assert logprobs.grad is not None
         gradients.append(abs(logprobs.grad.item()))
     assert gradients == sorted(gradients, reverse=True)
@@ -170,4 +171,4 @@ def test_sapo_fades_faster_with_a_higher_temperature(ratio: float, advantage: fl
 )
 def test_numbers_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LossSettings(**change)
+        AlgorithmSpec(**change)

@@ -1,0 +1,255 @@
+"""The policy's loss of a micro-batch, from the loss of a token to the mean over the minibatch.
+
+With r = exp(log-prob − proximal log-prob) and advantage A a ``PolicyLoss`` is −(some bounded function of r) · A of each
+token. They differ in what happens to a token whose ratio left the range 1 − clip_low to 1 + clip_high:
+
+    clip    it has no gradient, if the gradient would lead further out
+    gspo    the same, for the ratio of the whole sequence
+    cispo   it keeps a gradient, with a weight at the edge of the range
+    sapo    no edge: the gradient fades with the distance from r = 1
+
+``policy_loss`` weighs it (corrections.py), adds the KL penalty (kl.py) and the entropy bonus, and ``aggregate`` takes
+the mean.
+
+Invariants. At r = 1 the gradient by the log-prob is −A for all of them, so that one update on its own policy's tokens
+is REINFORCE whichever loss is named. Log-ratios are clamped to ±20. Losses add: the caller passes the denominator of
+the whole minibatch (over all micro-batches and ranks), so the sum of the micro-batches' losses is the minibatch's mean
+exactly, however it was split. A framework that averages gradients over R ranks needs the denominator divided by R.
+What does not count (mask false) may hold anything, NaN included: it adds nothing to the loss and its gradient is
+exactly 0. A micro-batch in which nothing counts has loss 0 and can still run backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.train.algorithms.kl import KLEstimator, clamp_log_ratio, k3
+from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, check_shapes
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """What a ``PolicyLoss`` returns; all [rows, tokens]."""
+
+    loss: Tensor  # floating point, with gradient
+    clipped_low: Tensor  # bool; tokens whose ratio was held at the lower edge
+    clipped_high: Tensor  # bool; tokens whose ratio was held at the upper edge
+
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, AlgorithmSpec], TokenLosses]
+"""Of (logprobs, proximal_logprobs, advantages, mask, settings): [rows, tokens] each, the mask bool, and the spec's
+``algorithm`` for its numbers. Gradients flow through the first alone; 0 stands wherever the mask is false. A user's
+own loss has this form, too."""
+
+
+def clip_loss(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: AlgorithmSpec
+) -> TokenLosses:
+    """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
+
+    PPO, arXiv 1707.06347, eq. 7; with an upper edge of its own (clip-higher) DAPO, arXiv 2503.14476, eq. 10. With
+    ``dual_clip`` c the loss of a negative advantage is at most −c·A (arXiv 1912.09729): a token that became
+    very likely although it was bad pulls no harder than c times.
+    """
+    return _clipped(clamp_log_ratio(logprobs - proximal_logprobs).exp(), advantages, settings)
+
+
+def gspo_loss(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: AlgorithmSpec
+) -> TokenLosses:
+    """``clip_loss`` with the ratio of the sequence, s = exp(mean over the row's tokens that count of log r).
+
+    GSPO, arXiv 2507.18071, eq. 5 to 7. The gradient goes to each token by its own log-prob and advantage (GSPO-token,
+    eq. 13 and 14), which with one advantage in a row is GSPO's gradient. Such ratios are far closer to 1: ranges are
+    of the order of 3e-4.
+    """
+    log_ratio = (logprobs - proximal_logprobs).detach().double() * mask
+    of_row = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    ratio = clamp_log_ratio(logprobs - logprobs.detach() + of_row.to(logprobs.dtype)).exp()
+    return _clipped(ratio, advantages, settings)
+
+
+def cispo_loss(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: AlgorithmSpec
+) -> TokenLosses:
+    """−w·A·log-prob, where w = clip(r, 1 − clip_low, 1 + clip_high) carries no gradient.
+
+    CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. REINFORCE with clipped weights: no token loses its gradient. The
+    paper sets no lower edge, which is ``clip_low`` = 1.
+    """
+    ratio = clamp_log_ratio(logprobs.detach() - proximal_logprobs).exp()
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    return TokenLosses(-ratio.clamp(low, high) * advantages * logprobs, ratio < low, ratio > high)
+
+
+def sapo_loss(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: AlgorithmSpec
+) -> TokenLosses:
+    """−(4 / τ)·sigmoid(τ·(r − 1))·A, where τ is the temperature of positive, or of other, advantages.
+
+    SAPO, arXiv 2511.20347, section 3. With p the sigmoid, the gradient by the log-prob is −4·p·(1 − p)·r·A. Nothing is
+    clipped.
+    """
+    ratio = clamp_log_ratio(logprobs - proximal_logprobs).exp()
+    positive, other = settings.sapo_temperatures
+    temperature = torch.where(advantages > 0, ratio.new_tensor(positive), ratio.new_tensor(other))
+    loss = -(4.0 / temperature) * torch.sigmoid(temperature * (ratio - 1.0)) * advantages
+    never = torch.zeros_like(mask)
+    return TokenLosses(loss, never, never)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, settings: AlgorithmSpec) -> TokenLosses:
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    gain = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    clipped_high = (advantages > 0) & (ratio > high)
+    if settings.dual_clip is not None:
+        bounded = (advantages < 0) & (ratio > settings.dual_clip)
+        gain = torch.where(bounded, settings.dual_clip * advantages, gain)
+        clipped_high = clipped_high | bounded
+    return TokenLosses(-gain, (advantages < 0) & (ratio < low), clipped_high)
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {"clip": clip_loss, "gspo": gspo_loss, "cispo": cispo_loss, "sapo": sapo_loss}
+"""By the names that a spec uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums(ReducedSums):
+    """Sums over tokens that count."""
+
+    tokens: Tensor  # that count
+    ratio: Tensor  # current / proximal
+    clipped_low: Tensor  # tokens, as in ``TokenLosses``
+    clipped_high: Tensor
+    kl_proximal: Tensor  # the k3 estimate of KL(proximal ‖ current): ratio - 1 - log ratio
+    kl_reference: Tensor  # the penalty's estimate of KL(current ‖ reference); 0 without a reference
+    entropy: Tensor  # 0 when entropies are not given
+
+    def summary(self) -> dict[str, float]:
+        """Means over tokens, as Python floats; all 0 when no token counts."""
+        tokens = max(1.0, self.tokens.item())
+        return {
+            "ratio_mean": self.ratio.item() / tokens,
+            "clip_low_fraction": self.clipped_low.item() / tokens,
+            "clip_high_fraction": self.clipped_high.item() / tokens,
+            "kl_proximal": self.kl_proximal.item() / tokens,
+            "kl_reference": self.kl_reference.item() / tokens,
+            "entropy": self.entropy.item() / tokens,
+        }
+
+
+def policy_loss(
+    logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    loss: PolicyLoss,
+    settings: AlgorithmSpec,
+    aggregation: Aggregation,
+    denominator: float,
+    importance_weights: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    kl: KLEstimator = k3,
+    kl_coef: float = 0.0,
+    entropies: Tensor | None = None,
+    entropy_coef: float = 0.0,
+) -> tuple[Tensor, LossSums]:
+    """The loss of one micro-batch, to be minimized. A token's is
+
+        w · (policy loss) + kl_coef · (KL estimate) − entropy_coef · (entropy)
+
+    The weight w corrects for where the token was sampled (corrections.py). It does not weigh the penalty and the
+    bonus, which keep the policy near the reference, and wide, at tokens that are left out of the policy loss, too.
+
+    Args:
+        logprobs: [rows, tokens], of the weights being trained; gradients flow through it.
+        proximal_logprobs: [rows, tokens], of the proximal policy, mostly that of the start of the step; no gradient.
+        advantages: [rows] or [rows, tokens]; no gradient.
+        mask: bool, [rows, tokens]; true where a token counts.
+        loss: one of ``POLICY_LOSSES`` or the user's own.
+        settings: its numbers.
+        aggregation: see ``aggregate``.
+        denominator: see ``aggregate``.
+        importance_weights: [rows, tokens]; no gradient. None: all 1.
+        reference_logprobs: [rows, tokens], of the reference model; no gradient. Needed if ``kl_coef`` > 0.
+        kl: estimator of the penalty, of ``kl.KL``.
+        kl_coef: weight of the penalty.
+        entropies: [rows, tokens], nats, of the distribution that each token was sampled from, under the weights being
+            trained; with gradient if ``entropy_coef`` > 0. None: not measured.
+        entropy_coef: weight of the bonus.
+
+    Returns:
+        The loss (no dimensions) and the sums for metrics.
+
+    Raises:
+        ValueError: shapes differ, the mask is not bool, the penalty has no reference, the bonus no entropies, or as
+            ``aggregate``.
+    """
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand(len(advantages), logprobs.shape[-1])
+    check_shapes(mask, logprobs, proximal_logprobs, advantages, importance_weights, reference_logprobs, entropies)
+    if kl_coef and reference_logprobs is None:
+        raise ValueError("a KL penalty needs reference_logprobs")
+    if entropy_coef and entropies is None:
+        raise ValueError("an entropy bonus needs entropies")
+
+    # Masked values are replaced before exp: 0 · NaN would be NaN in the backward pass.
+    logprobs = logprobs.masked_fill(~mask, 0.0)
+    proximal = proximal_logprobs.detach().masked_fill(~mask, 0.0)
+
+    tokens = loss(logprobs, proximal, advantages.detach().masked_fill(~mask, 0.0), mask, settings)
+    check_shapes(mask, tokens.loss, tokens.clipped_low, tokens.clipped_high)
+    per_token = tokens.loss
+    if importance_weights is not None:
+        per_token = per_token * importance_weights.detach().masked_fill(~mask, 0.0)
+    penalty = entropy = torch.zeros_like(per_token, dtype=torch.float64)
+    if reference_logprobs is not None:
+        penalty = kl(logprobs, reference_logprobs.detach().masked_fill(~mask, 0.0))
+        per_token = per_token + kl_coef * penalty.to(per_token.dtype)
+    if entropies is not None:
+        entropy = entropies.masked_fill(~mask, 0.0)
+        per_token = per_token - entropy_coef * entropy
+    mean = aggregate(per_token, mask, aggregation, denominator)
+
+    with torch.no_grad():
+        ratio = clamp_log_ratio(logprobs - proximal).exp()
+        return mean, LossSums(
+            tokens=mask.sum().double(),
+            ratio=(ratio * mask).sum(dtype=torch.float64),
+            clipped_low=(mask & tokens.clipped_low).sum().double(),
+            clipped_high=(mask & tokens.clipped_high).sum().double(),
+            kl_proximal=k3(proximal, logprobs).sum(),
+            kl_reference=penalty.detach().sum(),
+            entropy=entropy.detach().sum(dtype=torch.float64),
+        )
+
+
+def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float) -> Tensor:
+    """This micro-batch's share of the minibatch's mean; no dimensions, dtype of ``per_token`` [rows, tokens].
+
+    ``token_mean``: the sum over tokens that count / denominator (the minibatch's tokens that count; DAPO,
+    arXiv 2503.14476, section 3.3). ``sequence_mean``: the sum over rows of the row's mean over its tokens
+    that count / denominator (the minibatch's sequences; GRPO, arXiv 2402.03300, eq. 3). ``sequence_sum``: the sum over
+    tokens that count / denominator (the minibatch's sequences times a fixed number of tokens, whatever their
+    lengths; Dr. GRPO, arXiv 2503.20783, section 3.2). A row in which nothing counts adds 0.
+
+    ``denominator`` is that of the whole minibatch, over all micro-batches and ranks. Raises ``ValueError`` when it is
+    not positive, or the aggregation unknown.
+    """
+    if not denominator > 0:
+        raise ValueError(f"the denominator must be positive, not {denominator}")
+    per_row = per_token.masked_fill(~mask, 0.0).sum(dim=1)
+    if aggregation == "sequence_mean":
+        per_row = per_row / mask.sum(dim=1).clamp(min=1)
+    elif aggregation not in ("token_mean", "sequence_sum"):
+        raise ValueError(f"aggregation is token_mean, sequence_mean or sequence_sum, not {aggregation!r}")
+    return per_row.sum() / denominator
