@@ -82,12 +82,12 @@ def test_engines_saved_models_and_exports_have_the_same_weights(trained: Any, tm
     from transformers import AutoModelForCausalLM
 
     folder, kind, before, checkpoint = trained
-    skeleton = folder / "first/rank-0.pt.model"
-    export_model(checkpoint, str(skeleton), tmp_path / "export", None if kind == "reference" else LORA)
+    stub = folder / "first/rank-0.pt.model"
+    export_model(checkpoint, str(stub), tmp_path / "export", None if kind == "reference" else LORA)
     for place in (tmp_path / "export", folder / "first/rank-0.pt.saved"):
         model = AutoModelForCausalLM.from_pretrained(place)
         assert differs(dict(model.named_parameters()), before["published"]) < 1e-6
-    start = dict(AutoModelForCausalLM.from_pretrained(skeleton).named_parameters())
+    start = dict(AutoModelForCausalLM.from_pretrained(stub).named_parameters())
     moved = {name for name, weight in start.items() if not torch.equal(weight, before["published"][name])}
     assert moved == ({name for name in start if "proj" in name} if kind != "reference" else set(start))
     if "lora_" in "".join(before["weights"]):

@@ -28,7 +28,7 @@ def chat_of(folder: Path) -> str:
     return str(text)
 
 
-def test_skeleton_and_model_have_it_whatever_the_model_is_made_from(tmp_path: Path) -> None:
+def test_model_stub_and_model_have_it_whatever_the_model_is_made_from(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     plain = prepare_model(spec(tmp_path, init=INIT), lambda: pytest.fail("no warm start"), lambda *_: None)

@@ -54,7 +54,7 @@ def test_the_rotary_base_takes_effect(tmp_path: Path, theta: float) -> None:
     assert saved["rope_parameters"]["rope_theta"] == theta, "where vLLM reads it"
 
 
-def test_the_skeleton_is_the_models_config_and_weights_do_not_change_it(tmp_path: Path) -> None:
+def test_the_model_stub_is_the_models_config_and_weights_do_not_change_it(tmp_path: Path) -> None:
     write_model_stub(qwen3(), 64, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
@@ -91,14 +91,14 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
         (ModelInit(architecture="qwen33"), "did you mean `qwen3`"),
         (ModelInit(architecture="vit"), "no causal language model of type 'vit'"),
         (qwen3(hiden_size=16), "did you mean `hidden_size`"),
-        (qwen3(vocab_size=100), "vocab_size follows from the tokenizer"),
-        (qwen3(eos_token_id=3), "eos_token_id follows from the tokenizer"),
+        (qwen3(vocab_size=100), "vocab_size: follows from the tokenizer"),
+        (qwen3(eos_token_id=3), "eos_token_id: follows from the tokenizer"),
         (qwen3(hidden_size="wide"), "'hidden_size' expected int"),
-        (qwen3(num_hidden_layers=0), "num_hidden_layers is 0"),
-        (qwen3(num_attention_heads=3, num_key_value_heads=2), "3 attention heads cannot share 2"),
+        (qwen3(num_hidden_layers=0), "num_hidden_layers: 0 is less than 1"),
+        (qwen3(num_attention_heads=3, num_key_value_heads=2), "2 key-value heads cannot share 3 heads"),
         (qwen3(head_dim=7), "refused by Qwen3Config.*even rotary dimension"),
-        (qwen3(max_position_embeddings=32), "less than model.max_length 64"),
-        (ModelInit(architecture="llama", config={**TINY, "hidden_size": 15}), "multiple of|number of attention heads"),
+        (qwen3(max_position_embeddings=32), "64 tokens are more than the model's 32 positions"),
+        (ModelInit(architecture="llama", config={**TINY, "hidden_size": 15}), "cannot be split over 2 heads|number of attention heads"),
         (ModelInit(architecture="qwen3", tokenizer="/no/such/folder"), "no tokenizer could be loaded"),
     ],
 )

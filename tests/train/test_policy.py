@@ -105,7 +105,7 @@ def test_models_that_can_be_trained_pass_the_check(architecture: str, packing: b
     [
         ("gemma2", False, "neither capped nor scaled"),
         ("granite", False, "neither capped nor scaled"),
-        ("opt", True, "Set trainer.packing to false"),
+        ("opt", True, "set trainer.packing to false"),
     ],
 )
 def test_models_that_would_be_trained_wrongly_are_refused(architecture: str, packing: bool, hint: str) -> None:

@@ -282,7 +282,7 @@ def test_overlong_responses_lose_reward_and_cut_ones_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        ({"loss": "no_such_module:f"}, r"algorithm.loss: no_such_module:f cannot be imported.*Put no_such_module.py"),
+        ({"loss": "no_such_module:f"}, r"algorithm.loss: no_such_module:f cannot be imported.*put no_such_module.py"),
         ({"advantage": "test_step:nothing"}, "algorithm.advantage: test_step:nothing cannot be imported"),
         ({"advantage": "test_step:VARIANTS"}, "is not a function .got list"),
     ],

@@ -133,8 +133,8 @@ def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None
     from asyncrl_cli.train.model.policy import Policy
 
     folder, trainer, reference, checkpoint = two_ranks
-    skeleton = folder / "first/rank-0.pt.model"
-    export_model(checkpoint, str(skeleton), tmp_path / "new/model")
+    stub = folder / "first/rank-0.pt.model"
+    export_model(checkpoint, str(stub), tmp_path / "new/model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new/model")
     assert str(model.dtype) == f"torch.{trainer['dtype']}"
     assert all(torch.equal(tensor, reference[0]["weights"][name]) for name, tensor in model.named_parameters())
@@ -145,7 +145,7 @@ def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None
         found = Policy(model, 1.0)(torch.tensor([ids]), mask)[0, 1:].float()
     torch.testing.assert_close(found, torch.from_numpy(logprobs), rtol=0, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new/model")
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(skeleton).get_vocab()
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(stub).get_vocab()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "nothing is left"
 
 

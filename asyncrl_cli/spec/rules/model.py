@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +77,7 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 def _architectures() -> frozenset[str]:
     """The types that transformers lists in its source, which importing takes seconds; none when they are not found.
 
-    ``train.initial_model`` asks transformers itself, before a run starts.
+    ``train.model.initial`` asks transformers itself, before a run starts.
     """
     package = find_spec("transformers")
     source = Path(package.origin or "").parent / "models/auto/modeling_auto.py" if package else Path()
@@ -102,9 +102,13 @@ def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
     """In `model.init.config`, heads divide the hidden size (or `head_dim` is given), key-value heads divide heads."""
-    number = _sizes(spec)
-    size, heads, kv_heads = map(number.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if size and heads and size % heads and not number.get("head_dim"):
+    yield from head_problems(_sizes(spec))
+
+
+def head_problems(sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """What is wrong with the attention heads of a config, those of an architecture's own defaults included."""
+    size, heads, kv_heads = map(sizes.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if size and heads and size % heads and not sizes.get("head_dim"):
         hint = f"use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim"
         yield Problem("model.init.config.hidden_size", f"{size} cannot be split over {heads} heads", hint)
     if heads and kv_heads and heads % kv_heads:
@@ -115,9 +119,14 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def positions(spec: ExperimentSpec) -> Iterator[Problem]:
     """`model.max_length` is within `max_position_embeddings`, where the config has it."""
-    limit = _sizes(spec).get("max_position_embeddings")
-    if limit is not None and limit < spec.model.max_length:
-        message = f"{spec.model.max_length} tokens are more than the model's {limit} positions"
+    yield from position_problems(_sizes(spec), spec.model.max_length)
+
+
+def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Problem]:
+    """Whether sequences of ``max_length`` tokens have too few positions."""
+    limit = sizes.get("max_position_embeddings")
+    if limit is not None and limit < max_length:
+        message = f"{max_length} tokens are more than the model's {limit} positions"
         yield Problem("model.max_length", message, f"lower it to {limit}, or raise max_position_embeddings")
 
 

@@ -38,17 +38,17 @@ def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
 
 
-def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: LoraSpec | None = None) -> None:
+def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None = None) -> None:
     """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
 
-    ``skeleton``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters it was trained
+    ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters it was trained
     with; they are merged. ``folder`` appears whole or not at all. Raises ``RunError`` when it is there and not empty.
     """
     check_target(folder)
     folder = folder.resolve()  # a link stays, and what it points to is written
     try:
         with atomic_folder(folder) as unfinished:
-            _write_model(checkpoint, skeleton, unfinished, lora)
+            _write_model(checkpoint, model_stub, unfinished, lora)
     except OSError as error:
         raise RunError(
             f"the model cannot be written: {error.strerror or error}",
@@ -57,7 +57,7 @@ def export_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
         ) from None
 
 
-def _write_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: LoraSpec | None) -> None:
+def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +66,7 @@ def _write_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
 
     dtype = getattr(torch, checkpoint.trainer().dtype)
     weights = consolidate(checkpoint)
-    config = AutoConfig.from_pretrained(skeleton)
+    config = AutoConfig.from_pretrained(model_stub)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if lora is not None:
@@ -75,7 +75,7 @@ def _write_model(checkpoint: Checkpoint, skeleton: str, folder: Path, lora: Lora
     model.tie_weights()
     with without_progress_bars():
         model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(skeleton).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_stub).save_pretrained(folder)
 
 
 def check_target(folder: Path) -> None:

@@ -26,6 +26,7 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.inputs import ModelInit, ModelSpec
+from asyncrl_cli.spec.rules.model import SIZES, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer, load_tokenizer, with_chat_template
@@ -192,7 +193,8 @@ def write_weights(directory: Path, seed: int) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ModelInitError(
-                f"model.init: transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
+                f"transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
+                location="model.init",
                 hint="change the sizes in model.init.config",
             ) from error
     with without_progress_bars():
@@ -220,12 +222,14 @@ def _saved_tokenizer(path: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise ModelInitError(
-            f"model.init.tokenizer: no tokenizer could be loaded from {path!r}: {error}",
+            f"no tokenizer could be loaded from {path!r}: {error}",
+            location="model.init.tokenizer",
             hint="give the folder of a saved tokenizer, or `characters`",
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelInitError(
-            f"model.init.tokenizer: {path} has no end token, so no response could end",
+            f"{path} has no end token, so no response could end",
+            location="model.init.tokenizer",
             hint="set eos_token in its tokenizer_config.json",
         )
     return tokenizer
@@ -238,7 +242,8 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
     names: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if init.architecture not in names or init.architecture not in CONFIG_MAPPING:
         raise ModelInitError(
-            f"model.init.architecture: transformers has no causal language model of type {init.architecture!r}",
+            f"transformers has no causal language model of type {init.architecture!r}",
+            location="model.init.architecture",
             hint=did_you_mean(init.architecture, names, "for a small model, use qwen3 or llama"),
         )
     config_class = CONFIG_MAPPING[init.architecture]
@@ -248,8 +253,9 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
         config = AutoConfig.for_model(init.architecture, **settings, architectures=[names[init.architecture]])
     except Exception as error:
         raise ModelInitError(
-            f"model.init.config is refused by {config_class.__name__}: {' '.join(str(error).split())}",
-            hint="change the value that it names",
+            f"refused by {config_class.__name__}: {' '.join(str(error).split())}",
+            location="model.init.config",
+            hint="change the value that the message names",
         ) from error
     config.dtype = "float32"
     _check_sizes(config, max_length)
@@ -261,37 +267,21 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     for key in init.config:
         if key in FROM_TOKENIZER:
-            raise ModelInitError(f"model.init.config.{key} follows from the tokenizer", hint="remove it")
+            raise ModelInitError("follows from the tokenizer", location=f"model.init.config.{key}", hint="remove it")
         if key not in known and key not in OLDER_NAMES:
             raise ModelInitError(
-                f"model.init.config: {config_class.__name__} has no {key!r}",
+                f"{config_class.__name__} has no {key!r}",
+                location="model.init.config",
                 hint=did_you_mean(key, known, "remove it or correct its name"),
             )
 
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
-    """Refuse what would fail later, and less clearly, in a trainer or an engine."""
-    hidden = getattr(config, "hidden_size", None)
-    heads = getattr(config, "num_attention_heads", None)
-    key_value_heads = getattr(config, "num_key_value_heads", None)
-    head_dim = getattr(config, "head_dim", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value < 1:
-            raise ModelInitError(f"model.init.config.{name} is {value}", hint="it must be at least 1")
-    if hidden and heads and not head_dim and hidden % heads:
-        raise ModelInitError(
-            f"model.init.config: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
-            hint="change one of them, or give head_dim where the architecture has it",
-        )
-    if heads and key_value_heads and heads % key_value_heads:
-        raise ModelInitError(
-            f"model.init.config: {heads} attention heads cannot share {key_value_heads} key-value heads",
-            hint="make num_attention_heads a multiple of num_key_value_heads",
-        )
-    if positions is not None and positions < max_length:
-        raise ModelInitError(
-            f"model.init.config.max_position_embeddings is {positions}, less than model.max_length {max_length}",
-            hint="raise it, or leave it out: it then follows from model.max_length",
-        )
+    """Refuse what would fail later, and less clearly, in a trainer or an engine: the rules of the spec, with the
+    architecture's own defaults for what the spec leaves out."""
+    sizes = {name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(config, name, None), int)}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ModelInitError(f"{size} is less than 1", location=f"model.init.config.{name}", hint="raise it")
+    for problem in (*head_problems(sizes), *position_problems(sizes, max_length)):
+        raise ModelInitError(problem.message, location=problem.path, hint=problem.hint)
