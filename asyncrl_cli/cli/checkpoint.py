@@ -94,7 +94,7 @@ def export(
     checkpoint = newest_sound(found, step)
     assert checkpoint is not None
     model = load_recorded(found.path).spec.model
-    export_model(checkpoint, model_stub_path(model, found.path / "skeleton"), to, model.lora)
+    export_model(checkpoint, model_stub_path(model, found.model_stub), to, model.lora)
     echo(f"the model of step {checkpoint.step} is in {to}")
 
 

@@ -212,7 +212,7 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
     if not shown:
         lines += ["", f"(`--rollout {record.rollouts[0].rollout_id}` shows the log-prob of every token)"]
     if decoder is None:
-        lines += ["", "(tokens are shown as ids: there is no tokenizer.json in the run's skeleton/)"]
+        lines += ["", "(tokens are shown as ids: there is no tokenizer.json in the run's model_stub/)"]
     document = {
         "run": run.run_id,
         **_group_document(row),

@@ -65,10 +65,10 @@ def open_decoder(run: RunDirectory) -> Decoder | None:
 
 
 def _candidates(run: RunDirectory) -> Iterator[Path]:
-    yield run.path / "skeleton" / "tokenizer.json"
+    yield run.model_stub / "tokenizer.json"
     import yaml
 
-    try:  # a saved model is used where it lies, and has no skeleton
+    try:  # a saved model is used where it lies, and has no model stub
         saved = yaml.safe_load((run.path / "spec.yaml").read_text())["model"]["path"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return

@@ -1,6 +1,6 @@
 """How the actors of a run are made, and how they start together.
 
-Starting takes each actor seconds, so everything that can start at once does: engines from the model's skeleton
+Starting takes each actor seconds, so everything that can start at once does: engines from the model's stub
 while trainer rank 0 makes its weights.
 """
 
@@ -148,7 +148,7 @@ class EngineProcess:
         self._pid = await wait_for(self.actor.preload.remote(), self.name, START_TIMEOUT_S)
 
     async def start(self, folder: Path) -> str:
-        """Start the engine on a model's folder (a skeleton, where weights are published); returns the Ray node's id."""
+        """Start the engine on a model's folder (a stub, where weights are published); returns the Ray node's id."""
         node: str = await wait_for(self.actor.start.remote(str(folder), self._version), self.name, START_TIMEOUT_S)
         return node
 
@@ -181,7 +181,7 @@ class EngineProcess:
 async def start_fleet(
     engines: list[EngineProcess],
     trainers: TrainerRanks,
-    skeleton: Callable[[], Path],
+    model_stub: Callable[[], Path],
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,
@@ -191,7 +191,7 @@ async def start_fleet(
     Raises ``UserError`` with the first cause: a mistake in the settings ends the start at once.
     """
     progress("starting engines and trainer")
-    folder = asyncio.create_task(asyncio.to_thread(skeleton))
+    folder = asyncio.create_task(asyncio.to_thread(model_stub))
     starting = [
         asyncio.create_task(_start_trainers(trainers, checkpoint, progress, budget)),
         *(asyncio.create_task(start_engine(engine, folder, budget)) for engine in engines),

@@ -28,14 +28,14 @@ class EngineKeeper:
         client: GenerationClient,
         weights: Weights,
         budget: RestartBudget,
-        skeleton: Path,
+        model_stub: Path,
         on_serving: Callable[[], None],
     ) -> None:
-        """``skeleton`` is the folder that engines start on. ``on_serving`` hears that one has begun to serve."""
+        """``model_stub`` is the folder that engines start on. ``on_serving`` hears that one has begun to serve."""
         self._client = client
         self._weights = weights
         self._budget = budget
-        self._skeleton = skeleton
+        self._model_stub = model_stub
         self._on_serving = on_serving
 
     async def keep(self, engine: EngineState) -> None:
@@ -63,7 +63,7 @@ class EngineKeeper:
             self._client.take_back(engine)
             await self._budget.spend("engine", engine.name, cause)
             try:
-                await engine.process.replace(self._skeleton)
+                await engine.process.replace(self._model_stub)
             except RunError as error:
                 cause = error.message
             else:

@@ -251,10 +251,9 @@ async def _start(
     """Start every part, and put them together."""
     spec, limit_s = experiment.spec, experiment.spec.pipeline.stall_minutes * 60
     run = recorder.run
-    skeleton_folder = run.path / "skeleton"
 
-    def make_skeleton() -> Path:
-        return model_stub(spec, skeleton_folder)
+    def make_stub() -> Path:
+        return model_stub(spec, run.model_stub)
 
     async def record_fault(kind: str, part: str, message: str) -> None:
         reporter.faulted(kind)
@@ -270,7 +269,7 @@ async def _start(
     folder = checkpoint.folder if checkpoint else None
     workers = services.workers(spec.task, budget) if "" in experiment.episodic else None
     scorer = asyncio.create_task(workers.start() if workers is not None else scoring.start())
-    fleet = asyncio.create_task(start_fleet(engines, ranks, make_skeleton, folder, reporter.status, budget))
+    fleet = asyncio.create_task(start_fleet(engines, ranks, make_stub, folder, reporter.status, budget))
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
         for found in await asyncio.to_thread(unrecorded, run):
@@ -329,7 +328,7 @@ async def _start(
         reporter=reporter,
         budget=budget,
         watchdog=watchdog,
-        skeleton=skeleton_folder,
+        model_stub=run.model_stub,
         model_folder=run.path / MODEL,
     )
     return Orchestrator(spec, parts, opening, checkpoint.step if checkpoint else 0)

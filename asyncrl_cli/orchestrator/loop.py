@@ -63,7 +63,7 @@ class Parts:
     reporter: Reporter
     budget: RestartBudget
     watchdog: Watchdog
-    skeleton: Path
+    model_stub: Path
     model_folder: Path
 
 
@@ -114,7 +114,9 @@ class Orchestrator:
                 parts.client.on_engine_request = self._scheduler.note_engine_request
                 parts.client.on_room = self._scheduler.fill
                 parts.watchdog.on_stall = self._note_stall
-                keeper = EngineKeeper(parts.client, self._publisher, parts.budget, parts.skeleton, self._scheduler.fill)
+                keeper = EngineKeeper(
+                    parts.client, self._publisher, parts.budget, parts.model_stub, self._scheduler.fill
+                )
                 endless = [
                     tasks.create_task(self._scheduler.keep_full()),
                     tasks.create_task(parts.watchdog.watch()),

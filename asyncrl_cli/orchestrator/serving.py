@@ -171,5 +171,5 @@ def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, f
     from asyncrl_cli.train.model.export import export_model
     from asyncrl_cli.train.model.initial import model_stub_path
 
-    export_model(checkpoint, model_stub_path(spec.model, run.path / "skeleton"), folder, spec.model.lora)
+    export_model(checkpoint, model_stub_path(spec.model, run.model_stub), folder, spec.model.lora)
     return folder

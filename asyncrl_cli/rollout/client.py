@@ -67,7 +67,7 @@ class EngineHandle(Protocol):
     """Has the methods of ``RolloutWorker``, to be called with ``.remote()``."""
 
     async def replace(self, folder: Path) -> None:
-        """Make sure that the process is gone, and start another on a model's skeleton."""
+        """Make sure that the process is gone, and start another on a model's stub."""
 
     def kill(self) -> None:
         """End the process, also one that hangs."""

@@ -10,7 +10,7 @@
       journal.db        every group, rollout, batch and version (journal/schema.py); beside it SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and what it has been sent
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
-      skeleton/         the model's config and tokenizer, which engines start from
+      model_stub/       the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
       logs/             one file per process
       checkpoints/      trainer state, one folder per checkpointed step
@@ -92,6 +92,12 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         return self.path.name
+
+    @property
+    def model_stub(self) -> Path:
+        """The folder of the model's config and tokenizer. Runs of earlier versions have it as ``skeleton``."""
+        earlier = self.path / "skeleton"
+        return earlier if earlier.is_dir() else self.path / "model_stub"
 
     @property
     def argument(self) -> str:

@@ -199,9 +199,9 @@ def test_export_writes_what_transformers_loads(
 
     init = load_spec(run.path / "spec.yaml").spec.model.init
     assert init is not None
-    build_initial_model(init, 64, 3, run.path / "skeleton")
-    weights = AutoModelForCausalLM.from_pretrained(run.path / "skeleton").state_dict()
-    (run.path / "skeleton/model.safetensors").unlink()
+    build_initial_model(init, 64, 3, run.path / "model_stub")
+    weights = AutoModelForCausalLM.from_pretrained(run.path / "model_stub").state_dict()
+    (run.path / "model_stub/model.safetensors").unlink()
     folder = run.path / "checkpoints/step-000030"
     (folder / "state/shard").unlink()
     module = {f"model.{name}": tensor for name, tensor in weights.items()}

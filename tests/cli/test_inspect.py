@@ -80,8 +80,8 @@ def byte_pairs(*texts: str) -> Any:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     """Run `run-1`, which a killed driver left: four steps trained, a fifth taken, a failed group, groups under way."""
     directory = make_run(tmp_path / "runs", phase="running", step=4, steps=1000, version=4)
-    (directory.path / "skeleton").mkdir()
-    characters().save(str(directory.path / "skeleton" / "tokenizer.json"))
+    (directory.path / "model_stub").mkdir()
+    characters().save(str(directory.path / "model_stub" / "tokenizer.json"))
     run = RecordedRun(
         directory.path / "journal.db",
         monkeypatch,
@@ -249,8 +249,8 @@ def test_an_episode_shows_what_was_given_apart_from_what_was_sampled(
     asyncrl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = make_run(tmp_path / "runs")
-    (directory.path / "skeleton").mkdir()
-    characters().save(str(directory.path / "skeleton" / "tokenizer.json"))
+    (directory.path / "model_stub").mkdir()
+    characters().save(str(directory.path / "model_stub" / "tokenizer.json"))
     monkeypatch.setattr(EpisodeRun, "asked", character_ids("3+4")[:-1])
     monkeypatch.setattr(EpisodeRun, "tool", character_ids("=7")[:-1])
     path = directory.path / "journal.db"
@@ -286,7 +286,7 @@ def test_an_episode_shows_what_was_given_apart_from_what_was_sampled(
         *((0, 0, None, "3+4"), (0, 3, 0, "ask:"), (0, 7, None, "=7"), (0, 9, 0, "ans<eos>")),
         *((1, 0, None, "3+4"), (1, 3, 0, "ask:ans<eos>")),
     ]
-    (directory.path / "skeleton" / "tokenizer.json").unlink()
+    (directory.path / "model_stub" / "tokenizer.json").unlink()
     out = asyncrl("inspect", "buffer", "--rollout", "0-1")[1]
     assert f"  > {' '.join(map(str, EpisodeRun.asked))}\n" in out
 
@@ -344,12 +344,12 @@ def test_what_is_not_there(run: RecordedRun, asyncrl: Any) -> None:
 
 def test_ids_where_there_is_no_tokenizer(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     folder = tmp_path / "runs/run-1"
-    (folder / "skeleton").rename(tmp_path / "model")
+    (folder / "model_stub").rename(tmp_path / "model")
     out = asyncrl("inspect", "buffer", "--rollout", "0-0")[1]
     first = character_ids(TEXT)[0]
     assert f"    | {first} -0.00 " in out
     assert "there is no tokenizer.json" in out
-    # A saved model is used where it lies, and has no skeleton.
+    # A saved model is used where it lies, and has no model_stub.
     (folder / "spec.yaml").write_text(f"model:\n  path: {tmp_path / 'model'}\n")
     assert "    3+4 is 7,\n    so: 7<eos>" in asyncrl("inspect", "buffer", "--rollout", "0-0")[1]
 

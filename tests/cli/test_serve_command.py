@@ -15,7 +15,7 @@ from asyncrl_cli.cli.serve import _shown
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.interrupts import Interrupted
 from asyncrl_cli.orchestrator.serving import Address, Served, served_run
-from asyncrl_cli.runs.checkpoints import Checkpoint
+from asyncrl_cli.runs.checkpoints import Checkpoint, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.load import load_spec
@@ -56,14 +56,41 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
 
 
 def test_a_checkpoint_of_adapters_is_served_merged(run: RunDirectory, tmp_path: Path) -> None:
-    run.write_text("spec.yaml", SPEC.replace("{path: org/model}", "{path: org/model, lora: {rank: 4, alpha: 8.0}}"))
-    checkpoint = Checkpoint.at(tmp_path / "step-000012")
-    with (
-        patch("asyncrl_cli.orchestrator.serving.newest_sound", return_value=checkpoint),
-        patch("asyncrl_cli.train.model.export.export_model") as export,
-    ):
-        assert served(run, 12).model(tmp_path / "model") == tmp_path / "model"
-    export.assert_called_once_with(checkpoint, "org/model", tmp_path / "model", LoraSpec(rank=4, alpha=8.0))
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.train.model.lora import add_adapters
+
+    init = (
+        "{init: {architecture: llama, config: {hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, "
+        "num_attention_heads: 2, num_key_value_heads: 1}}, lora: {rank: 4, alpha: 8.0}}"
+    )
+    run.write_text("spec.yaml", SPEC.replace("{path: org/model}", init))
+    model = load_spec(run.path / "spec.yaml").spec.model
+    assert model.init is not None
+    assert model.lora is not None
+    build_initial_model(model.init, 64, 3, run.model_stub)
+    plain = AutoModelForCausalLM.from_pretrained(run.model_stub)
+    ids = torch.arange(3, 20)[None]
+    start = plain(ids).logits
+    add_adapters(plain, model.lora, seed=0)
+    for name, parameter in plain.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    trained = plain(ids).logits
+    assert not torch.allclose(trained, start, atol=0.01)
+
+    folder = run.path / "checkpoints/step-000012"
+    (folder / "state").mkdir(parents=True)
+    state = {"module": {f"model.{name}": tensor for name, tensor in plain.state_dict().items()}}
+    torch.save(state, folder / "state/mp_rank_00_model_states.pt")
+    trainer = {"ranks": 1, "zero_stage": 0, "dtype": "float32"}
+    (folder / "run.json").write_text(json.dumps({"step": 12, "trainer": trainer}))
+    seal(folder)
+
+    merged = AutoModelForCausalLM.from_pretrained(served(run, 12).model(tmp_path / "merged"))
+    torch.testing.assert_close(merged(ids).logits, trained, rtol=1e-4, atol=1e-4)
 
 
 def test_it_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:

@@ -464,7 +464,7 @@ class Simulation:
             reporter=reporter,
             budget=budget,
             watchdog=watchdog,
-            skeleton=Path(),
+            model_stub=Path(),
             model_folder=run.path / MODEL,
         )
         return Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)

@@ -114,7 +114,7 @@ def started(
     trainers: Trainers,
     engines: int = 2,
     max_restarts: int = 10,
-    skeleton: Callable[[], Path] = lambda: Path("/skeleton"),
+    model_stub: Callable[[], Path] = lambda: Path("/model_stub"),
     notes: Notes | None = None,
 ) -> tuple[str, Notes, list[str]]:
     """Start such a fleet; returns the model's folder, what was noted of faults, and what was shown."""
@@ -125,12 +125,12 @@ def started(
         folder = await start_fleet(
             processes,
             trainers,  # type: ignore[arg-type]
-            skeleton,
+            model_stub,
             Path("/step-000004"),
             shown.append,
             noted.budget(max_restarts),
         )
-        assert all(process.actor.started_on == "/skeleton" for process in processes)
+        assert all(process.actor.started_on == "/model_stub" for process in processes)
         return folder, noted, shown
 
     return run(start())
@@ -148,7 +148,7 @@ def once(name: str) -> Callable[[EngineActor], None]:
     return fate
 
 
-def test_everything_starts_from_the_skeleton_and_the_checkpoint() -> None:
+def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
     trainers = Trainers()
     folder, notes, shown = started(Factory(), trainers)
     assert folder == "/models/one"
@@ -204,12 +204,12 @@ def test_an_error_that_would_come_back_is_not_retried(error: Exception, said: st
     assert (notes, killed) == ([], [])
 
 
-def test_a_skeleton_that_cannot_be_made_ends_the_start() -> None:
+def test_a_model_stub_that_cannot_be_made_ends_the_start() -> None:
     def fails() -> Path:
         raise RunError("no such model", location="model.path")
 
     with pytest.raises(RunError, match=r"model\.path: no such model"):
-        started(Factory(), Trainers(), skeleton=fails)
+        started(Factory(), Trainers(), model_stub=fails)
 
 
 def test_an_engine_on_another_host_is_refused() -> None:
@@ -229,9 +229,9 @@ def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any
         process = Factory(address=address).process("engine-0")
         first = process.actor
         await process.preload()
-        await process.replace(Path("/skeleton"))
+        await process.replace(Path("/model_stub"))
         assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
-        assert process.actor.started_on == "/skeleton"
+        assert process.actor.started_on == "/model_stub"
 
     run(check())
 

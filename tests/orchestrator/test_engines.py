@@ -50,7 +50,7 @@ class FailingProcess(StandInProcess):
         return self.made[-1]
 
     async def replace(self, folder: Path) -> None:
-        assert folder == Path("skeleton")
+        assert folder == Path("model_stub")
         await super().replace(folder)
         if self.failing_starts:
             self.failing_starts -= 1
@@ -71,7 +71,7 @@ class Scene:
             self.client,
             self.publisher,
             self.notes.budget(max_restarts),
-            Path("skeleton"),
+            Path("model_stub"),
             on_serving=self.serving.release,
         )
         self.ended: list[str] = []

@@ -41,8 +41,8 @@ def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None = None) -> None:
     """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
 
-    ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters it was trained
-    with; they are merged. ``folder`` appears whole or not at all. Raises ``RunError`` when it is there and not empty.
+    ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters that it was
+    trained with; they are merged. ``folder`` appears complete or not at all. Raises ``RunError`` when it is there and not empty.
     """
     check_target(folder)
     folder = folder.resolve()  # a link stays, and what it points to is written

@@ -279,7 +279,9 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
     """Refuse what would fail later, and less clearly, in a trainer or an engine: the rules of the spec, with the
     architecture's own defaults for what the spec leaves out."""
-    sizes = {name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(config, name, None), int)}
+    sizes = {
+        name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(config, name, None), int)
+    }
     for name, size in sizes.items():
         if size < 1:
             raise ModelInitError(f"{size} is less than 1", location=f"model.init.config.{name}", hint="raise it")
