@@ -17,7 +17,6 @@ from asyncrl_cli.orchestrator.interrupts import Interrupted
 from asyncrl_cli.orchestrator.serving import Address, Served, served_run
 from asyncrl_cli.runs.checkpoints import Checkpoint, seal
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.load import load_spec
 
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\npipeline: {publish_every: 2}\nstop: {steps: 10}\n"

@@ -42,7 +42,8 @@ def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
 
     ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters that it was
-    trained with; they are merged. ``folder`` appears complete or not at all. Raises ``RunError`` when it is there and not empty.
+    trained with; they are merged. ``folder`` appears complete or not at all. Raises ``RunError``
+    when it exists and is not empty.
     """
     check_target(folder)
     folder = folder.resolve()  # a link stays, and what it points to is written
