@@ -73,17 +73,17 @@ class ActorFactory:
     def scorer(self, task: TaskSpec) -> Any:
         import ray
 
-        from asyncrl_cli.workers.scorer import Scorer
+        from asyncrl_cli.workers.reward_actor import RewardActor
 
-        return ray.remote(Scorer).options(num_cpus=0).remote(task, str(self.search_path), self._logs)
+        return ray.remote(RewardActor).options(num_cpus=0).remote("scorer", task, str(self.search_path), self._logs)
 
     def runner(self, task: TaskSpec, name: str) -> Any:
         import ray
 
-        from asyncrl_cli.workers.runner import Runner
+        from asyncrl_cli.workers.episode_actor import EpisodeActor
 
         # Where the driver is, there is the gateway. Calls are waited for here, and bounded here.
-        options = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=_here(), max_concurrency=MANY)
+        options = ray.remote(EpisodeActor).options(num_cpus=0, scheduling_strategy=_here(), max_concurrency=MANY)
         return options.remote(name, task, str(self.search_path), self._logs)
 
     def gateway(self) -> Any:

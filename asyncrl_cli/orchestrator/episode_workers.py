@@ -17,8 +17,8 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import EpisodeSpec
 from asyncrl_cli.system.remote import ActorDied, NoAnswer, wait_for
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.workers.episode_messages import Retry
-from asyncrl_cli.workers.episode_owner import START_S, Played
+from asyncrl_cli.workers.messages import Played, Retry
+from asyncrl_cli.workers.process import START_S
 from asyncrl_cli.workers.scoring import RewardFailure
 
 APART = 2

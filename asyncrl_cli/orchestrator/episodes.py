@@ -25,8 +25,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.workers.episode_messages import Retry
-from asyncrl_cli.workers.episode_owner import Played
+from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
 OnSegments = Callable[[list[Segment]], None]

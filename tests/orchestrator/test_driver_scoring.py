@@ -22,7 +22,7 @@ from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.workers.scorer import Scorer
+from asyncrl_cli.workers.reward_actor import RewardActor
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
 SPEC = TaskSpec(use="user_rewards:reward")
@@ -234,7 +234,7 @@ def cluster() -> Iterator[None]:
 def actors(task: TaskSpec, folder: Path) -> Callable[[], Any]:
     import ray
 
-    return lambda: ray.remote(Scorer).options(num_cpus=0).remote(task, str(folder), str(folder))
+    return lambda: ray.remote(RewardActor).options(num_cpus=0).remote("scorer", task, str(folder), str(folder))
 
 
 REWARDS = """
@@ -263,7 +263,7 @@ def test_every_fault_of_a_reward_is_a_failure_with_its_reason(real: tuple[Scorin
         "raise RuntimeError('no such answer')": "RuntimeError: no such answer",
         "while True: pass": "took more than 1 s",
         "ctypes.PyDLL(None).sleep(600)": "took more than 1 s",
-        "os._exit(3)": "ended its process twice (exit status 3)",
+        "os._exit(3)": "its process ended (exit status 3)",
     }
     texts = [text for fault in faults for text in ("1", fault)]
 

@@ -28,8 +28,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
-from asyncrl_cli.workers.episode_messages import Retry
-from asyncrl_cli.workers.episode_owner import Played
+from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 from tests.rollout.conversation_stand_ins import end_of
 

@@ -17,9 +17,8 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.workers.episode_messages import Retry
-from asyncrl_cli.workers.episode_owner import Played
-from asyncrl_cli.workers.runner import Runner
+from asyncrl_cli.workers.episode_actor import EpisodeActor
+from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
 AGENTS = """
@@ -55,7 +54,7 @@ return float(f"{first.pid}.{int(second.stdout):07d}")
 class Scene:
     """A runner, and what it makes of prompts."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: EpisodeActor) -> None:
         self.runner = runner
         self._count = 0
 
@@ -79,8 +78,8 @@ async def runner(
     folder: Path, use: str = "agents:agent", blocked_s: float = 30.0, **limits: Any
 ) -> AsyncIterator[Scene]:
     (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
-    with patch("asyncrl_cli.workers.runner.redirect_output"):
-        one = Runner("runner-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
+    with patch("asyncrl_cli.workers.actor.redirect_output"):
+        one = EpisodeActor("runner-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
     try:
         yield Scene(one)
     finally:
@@ -136,7 +135,7 @@ def test_an_episode_that_does_not_end_has_failed_and_others_go_on(tmp_path: Path
         assert renewed == ("to_thread" in hangs), "a process with a thread that hangs is given up"
         assert psutil.pid_exists(pid) != renewed
 
-    with patch("asyncrl_cli.workers.episode_process.GRACE_S", 0.5):
+    with patch("asyncrl_cli.workers.episode_player.GRACE_S", 0.5):
         scene(test, tmp_path, timeout_s=2.0)
 
 
@@ -164,9 +163,9 @@ def test_who_blocks_the_loop_has_failed_and_others_are_played_again(tmp_path: Pa
 @pytest.mark.parametrize(
     ("ends", "how"),
     [
-        ("os._exit(4)", "the process that played it ended (exit status 4)"),
+        ("os._exit(4)", "its process ended (exit status 4)"),
         ("ctypes.string_at(0)", "signal SIGSEGV"),
-        ("os.closerange(3, 4096); await asyncio.sleep(600)", "the process that played it ended"),
+        ("os.closerange(3, 4096); await asyncio.sleep(600)", "its process "),
         ("ctypes.PyDLL(None).sleep(600)", "gave no sign of life"),
     ],
     ids=["exits", "crashes", "closes its socket", "holds the lock in C"],
@@ -182,7 +181,7 @@ def test_a_process_that_is_lost_makes_all_suspects_who_show_apart(tmp_path: Path
         assert how in reason(guilty)
         await scene.pid()
 
-    with patch("asyncrl_cli.workers.episode_owner.SILENT_S", 1.0):
+    with patch("asyncrl_cli.workers.process.SILENT_S", 1.0):
         scene(test, tmp_path, blocked_s=2.0)
 
 
@@ -201,7 +200,7 @@ def test_what_is_printed_is_logged_up_to_a_limit(tmp_path: Path, capfd: pytest.C
         assert played.score == Scored(1.0)
         await scene.play("print('x' * 30_000_000); os._exit(1)")
 
-    with patch("asyncrl_cli.workers.episode_owner.LOG_BYTES", 100_000):
+    with patch("asyncrl_cli.workers.process.LOG_BYTES", 100_000):
         scene(test, tmp_path)
     printed = capfd.readouterr().out
     assert 100_000 < len(printed) < 101_000
@@ -260,5 +259,5 @@ def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="has no 'absent'"):
         run(refused("agents:absent"))
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
-    with pytest.raises(TaskError, match=r"loading the task ended its process \(exit status 9\)"):
+    with pytest.raises(TaskError, match=r"loading the task: its process ended \(exit status 9\)"):
         run(refused("leaves:agent"))

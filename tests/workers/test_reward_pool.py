@@ -8,15 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
-from asyncrl_cli.workers.scorer import Scorer
+from asyncrl_cli.workers.reward_actor import RewardActor
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
 REWARDS = """
-    import asyncio, os, time
+    import asyncio, os, subprocess, time
     from pathlib import Path
     from asyncrl_cli.tasks.base import RewardResult
 
@@ -38,6 +39,12 @@ REWARDS = """
             exec(response)
         return RewardResult(1.0, {"pid": os.getpid()})
 
+    def leaves(prompt, response):  # a process in a session of its own, whose parent ends
+        line = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
+        started = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True)
+        (here / "left").write_text(started.stdout)
+        time.sleep(600)
+
     def meet(prompt, response):  # waits until so many processes have come
         (here / str(os.getpid())).touch()
         while len([name for name in os.listdir(here) if name.isdecimal()]) < int(response):
@@ -50,7 +57,7 @@ REWARDS = """
 def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Scored | RewardFailure]]:
     """Has responses scored by a new scorer, all at once."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
-    monkeypatch.setattr("asyncrl_cli.workers.scorer.redirect_output", lambda *_: None)
+    monkeypatch.setattr("asyncrl_cli.workers.actor.redirect_output", lambda *_: None)
 
     def score_all(texts: list[str], **task: Any) -> list[Scored | RewardFailure]:
         def response(place: int, text: str) -> Response:
@@ -60,12 +67,12 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         responses = [response(place, text) for place, text in enumerate(texts)]
 
         async def run() -> list[Scored | RewardFailure]:
-            scorer = Scorer(TaskSpec(**task), str(tmp_path), str(tmp_path))
+            scorer = RewardActor("scorer", TaskSpec(**task), str(tmp_path), str(tmp_path))
             try:
                 await scorer.start()
                 return await asyncio.wait_for(scorer.score(responses), 60)
             finally:
-                scorer.close()
+                await scorer.stop()
 
         return asyncio.run(run())
 
@@ -93,7 +100,7 @@ def test_an_async_reward_that_takes_too_long_costs_nobody_else(score: Any) -> No
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("os._exit(3)", "ended its process twice (exit status 3) on prompt 'row/2'"),
+        ("os._exit(3)", "failed twice on prompt 'row/2': its process ended (exit status 3)"),
         ("time.sleep(60)", "took more than 1 s on prompt 'row/2'"),
     ],
 )
@@ -116,3 +123,9 @@ def test_a_mix_has_limits_of_its_own_and_plain_rewards_hold_no_async_ones_up(sco
     assert scored[2] == RewardFailure("user_rewards:plain took more than 0.3 s on prompt 'quick/2'")
     pids = [result.metrics.get("pid", result.reward) for result in scored if isinstance(result, Scored)]
     assert pids[0] == pids[2] != pids[1]
+
+
+def test_what_a_reward_has_started_ends_with_its_process_in_any_session(score: Any, tmp_path: Path) -> None:
+    (failure,) = score(["1"], use="user_rewards:leaves", reward_timeout_s=1.0)
+    assert isinstance(failure, RewardFailure)
+    assert not psutil.pid_exists(int((tmp_path / "left").read_text()))

@@ -17,7 +17,8 @@ import pytest
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.workers.reward_process import ProcessEnded, RewardProcess
+from asyncrl_cli.workers.messages import Load
+from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
 REWARDS = """
@@ -63,7 +64,8 @@ class Asked:
     def __init__(self, loop: asyncio.Runner, spec: TaskSpec, folder: Path) -> None:
         self._loop = loop
         self._limit_s = spec.reward_timeout_s
-        self.process = loop.run(RewardProcess.start(spec, folder))
+        self.process = WorkerProcess(Load(spec, folder, None, 30.0))
+        loop.run(self.process.start())
 
     def score(self, text: str) -> float | RewardFailure:
         scored = self._loop.run(self.process.score(response(text), self._limit_s))
@@ -76,11 +78,11 @@ class Asked:
 
     @property
     def alive(self) -> bool:
-        return self.process.alive
+        return self.process.usable
 
     def close(self) -> None:
         async def close() -> None:
-            self.process.close()
+            self.process.close("the test ends")
 
         self._loop.run(close())
 
@@ -145,7 +147,7 @@ def test_what_hangs_is_ended(start: Callable[..., Asked], hang: str) -> None:
 )
 def test_what_ends_the_process_is_told(start: Callable[..., Asked], end: str, how: str) -> None:
     process = start()
-    with pytest.raises(ProcessEnded, match=how):
+    with pytest.raises(ProcessLost, match=how):
         process.score(end)
     assert not process.alive
 
@@ -180,7 +182,7 @@ def test_a_process_that_died_idle_is_not_alive(start: Callable[..., Asked]) -> N
     process = start()
     pid = process.pid()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ProcessEnded):
+    with pytest.raises(ProcessLost):
         process.score("1")
     assert not process.alive
 
@@ -189,7 +191,7 @@ def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., Asked], tm
     with pytest.raises(TaskError, match="no module 'absent'"):
         start(use="absent:reward")
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
-    with pytest.raises(TaskError, match=r"loading the task ended its process \(exit status 9\)"):
+    with pytest.raises(TaskError, match=r"loading the task: its process ended \(exit status 9\)"):
         start(use="leaves:reward")
 
 
@@ -199,9 +201,12 @@ def test_it_dies_with_its_owner(tmp_path: Path) -> None:
     code = f"""if True:
         import asyncio; from pathlib import Path; from asyncrl_cli.records.prompt import Prompt
         from asyncrl_cli.spec.inputs import TaskSpec
-        from asyncrl_cli.workers.reward_process import RewardProcess
+        from asyncrl_cli.workers.messages import Load
+        from asyncrl_cli.workers.process import WorkerProcess
         async def main():
-            process = await RewardProcess.start(TaskSpec(use='user_rewards:reward'), Path({str(tmp_path)!r}))
+            load = Load(TaskSpec(use='user_rewards:reward'), Path({str(tmp_path)!r}), None, 30.0)
+            process = WorkerProcess(load)
+            await process.start()
             print((await process.score((Prompt('a', ''), 'pid', True), 60)).reward, flush=True)
             await process.score((Prompt('a', ''), {HANGS["holds the lock in C"]!r}, True), 60)
         asyncio.run(main())

@@ -1,0 +1,168 @@
+"""The program of a worker process: it runs the user's code.
+
+    WorkerProcess (workers/process.py)  <- a socket ->  python -m asyncrl_cli.workers.child SOCKET PULSE OWNER
+                                       <- the pulse -
+
+Plain rewards run in the main thread, one at a time. Async rewards and episodes share an event loop there. The user's
+code may print, hang, or end the process; dealing with that is the owner's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.system.process_tree import adopt_orphans, descendants, die_with, reap
+from asyncrl_cli.tasks.base import SPEC_FOLDER
+from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.mix import MixTask
+from asyncrl_cli.workers.episode_player import EpisodePlayer, Pulse, task_name
+from asyncrl_cli.workers.messages import Cancel, Load, Loaded, Play, Score, Work
+from asyncrl_cli.workers.scoring import (
+    Response,
+    RewardFailure,
+    awaits,
+    reward_name,
+    score,
+    score_async,
+    took_too_long,
+)
+
+ORPHANS_S = 60.0
+"""Seconds that a child which has ended must have been waiting to be taken for an adopted one."""
+
+
+class Orphans:
+    """Reaps adopted processes that have ended: those that nobody has waited for in ``ORPHANS_S``.
+
+    Code that starts a process here and has not waited for it by then does not miss its exit status.
+    """
+
+    def __init__(self) -> None:
+        self._ended: frozenset[int] = frozenset()
+        self._looked = time.monotonic()
+
+    def reap(self) -> None:
+        """To be called now and then."""
+        if time.monotonic() - self._looked < ORPHANS_S:
+            return
+        self._looked = time.monotonic()
+        me = os.getpid()
+        ended = frozenset(process.pid for process in descendants([me]) if process.ended and process.parent == me)
+        reap(ended & self._ended)
+        self._ended = ended
+
+
+def main(descriptor: int, pulse: int, owner_pid: int) -> None:
+    """Load the task, then do what is asked until the owner closes the socket."""
+    die_with(owner_pid)
+    adopt_orphans()
+    for inherited in (descriptor, pulse):
+        os.set_inheritable(inherited, False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    owner: Connection[Any, Any] = Connection(descriptor)
+    number, load = owner.recv()
+    try:
+        task, loaded = _load(load)
+    except TaskError as error:
+        owner.send((number, error))
+        return
+    owner.send((number, loaded))
+    if loaded.work is Work.PLAIN:
+        _score_in_turn(task, owner)
+    else:
+        asyncio.run(_serve(task, loaded.work, load, owner, pulse))
+
+
+def _load(load: Load) -> tuple[object, Loaded]:
+    """The task, loaded within the memory that it may use. Raises ``TaskError``."""
+    spec = load.spec
+    os.environ[SPEC_FOLDER] = str(load.search_path.resolve())
+    if load.work is Work.EPISODES:
+        kind, limit_mb = resource.RLIMIT_AS, spec.episode.memory_mb
+    else:
+        kind, limit_mb = resource.RLIMIT_DATA, spec.reward_memory_mb
+    if limit_mb is not None:
+        resource.setrlimit(kind, (limit_mb * 2**20, limit_mb * 2**20))
+    task = load_task(spec, load.search_path)
+    if load.work is Work.EPISODES:
+        return task, Loaded(Work.EPISODES, {"": task_name(task)})
+    members = dict(task.tasks) if isinstance(task, MixTask) else {"": task}
+    async_rewards = frozenset(name for name, member in members.items() if awaits(member))
+    work = load.work or (Work.ASYNC if len(async_rewards) == len(members) else Work.PLAIN)
+    return task, Loaded(work, {name: reward_name(member) for name, member in members.items()}, async_rewards)
+
+
+def _score_in_turn(task: object, owner: Connection[Any, Any]) -> None:
+    orphans = Orphans()
+    while True:
+        try:
+            number, message = owner.recv()
+        except EOFError:
+            return
+        if isinstance(message, Score):
+            owner.send((number, score(*_resolved(task, message.response))))
+            orphans.reap()
+
+
+async def _serve(task: object, work: Work, load: Load, owner: Connection[Any, Any], pulse: int) -> None:
+    """Do what is asked, in the event loop."""
+    loop = asyncio.get_running_loop()
+    running: dict[int, asyncio.Task[None]] = {}
+    player = EpisodePlayer(task, load.spec.episode.timeout_s) if work is Work.EPISODES else None
+    blocked_by = player.traces.holder if player is not None else None
+    Pulse(pulse, load.blocked_s, blocked_by, Orphans().reap).start()
+
+    async def answer(number: int, message: Score | Play) -> None:
+        if isinstance(message, Play):
+            assert player is not None
+            owner.send((number, await player.play(number, message)))
+        else:
+            owner.send((number, await _score(task, message)))
+
+    def receive() -> None:
+        # The owner writes a message at once, so the rest of it is there, or about to be.
+        try:
+            number, message = owner.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # threads of the user's code may hang, and tasks refuse to end
+        if not isinstance(message, Cancel):
+            running[number] = loop.create_task(answer(number, message))
+            running[number].add_done_callback(lambda _: running.pop(number))
+        elif player is not None:
+            player.cancel(number)
+        elif number in running:
+            running[number].cancel()
+
+    loop.add_reader(owner.fileno(), receive)
+    await asyncio.Event().wait()
+
+
+async def _score(task: object, message: Score) -> object:
+    member, response = _resolved(task, message.response)
+    try:
+        async with asyncio.timeout(message.limit_s):
+            return await score_async(member, response)
+    except TimeoutError:
+        return took_too_long(reward_name(member), message.response[0], message.limit_s)
+    except asyncio.CancelledError:
+        return RewardFailure("it was cancelled")
+
+
+def _resolved(task: object, response: Response) -> tuple[Any, Response]:
+    """The task that scores a response, and the response with the prompt as that task knows it."""
+    if not isinstance(task, MixTask):
+        return task, response
+    member, prompt = task.scored_by(response[0])
+    return member, (prompt, *response[1:])
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

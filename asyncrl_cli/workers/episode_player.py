@@ -1,0 +1,201 @@
+"""Playing episodes in a worker process, many at a time in its event loop.
+
+Environments, and whatever agents hand to ``asyncio.to_thread``, run in threads. Another thread gives the pulse.
+
+Invariant: an episode that was begun ends within its time and ``GRACE_S``, or the event loop is blocked and the pulse
+says by whom. What an episode has left running in the loop is cancelled when it ends; if something does not stop then,
+the episode's end says ``stuck``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, task_of
+from asyncrl_cli.tasks.play import play
+from asyncrl_cli.workers.messages import BEAT, BEAT_S, BLOCKED, GRACE_S, EpisodeEnd, Play
+from asyncrl_cli.workers.scoring import RewardFailure, Scored, checked, failed
+
+THREADS = 512
+"""Threads at most, for environments and agents together; they are made as they are needed."""
+_EPISODE: ContextVar[int] = ContextVar("episode")
+
+
+class _Traces:
+    """Which tasks and threads belong to which episode: a task to the one in whose context it was made."""
+
+    def __init__(self) -> None:
+        self._tasks: defaultdict[int, WeakSet[asyncio.Task[Any]]] = defaultdict(WeakSet)
+        self._owner: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+        self._calls: defaultdict[int, set[Future[Any]]] = defaultdict(set)
+
+    def make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **more: Any
+    ) -> asyncio.Task[Any]:
+        """The loop's task factory."""
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
+        context = more.get("context")
+        episode = _EPISODE.get(None) if context is None else context.get(_EPISODE)
+        if episode is not None:
+            self._tasks[episode].add(task)
+            self._owner[task] = episode
+        return task
+
+    def called(self, call: Future[Any]) -> None:
+        """A call is handed to a thread."""
+        if (episode := _EPISODE.get(None)) is not None:
+            calls = self._calls[episode]
+            calls.add(call)
+            call.add_done_callback(calls.discard)
+
+    def holder(self, loop: asyncio.AbstractEventLoop) -> int | None:
+        """The episode that runs in the loop now."""
+        task = asyncio.current_task(loop)
+        return None if task is None else self._owner.get(task)
+
+    async def clear(self, episode: int, grace_s: float) -> bool:
+        """Cancel what an episode has left running; returns whether all of it stopped."""
+        deadline = time.monotonic() + grace_s
+        tasks = [task for task in self._tasks.pop(episode, ()) if not task.done()]
+        for task in tasks:
+            task.cancel()
+        calls = [asyncio.wrap_future(call) for call in list(self._calls.pop(episode, ()))]
+        if not (left := {*tasks, *calls}):
+            return True
+        return not (await asyncio.wait(left, timeout=max(0.0, deadline - time.monotonic())))[1]
+
+
+class _Threads(ThreadPoolExecutor):
+    """The loop's threads, each call of which is traced."""
+
+    def __init__(self, traces: _Traces) -> None:
+        super().__init__(THREADS, "episode")
+        self._traces = traces
+
+    def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        call = super().submit(function, *arguments, **named)
+        self._traces.called(call)
+        return call
+
+
+class EpisodePlayer:
+    """Plays the episodes of one task in the running event loop."""
+
+    def __init__(self, task: object, timeout_s: float) -> None:
+        import aiohttp
+
+        self._task = task
+        self._timeout_s = timeout_s
+        self._stop: dict[int, asyncio.Event] = {}
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
+        self.traces = _Traces()
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self.traces.make_task)
+        loop.set_default_executor(_Threads(self.traces))
+
+    def cancel(self, number: int) -> None:
+        """Stop an episode, if it has not ended."""
+        if (stop := self._stop.get(number)) is not None:
+            stop.set()
+
+    async def play(self, number: int, message: Play) -> EpisodeEnd:
+        """Play one episode, which is ``number``."""
+        stopped = self._stop[number] = asyncio.Event()
+        context = copy_context()
+        context.run(_EPISODE.set, number)
+        work = self._episode(message.prompt, message.access)
+        episode = asyncio.get_running_loop().create_task(work, context=context)
+        stop = asyncio.create_task(stopped.wait())
+        first = asyncio.FIRST_COMPLETED
+        in_time, _ = await asyncio.wait({episode, stop}, timeout=self._timeout_s, return_when=first)
+        stop.cancel()
+        ended_itself = episode.done()
+        # Clear before the answer: what an ended episode has left running must not act in another's time.
+        stuck = not await self.traces.clear(number, GRACE_S)
+        del self._stop[number]
+        if ended_itself and not episode.cancelled():
+            score = episode.result()
+        elif in_time:
+            score = self._failure(message.prompt, "it was cancelled")
+        else:
+            score = self._failure(message.prompt, f"it had not ended after {self._timeout_s:g} s")
+        return EpisodeEnd(score, bool(in_time) and isinstance(score, RewardFailure), stuck)
+
+    def _failure(self, prompt: Prompt, what: str) -> RewardFailure:
+        task, prompt = task_of(self._task, prompt)
+        return RewardFailure(f"{task_name(task)}: the episode of prompt {prompt.uid!r} failed: {what}")
+
+    async def _episode(self, prompt: Prompt, access: ModelAccess) -> Scored | RewardFailure | None:
+        task, prompt = task_of(self._task, prompt)
+        name = task_name(task)
+        try:
+            if isinstance(task, AgentTask):
+                value: object = await task.run(prompt, access)
+            else:
+                assert isinstance(task, EnvironmentTask), "responses of other tasks are generated by the driver"
+                environment = await asyncio.to_thread(task.environment, prompt)
+                value = await play(environment, access, self._http)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # sys.exit() would end all episodes
+            return failed(error, name, prompt)
+        return None if value is None else checked(value, name, prompt)
+
+
+class Pulse(threading.Thread):
+    """Writes every ``BEAT_S`` that the event loop runs, and who blocks it once it has not run for ``blocked_s``.
+
+    It counts its own beats, not seconds: on a machine that was suspended no loop is blocked.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        blocked_s: float,
+        blocked_by: Callable[[asyncio.AbstractEventLoop], int | None] | None,
+        each_beat: Callable[[], None],
+    ) -> None:
+        """``blocked_by`` None: a blocked loop is not reported. ``each_beat`` is called at every beat."""
+        super().__init__(name="pulse", daemon=True)
+        self._descriptor = descriptor
+        self._patience = max(1, round(blocked_s / BEAT_S))
+        self._blocked_by = blocked_by
+        self._each_beat = each_beat
+        self._loop = asyncio.get_running_loop()
+        self._ran = True
+
+    def run(self) -> None:
+        missed = 0
+        while True:
+            if self._ran:
+                self._ran, missed = False, 0
+                self._loop.call_soon_threadsafe(self._note_run)
+                os.write(self._descriptor, BEAT)
+            else:
+                missed += 1
+                if missed == self._patience and self._blocked_by is not None:
+                    number = self._blocked_by(self._loop)
+                    os.write(self._descriptor, BLOCKED + b"%s\n" % (b"" if number is None else b"%d" % number))
+            self._each_beat()
+            time.sleep(BEAT_S)
+
+    def _note_run(self) -> None:
+        self._ran = True
+
+
+def task_name(task: object) -> str:
+    """What the user calls a task that plays episodes: ``module:function``, or ``module:Class``."""
+    name = getattr(task, "name", None)
+    return name if isinstance(name, str) else f"{type(task).__module__}:{type(task).__qualname__}"

@@ -1,0 +1,122 @@
+"""What a worker process and its owner send each other: numbered messages over a socket, and the pulse over a pipe.
+
+A message is the pickle of ``(number, message)`` after its length (``multiprocessing.connection``'s form). The owner
+numbers its requests; ``Load`` is the first of them. Each is answered once, with its number:
+
+    Load   -> Loaded or TaskError
+    Score  -> Scored or RewardFailure
+    Play   -> EpisodeEnd
+    Cancel -> no answer of its own: it stops the request with its number, which is answered the sooner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+
+GRACE_S = 5.0
+"""Seconds that a cancelled episode gets to clean up."""
+BEAT_S = 1.0
+"""Seconds between two bytes of the pulse."""
+BEAT, BLOCKED = b".", b"!"
+"""The pulse: the event loop runs; an episode (its number, then a line feed; no number: unknown) blocks it."""
+
+
+class Work(StrEnum):
+    """What a worker process does with the task."""
+
+    PLAIN = "plain"
+    """Plain reward functions, one at a time in the main thread, as functions that set alarms need it."""
+    ASYNC = "async"
+    """Async reward functions, several at a time in one event loop."""
+    EPISODES = "episodes"
+    """Agents and environments, several at a time in one event loop."""
+
+
+class Retry(StrEnum):
+    """Whether to play an episode again, and how."""
+
+    NONE = "none"
+    """It has its result."""
+    RESTART = "restart"
+    """From its start: its own code failed, and may succeed another time."""
+    RESUME = "resume"
+    """From what was generated: the cause lies outside the episode."""
+    ISOLATED = "isolated"
+    """From what was generated, in a process of its own: it may have been the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the task. ``work`` None: plain rewards, or async ones if all of the task's are.
+
+    ``blocked_s``: seconds that an episode may block the event loop.
+    """
+
+    spec: TaskSpec
+    search_path: Path
+    work: Work | None
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The task is loaded.
+
+    Args:
+        work: what the process does.
+        names: what the user calls the task or its reward, by the name of the mix's task ("" when there is no mix).
+        async_rewards: those whose reward is an async function.
+    """
+
+    work: Work
+    names: Mapping[str, str]
+    async_rewards: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score a response. An async reward is cancelled after ``limit_s`` seconds; a plain one, the owner has to stop."""
+
+    response: Response
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """Play an episode."""
+
+    prompt: Prompt
+    access: ModelAccess
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop the request with this message's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnd:
+    """How an episode ended in its process. ``score`` None leaves it to the task's ``reward``.
+
+    ``raised``: its own code failed. ``stuck``: something of it is still running and cannot be stopped.
+    """
+
+    score: Scored | RewardFailure | None
+    raised: bool = False
+    stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The result of playing an episode. ``score`` None leaves it to the task's ``reward``."""
+
+    score: Scored | RewardFailure | None
+    retry: Retry = Retry.NONE

@@ -1,0 +1,359 @@
+"""A worker process, seen from its owner: it runs the user's code, and can be killed at any moment.
+
+    WorkerProcess  <- a socket ->  python -m asyncrl_cli.workers.child ...   (workers/child.py)
+                  <- the pulse -
+                  <- output ---
+
+A thread that hangs cannot be stopped, and one that computes in C with the interpreter's lock held (a regular expression
+that backtracks without end) stops its own watchdog, too. A process can be killed.
+
+Invariants, whatever the user's code does to the process:
+
+- ``score`` and ``play`` return, or raise ``ProcessLost``, within the request's limit and the time that killing takes;
+- when the process is gone, so are its descendants (``on_close`` kills those that left its group) and its temporary
+  folder;
+- an episode that blocks the event loop has failed, and so has one that does not end in its time; requests that were
+  lost with the process say whether they may have been the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.tasks.mix import task_name
+from asyncrl_cli.workers.messages import (
+    BEAT_S,
+    BLOCKED,
+    GRACE_S,
+    Cancel,
+    EpisodeEnd,
+    Load,
+    Loaded,
+    Play,
+    Played,
+    Retry,
+    Score,
+    Work,
+)
+from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored, took_too_long
+
+CHILD = "asyncrl_cli.workers.child"
+START_S = 600.0
+"""Seconds that importing and making the task may take."""
+EXIT_S = 10.0
+"""Seconds that the kernel gets to end a process after SIGKILL."""
+ASYNC_GRACE_S = 1.0
+"""Seconds after its limit within which an async reward's own process says that it took too long."""
+LAST_S = 1.0
+"""Seconds in which last answers are read after the process's end, and a process with episodes has to end after it has
+closed its socket."""
+SILENT_S = 15.0
+"""Seconds without a beat, beyond those for which the loop may be blocked, after which a process with episodes counts as
+hung: some code holds the interpreter's lock."""
+LOG_BYTES = 16 * 2**20
+"""Bytes that one process may print into the log; the rest is read and dropped."""
+CHUNK = 2**16
+LARGEST = 2**28
+"""Bytes of the longest answer: a number, or a line of text."""
+
+
+class ProcessLost(Exception):
+    """The process was gone before it answered; says how. ``retry``: whether the request may have been the cause."""
+
+    def __init__(self, how: str, retry: Retry) -> None:
+        super().__init__(how)
+        self.retry = retry
+
+
+class WorkerProcess:
+    """One process; made by ``start``. To be used in one event loop, in a thread that outlives the process.
+
+    ``retired``: it gets no more requests. ``closed``: it is gone.
+    """
+
+    def __init__(self, load: Load, on_close: Callable[[], None] = lambda: None) -> None:
+        """``on_close`` has to kill what is left of a process that is gone."""
+        self._load = load
+        self._on_close = on_close
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._readers: list[int] = []
+        self._silent_s = 0.0
+        self._pulse_text = b""
+        self._output = 0
+        self._log_left = LOG_BYTES
+        self.loaded = Loaded(Work.PLAIN, {})
+        self.retired = False
+        self.closed = False
+        self.pid = 0
+
+    async def start(self) -> None:
+        """Start the process and have it load the task. Raises ``TaskError`` when the task cannot be loaded."""
+        self._loop = asyncio.get_running_loop()
+        # Its own, so that what a killed process leaves there is removed during the run.
+        self._temporary = tempfile.TemporaryDirectory(prefix="asyncrl-worker-", ignore_cleanup_errors=True)
+        mine, theirs = socket.socketpair()
+        pulse, their_pulse = os.pipe()
+        their_output: int | None = None  # rewards print to the log themselves, as much as they like
+        if self._load.work is Work.EPISODES:
+            self._output, their_output = os.pipe()
+        # The kernel ends the process together with the thread that starts it, so this thread must outlive it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", CHILD, *map(str, (theirs.fileno(), their_pulse, os.getpid()))],
+            pass_fds=(theirs.fileno(), their_pulse),
+            stdin=subprocess.DEVNULL,
+            stdout=their_output,
+            stderr=their_output,
+            env=os.environ
+            | {
+                # The task is looked for where this process would find it.
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "TMPDIR": self._temporary.name,
+            },
+            start_new_session=True,  # with what it starts itself, it is one group to kill
+        )
+        self.pid = self._process.pid
+        theirs.close()
+        os.close(their_pulse)
+        self._exited: asyncio.Future[None] = self._loop.create_future()
+        self._exit = os.pidfd_open(self.pid)
+        self._watch(self._exit, self._on_exit)
+        if their_output is not None:
+            os.close(their_output)
+            self._watch(self._output, self._on_output)
+        self._watch(pulse, self._on_pulse)
+        reader, self._writer = await asyncio.open_connection(sock=mine)
+        listening = asyncio.create_task(self._listen(reader))
+        self._tasks += [listening, asyncio.create_task(self._close_at_end(listening))]
+        try:
+            self.loaded = await self._loaded()
+        except BaseException:
+            self.close("it was not started")
+            raise
+        if self.loaded.work is Work.EPISODES:
+            self._tasks.append(asyncio.create_task(self._close_if_silent()))
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be asked: neither retired, nor about to be found gone."""
+        return not self.retired and not self._tasks[0].done() and self._status() is None
+
+    async def score(self, response: Response, limit_s: float) -> Scored | RewardFailure:
+        """The reward of one response. One that takes more than ``limit_s`` seconds costs the process, unless it is
+        async and can be cancelled.
+
+        Raises ``ProcessLost`` when the process ended, or was ended for what another reward did.
+        """
+        alone = not self._answers
+        try:
+            grace_s = ASYNC_GRACE_S if self.loaded.work is Work.ASYNC else 0.0
+            scored: Scored | RewardFailure = await self._ask(Score(response, limit_s), limit_s + grace_s)
+        except TimeoutError:
+            alone = alone and not self._answers
+            self.close("it did not answer", Retry.ISOLATED)
+            if not alone:  # any of them may be the one that hangs
+                raise ProcessLost("it did not answer", Retry.ISOLATED) from None
+            return took_too_long(self.name_for(response[0]), response[0], limit_s)
+        return scored
+
+    async def play(self, prompt: Prompt, access: ModelAccess) -> Played:
+        """Play one episode; cancelling this stops it."""
+        limit_s = self._load.spec.episode.timeout_s + 3 * GRACE_S
+        name = self.loaded.names[""]
+        try:
+            end: EpisodeEnd = await self._ask(Play(prompt, access), limit_s)
+        except TimeoutError:
+            self.retired = True
+            return Played(RewardFailure(f"{name}: the episode of prompt {prompt.uid!r} hangs"))
+        except ProcessLost as lost:
+            return Played(RewardFailure(f"{name}: {lost}"), lost.retry)
+        return Played(end.score, Retry.RESTART if end.raised else Retry.NONE)
+
+    def name_for(self, prompt: Prompt) -> str:
+        """What the user calls the reward for a prompt."""
+        names = self.loaded.names
+        return names.get("") or names.get(task_name(prompt), "the reward")
+
+    def close_if_idle(self) -> None:
+        """Close a retired process that has no more requests."""
+        if self.retired and not self._answers:
+            self.close("it was retired")
+
+    def close(self, how: str, retry: Retry = Retry.NONE) -> None:
+        """Kill the process and everything that it has started. Requests under way raise ``ProcessLost``."""
+        if self.closed or not self.pid:
+            return
+        self.closed = self.retired = True
+        self._how = how
+        # Kill before waiting: until somebody has waited for the process, its pid is nobody else's.
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_S)
+        # First the descendants, then the folder: they may still write to it.
+        self._on_close()
+        self._temporary.cleanup()
+        if self._output:
+            with suppress(OSError):  # what it printed last
+                while self._copy_output(self._output):
+                    pass
+        for descriptor in self._readers:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+        if hasattr(self, "_writer"):
+            self._writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        for number in list(self._answers):
+            self._answer(number, ProcessLost(how, retry))
+
+    async def _loaded(self) -> Loaded:
+        spec = self._load.spec
+        location = f"task.use: {spec.use}" if spec.use else "task.mix"
+        try:
+            answer: Loaded | TaskError = await self._ask(self._load, START_S)
+        except ProcessLost as lost:
+            log = "runner-*.log" if self._load.work is Work.EPISODES else "scorer.log"
+            raise TaskError(f"loading the task: {lost}", location=location, hint=f"see logs/{log}") from None
+        except TimeoutError:
+            raise TaskError(
+                f"loading the task took more than {START_S:.0f} s", location=location, hint="make its import faster"
+            ) from None
+        if isinstance(answer, TaskError):
+            raise answer
+        return answer
+
+    async def _ask(self, message: object, limit_s: float) -> Any:
+        """The answer to a request. Raises ``ProcessLost``, and ``TimeoutError`` when there was none in time.
+
+        When this is cancelled, the request stays until the process has answered it.
+        """
+        if self.closed:
+            raise ProcessLost(self._how, Retry.ISOLATED)
+        number = next(self._numbers)
+        answer = self._answers[number] = self._loop.create_future()
+        self._send(number, message)
+        try:
+            async with asyncio.timeout(limit_s):
+                result = await asyncio.shield(answer)
+        except TimeoutError:
+            self._answers.pop(number, None)
+            raise
+        except asyncio.CancelledError:
+            if not self.closed:
+                self._send(number, Cancel())
+            raise
+        if isinstance(result, ProcessLost):
+            raise result
+        return result
+
+    def _send(self, number: int, message: object) -> None:
+        data = pickle.dumps((number, message))
+        self._writer.write(len(data).to_bytes(4, "big") + data)
+
+    def _answer(self, number: int, answer: object) -> None:
+        future = self._answers.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Take answers until the process closes the socket, or sends what is no answer."""
+        try:
+            while (size := int.from_bytes(await reader.readexactly(4), "big")) <= LARGEST:
+                number, answer = pickle.loads(await reader.readexactly(size))
+                if isinstance(answer, EpisodeEnd) and answer.stuck:
+                    self.retired = True
+                self._answer(number, answer)
+                self.close_if_idle()
+        except (EOFError, OSError):
+            return
+        except Exception:
+            traceback.print_exc()
+        self.close("it sent what is no answer", Retry.ISOLATED)
+
+    async def _close_at_end(self, listening: asyncio.Task[None]) -> None:
+        """Close when the process has ended, or has closed its socket and does not end."""
+        ends: set[asyncio.Future[Any]] = {listening, self._exited}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        # Read its last answer first: it may have come together with its end; but a descendant may keep the socket open.
+        # Where it has only closed the socket, rewards have limits, within which it may end by itself.
+        waits = self._load.work is not Work.EPISODES and not self._exited.done()
+        await asyncio.wait(ends, timeout=None if waits else LAST_S)
+        self.close(self._status() or "its process closed its socket", Retry.ISOLATED)
+
+    async def _close_if_silent(self) -> None:
+        """Close a process without a pulse. Seconds are counted by turns of this loop: while the machine is suspended,
+        nothing is silent."""
+        limit_s = self._load.blocked_s + SILENT_S
+        self._silent_s = 0.0
+        while self._silent_s < limit_s:
+            await asyncio.sleep(BEAT_S)
+            self._silent_s += BEAT_S
+        self.close(f"it gave no sign of life for {limit_s:.0f} s", Retry.ISOLATED)
+
+    def _watch(self, descriptor: int, on_readable: Callable[[int], None]) -> None:
+        os.set_blocking(descriptor, False)
+        self._readers.append(descriptor)
+        self._loop.add_reader(descriptor, on_readable, descriptor)
+
+    def _on_exit(self, exited: int) -> None:
+        self._loop.remove_reader(exited)
+        if not self._exited.done():
+            self._exited.set_result(None)
+
+    def _on_pulse(self, pulse: int) -> None:
+        self._silent_s = 0.0
+        with suppress(BlockingIOError):
+            if not (chunk := os.read(pulse, CHUNK)):
+                self._loop.remove_reader(pulse)
+            self._pulse_text += chunk
+        _, blocked, number = self._pulse_text.partition(BLOCKED)
+        number, complete, _ = number.partition(b"\n")
+        if not blocked:
+            self._pulse_text = b""
+        elif complete:
+            what = f"blocked the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
+            if number:
+                name = self.loaded.names[""]
+                self._answer(int(number), EpisodeEnd(RewardFailure(f"{name}: the episode {what}")))
+            self.close(f"another episode {what}", Retry.RESUME if number else Retry.ISOLATED)
+
+    def _on_output(self, output: int) -> None:
+        with suppress(OSError):
+            if not self._copy_output(output):  # nobody has it open any more
+                self._loop.remove_reader(output)
+
+    def _copy_output(self, output: int) -> bool:
+        """Copy a piece of what the process prints to the log, up to ``LOG_BYTES``; False at its end."""
+        chunk = os.read(output, CHUNK)
+        if self._log_left > 0:
+            os.write(1, chunk[: self._log_left])
+            self._log_left -= len(chunk)
+            if self._log_left <= 0:
+                os.write(1, b"\n[asyncrl: process %d has printed more than the log takes]\n" % self.pid)
+        return bool(chunk)
+
+    def _status(self) -> str | None:
+        """How the process ended, None if it has not. It is looked at only, not waited for."""
+        ended = os.waitid(os.P_PIDFD, self._exit, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        by_signal = ended.si_code != os.CLD_EXITED
+        how = f"signal {signal.Signals(ended.si_status).name}" if by_signal else f"exit status {ended.si_status}"
+        return f"its process ended ({how})"
