@@ -117,6 +117,7 @@ def prune(
 
     Refused while the run is driven: it prunes by itself.
     """
+    from asyncrl_cli.buffer.offline import checkpoints_removed
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.inspect.checkpoint_pages import size_text
     from asyncrl_cli.runs.catalogue import find_run
@@ -141,7 +142,7 @@ def prune(
     if not dry_run:
         for checkpoint in going:
             remove(checkpoint)
-        _note_removed(found, [checkpoint.step for checkpoint in going])
+        checkpoints_removed(found.path, [checkpoint.step for checkpoint in going])
         found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in going)
     what = f"the checkpoints of steps {steps} ({size_text(freed)})" if going else "nothing"
@@ -195,28 +196,14 @@ def _accuracies(run: RunDirectory) -> dict[int, float]:
     """Greedy held-out accuracy by step; empty without a journal. Raises ``JournalError`` when it is damaged."""
     from contextlib import closing
 
+    from asyncrl_cli.journal.progress import accuracies
     from asyncrl_cli.journal.schema import FILE, explained, open_for_reading
 
     path = run.path / FILE
     if not path.is_file():
         return {}
     with explained(path), closing(open_for_reading(path)) as connection:
-        return dict(connection.execute("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
-
-
-def _note_removed(run: RunDirectory, steps: list[int]) -> None:
-    """Let the journal know which checkpoints are no more."""
-    import time
-    from contextlib import closing
-
-    from asyncrl_cli.journal.schema import FILE, explained, open_for_writing
-
-    path = run.path / FILE
-    if steps and path.is_file():
-        with explained(path), closing(open_for_writing(path)) as connection:
-            connection.executemany(
-                "UPDATE checkpoints SET removed_at = ? WHERE step = ?", [(time.time(), step) for step in steps]
-            )
+        return accuracies(connection)
 
 
 add(app, "list", list_checkpoints, "List checkpoints and why each is kept.", "asyncrl checkpoint list latest")

@@ -37,9 +37,9 @@ def staleness(
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
     from asyncrl_cli.inspect.what_if import workload
     from asyncrl_cli.journal.queries import snapshot
-    from asyncrl_cli.journal.recording import recording
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
+    from asyncrl_cli.journal.step_timeline import recording
     from asyncrl_cli.runs.catalogue import find_run
 
     if steps not in (None, "all"):
@@ -57,5 +57,5 @@ def staleness(
             raise RunError(str(error), location=found.run_id, hint=hint) from None
         page = with_what_if(page, report, work, what_if)
     show(page, as_json)
-    if report.breaches:
+    if report.violations:
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.inspect.decoding import Decoder, open_decoder
 from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, table
+from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
     RECENT_GROUPS,
     Distribution,
@@ -32,7 +33,6 @@ from asyncrl_cli.journal.queries import (
     list_groups,
     overview,
 )
-from asyncrl_cli.journal.queries import standing as standing_of
 from asyncrl_cli.records.generation import CONTEXT, Segment, group_and_index, sequence_of
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import standing
@@ -56,12 +56,12 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
     """Counts, ages, deadlines, lengths and rewards."""
     found = overview(connection)
     document = asdict(found)
-    document |= {"run": run.run_id, "phase": standing(run), **document.pop("standing")}
-    settings, due = found.standing.settings, found.due
+    document |= {"run": run.run_id, "phase": standing(run), **document.pop("progress")}
+    settings, due = found.progress.settings, found.due
     lines = [
         f"run      {run.run_id}, {standing(run)}",
-        f"where    {found.standing.step} of {settings.total_steps} batches taken, "
-        f"weight version {found.standing.version}",
+        f"where    {found.progress.step} of {settings.total_steps} batches taken, "
+        f"weight version {found.progress.version}",
         f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
         f"{settings.groups_per_step} groups of {settings.group_size} per step, a version every "
         f"{settings.publish_every} step(s)",
@@ -91,7 +91,7 @@ def _state_row(count: StateCount, found: Overview) -> tuple[str, ...]:
     note = AGES.get(count.state, "") if count.groups else ""
     if count.state == "rejected":
         note = ", ".join(f"{reason} {number}" for reason, number in sorted(found.rejected.items()))
-    size = found.standing.settings.group_size
+    size = found.progress.settings.group_size
     ended = "" if count.rollouts is None else f"{count.rollouts:,} of {count.groups * size:,}"
     return (
         count.state,
@@ -105,7 +105,7 @@ def _state_row(count: StateCount, found: Overview) -> tuple[str, ...]:
 
 
 def _due_row(due: Due) -> tuple[str, ...]:
-    return str(due.version), str(due.lag), str(due.deadline), str(due.running), str(due.finished)
+    return str(due.version), str(due.staleness), str(due.deadline), str(due.running), str(due.finished)
 
 
 def _distribution_row(row: Distribution) -> tuple[str, ...]:
@@ -129,8 +129,8 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFi
     }
     if not rows:
         return Page(document, [f"no group of {run.run_id} is like that"])
-    size = standing_of(connection).settings.group_size
-    header = ("group", "prompt", "state", "version", "lag", "step", "ended", "tokens", "reward", "age")
+    size = progress(connection).settings.group_size
+    header = ("group", "prompt", "state", "version", "staleness", "step", "ended", "tokens", "reward", "age")
     now = time.time()
     lines = table(header, [_list_row(row, size, now) for row in rows], left=(1, 2))
     if more:
@@ -145,7 +145,7 @@ def _list_row(row: GroupRow, group_size: int, now: float) -> tuple[str, ...]:
         uid,
         f"{row.state}: {row.reason}" if row.reason else row.state,
         str(row.version),
-        "-" if row.lag is None else str(row.lag),
+        "-" if row.staleness is None else str(row.staleness),
         "-" if row.step is None else str(row.step + 1),
         f"{row.rollouts}/{group_size}",
         f"{row.tokens:,}",
@@ -192,7 +192,7 @@ def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: 
 
 def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord) -> Page:
     decoder = open_decoder(run)
-    row, settings = record.row, standing_of(connection).settings
+    row, settings = record.row, progress(connection).settings
     shown = sum(rollout.tokens for rollout in record.rollouts) <= TOKENS_SHOWN or len(record.rollouts) == 1
     texts = [_texts(rollout, decoder) for rollout in record.rollouts]
     lines = [
@@ -227,9 +227,9 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
 def _when(row: GroupRow, bound: int) -> str:
     text = f"admitted {moment(row.admitted_at)} at version {row.version}"
     if row.step is not None:
-        return f"{text}; taken in step {row.step + 1}, {row.lag} version(s) later (bound {bound})"
-    if row.lag is not None:
-        return f"{text}, {row.lag} version(s) ago; to be taken by version {row.version + bound}"
+        return f"{text}; taken in step {row.step + 1}, {row.staleness} version(s) later (bound {bound})"
+    if row.staleness is not None:
+        return f"{text}, {row.staleness} version(s) ago; to be taken by version {row.version + bound}"
     return text
 
 

@@ -9,8 +9,8 @@ from datetime import datetime
 
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.journal.events import Event, Reader
+from asyncrl_cli.journal.queries import spooled
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.journal.spool import spooled
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import UNDER_WAY, standing
 

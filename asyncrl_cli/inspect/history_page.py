@@ -72,7 +72,14 @@ def _manifest_lines(manifest: dict[str, Any]) -> Iterator[str]:
 
 def _starts(history: History) -> Iterator[str]:
     rows = [
-        (moment(start.at), start.kind, str(start.step), str(start.version), f"{start.pid} on {start.host}", start.note)
+        (
+            moment(start.at),
+            start.process,
+            str(start.steps_taken),
+            str(start.version),
+            f"{start.pid} on {start.host}",
+            start.note,
+        )
         for start in history.starts
     ]
     yield from table(("starts", "kind", "at step", "version", "process", ""), rows, left=(0, 1, 4, 5))
@@ -110,7 +117,8 @@ def _checkpoints(history: History) -> Iterator[str]:
         return
     now = time.time()
     rows = [
-        (str(point.step), f"{duration(now - point.at)} ago", duration(point.seconds), point.folder) for point in kept
+        (str(point.after_step), f"{duration(now - point.at)} ago", duration(point.seconds), point.folder)
+        for point in kept
     ]
     yield from table(("checkpoints", "saved", "took", "folder"), rows, left=(0, 3))
     if removed := len(history.checkpoints) - len(kept):
@@ -120,7 +128,7 @@ def _checkpoints(history: History) -> Iterator[str]:
 def _evaluations(history: History) -> Iterator[str]:
     rows = [
         (
-            f"after step {result.step}",
+            f"after step {result.after_step}",
             result.kind,
             f"{result.accuracy:.3f}",
             number(result.mean_reward),

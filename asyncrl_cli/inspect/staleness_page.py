@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl_cli.inspect.pages import Page, table
 from asyncrl_cli.inspect.what_if import ENGINES, Workload, simulate
-from asyncrl_cli.journal.staleness import BREACHES_TOLD, Report, StepLags, in_ranges, together
+from asyncrl_cli.journal.staleness import MOST_VIOLATIONS, Report, StepStaleness, in_ranges, together
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.status import standing
 
@@ -20,7 +20,7 @@ ROWS = 20
 """Ranges of steps, so that a long run fits a screen."""
 COLUMNS = 4
 """Ranges of lags, likewise."""
-BREACHES_SHOWN = 20
+VIOLATIONS_SHOWN = 20
 ASSUMPTIONS = (
     "This is an estimate: the ledger's own rules are run again on the journal's times. The record does",
     "not say how fast engines are when another number of groups runs at once, so a bound has two rows:",
@@ -37,7 +37,7 @@ ASSUMPTIONS = (
 
 def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
     """Lags by step, or by ranges of steps, and whether the bound held."""
-    where = report.standing
+    where = report.progress
     settings = where.settings
     lines = [
         f"run      {run.run_id}, {standing(run)}, {len(report.steps)} batches taken"
@@ -49,11 +49,11 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
         "run": run.run_id,
         "phase": standing(run),
         "settings": asdict(settings),
-        "held": not report.breaches,
+        "held": not report.violations,
         "late": report.late,
         "groups": report.groups,
         "tokens": report.tokens,
-        "breaches": [asdict(breach) | {"step": _counted(breach.step)} for breach in report.breaches],
+        "violations": [asdict(violation) | {"step": _counted(violation.step)} for violation in report.violations],
         "steps": [_lags_document(step) for step in report.steps],
     }
     if report.steps:
@@ -64,7 +64,7 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
     return Page(document, [*lines, "", *_verdict(report)])
 
 
-def _lag_table(shown: Sequence[StepLags], whole: StepLags) -> list[str]:
+def _lag_table(shown: Sequence[StepStaleness], whole: StepStaleness) -> list[str]:
     ranges = _lag_ranges(max(whole.groups, default=0))
     names = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     header = ("step", *names, "mean", "max")
@@ -79,7 +79,7 @@ def _lag_table(shown: Sequence[StepLags], whole: StepLags) -> list[str]:
     return ["shares of groups and of tokens by their lag in versions", f"{above}  rollouts", *lines]
 
 
-def _lag_row(name: str, step: StepLags, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+def _lag_row(name: str, step: StepStaleness, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     crossed = f"{step.crossed / step.rollouts:.0%}" if step.rollouts else "-"
     return name, *_lag_cells(step.groups, ranges), *_lag_cells(step.tokens, ranges), crossed
 
@@ -97,40 +97,40 @@ def _lag_cells(lags: Counter[int], ranges: Sequence[tuple[int, int]]) -> Iterato
 
 
 def _lag_ranges(highest: int) -> list[tuple[int, int]]:
-    """0 to ``highest`` in at most ``COLUMNS`` ranges of equal size; a lag below 0 is a breach, and told there."""
+    """0 to ``highest`` in at most ``COLUMNS`` ranges of equal size; less than 0 is a violation, and shown there."""
     size = -(-(highest + 1) // COLUMNS)
     return [(low, min(low + size - 1, highest)) for low in range(0, highest + 1, size)]
 
 
-def _step_name(step: StepLags) -> str:
+def _step_name(step: StepStaleness) -> str:
     return str(step.first + 1) if step.first == step.last else f"{step.first + 1}-{step.last + 1}"
 
 
 def _verdict(report: Report) -> Iterator[str]:
-    bound = report.standing.settings.max_staleness
+    bound = report.progress.settings.max_staleness
     if any(step.dropped for step in report.steps):
         yield "tokens of some steps were dropped (journal.keep): they are not in the columns of tokens"
     if report.late:
         yield f"late     {report.late} groups were trained past the bound, as on_stale: train allows"
-    if not report.breaches:
+    if not report.violations:
         late = "but for the late groups, " if report.late else ""
         yield f"proof    {late}the bound held: {report.groups:,} groups lag 0 to {bound} versions,"
         yield f"         and none of {report.tokens:,} tokens is older than its group"
         return
-    more = " or more" if len(report.breaches) == BREACHES_TOLD else ""
-    yield f"BROKEN   the guarantee does not hold: {len(report.breaches)}{more} row(s) break it"
-    for breach in report.breaches[:BREACHES_SHOWN]:
-        step = "" if breach.step is None else f"step {breach.step + 1}, "
-        group = "" if breach.group_id is None else f"group {breach.group_id}: "
-        yield f"  {step}{group}{breach.what}"
-    if len(report.breaches) > BREACHES_SHOWN:
-        yield f"  (the first {BREACHES_SHOWN}; --json has more)"
+    more = " or more" if len(report.violations) == MOST_VIOLATIONS else ""
+    yield f"VIOLATED the guarantee does not hold: {len(report.violations)}{more} row(s) break it"
+    for violation in report.violations[:VIOLATIONS_SHOWN]:
+        step = "" if violation.step is None else f"step {violation.step + 1}, "
+        group = "" if violation.group_id is None else f"group {violation.group_id}: "
+        yield f"  {step}{group}{violation.what}"
+    if len(report.violations) > VIOLATIONS_SHOWN:
+        yield f"  (the first {VIOLATIONS_SHOWN}; --json has more)"
 
 
 def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int) -> Page:
     """The page with the estimate for another bound below it."""
     lags = together(report.steps).groups
-    bound = report.standing.settings.max_staleness
+    bound = report.progress.settings.max_staleness
     bounds = dict.fromkeys((bound, max_staleness))
     outcomes = {(engines, at): simulate(work, at, engines) for engines in ENGINES for at in bounds}
     rows = [
@@ -146,8 +146,8 @@ def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int)
                 engines,
                 str(at),
                 *_waiting(outcome.waited_s, outcome.seconds),
-                f"{outcome.mean_lag:.2f}",
-                str(outcome.max_lag),
+                f"{outcome.mean_staleness:.2f}",
+                str(outcome.most_staleness),
             )
             for (engines, at), outcome in outcomes.items()
         ),
@@ -177,14 +177,14 @@ def _waiting(waited_s: float, seconds: float) -> tuple[str, str, str]:
     return f"{waited_s:,.1f} s", f"{waited_s / seconds:.0%}" if seconds else "-", f"{seconds:,.1f} s"
 
 
-def _lags_document(step: StepLags) -> dict[str, Any]:
+def _lags_document(step: StepStaleness) -> dict[str, Any]:
     return {
         "first_step": step.first + 1,
         "last_step": step.last + 1,
         "groups_by_lag": dict(sorted(step.groups.items())),
         "tokens_by_lag": dict(sorted(step.tokens.items())),
-        "groups_mean_lag": _mean(step.groups),
-        "tokens_mean_lag": _mean(step.tokens),
+        "groups_mean_staleness": _mean(step.groups),
+        "tokens_mean_staleness": _mean(step.tokens),
         "rollouts": step.rollouts,
         "rollouts_crossed": step.crossed,
         "tokens_dropped": step.dropped,

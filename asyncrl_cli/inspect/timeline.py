@@ -30,10 +30,19 @@ from typing import Any
 from asyncrl_cli.core.files import atomic_write
 from asyncrl_cli.inspect.resolved import resolved_spec, setting
 from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Stall, Start, events
-from asyncrl_cli.journal.queries import standing
+from asyncrl_cli.journal.history import first_start
+from asyncrl_cli.journal.progress import progress
+from asyncrl_cli.journal.queries import spooled
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.journal.spool import spooled
-from asyncrl_cli.journal.step_timeline import PublishSpan, StepSpan, first_publish, step_spans
+from asyncrl_cli.journal.step_timeline import (
+    PublishSpan,
+    StepSpan,
+    engine_requests,
+    first_publish,
+    rollout_times,
+    step_spans,
+)
+from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.runs.directory import RunDirectory
 
 TraceEvent = Mapping[str, Any]
@@ -109,9 +118,10 @@ def _write(events: Iterable[TraceEvent], raw: Any) -> int:
 def timeline_events(run: RunDirectory, connection: sqlite3.Connection) -> Iterator[TraceEvent]:
     """A run's events, in no particular order. Times are microseconds since the run's first start."""
     spec = resolved_spec(run)
-    (begun,) = connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()
-    trace = _Trace(connection, begun, setting(spec, "trainer.ranks", 1), setting(spec, "rollout.engines", 1))
-    return chain(trace.steps(), trace.milestones(), trace.rollouts(), trace.stays(), trace.names(run.run_id))
+    trace = _Trace(
+        connection, first_start(connection), setting(spec, "trainer.ranks", 1), setting(spec, "rollout.engines", 1)
+    )
+    return chain(trace.steps(), trace.milestones(), trace.rollouts(), trace.requests(), trace.names(run.run_id))
 
 
 class _Trace:
@@ -129,7 +139,7 @@ class _Trace:
         if (publish := first_publish(self._connection)) is not None:
             free = self._us(publish.ended_at)
             yield from self._publish(publish, self._us(publish.begun_at), free)
-        for span in step_spans(self._connection, standing(self._connection).settings.publish_every):
+        for span in step_spans(self._connection, progress(self._connection).settings.publish_every):
             begin = max(free, self._us(span.taken_at))
             until = max(begin, self._us(span.trained_until))
             free = max(until, self._us(span.ended_at))
@@ -188,44 +198,35 @@ class _Trace:
 
     def rollouts(self) -> Iterator[TraceEvent]:
         """Every rollout of which anything is recorded, in the order of admission."""
-        for (
-            group,
-            index,
-            uid,
-            state,
-            step,
-            admitted_at,
-            recorded_at,
-            tokens,
-            reward,
-            reason,
-            oldest,
-            newest,
-        ) in self._rows(
-            "SELECT g.id, r.rollout_index, g.uid, g.state, g.step, g.admitted_at, r.recorded_at, r.tokens, r.reward, "
-            "r.finish_reason, r.oldest, r.newest "
-            "FROM groups g JOIN rollouts r ON r.group_id = g.id ORDER BY g.id, r.rollout_index"
-        ):
-            start = self._us(admitted_at)
-            end = max(start, self._us(recorded_at))
-            facts = {"prompt": uid, "group is": state, "tokens": tokens, "finish reason": reason or "unfinished"}
-            facts |= {"reward": reward, "oldest version": oldest, "newest version": newest}
-            if step is not None:
-                facts["trained in step"] = step + 1
-            yield _slice(ROLLOUTS, self._lanes.put(start, end), f"{group}-{index}", start, end, facts)
+        for one in rollout_times(self._connection):
+            start = self._us(one.admitted_at)
+            end = max(start, self._us(one.recorded_at))
+            facts = {"prompt": one.uid, "group is": one.state, "tokens": one.tokens}
+            facts |= {"finish reason": one.finish_reason or "unfinished", "reward": one.reward}
+            facts |= {"oldest version": one.oldest, "newest version": one.newest}
+            if one.step is not None:
+                facts["trained in step"] = one.step + 1
+            yield _slice(
+                ROLLOUTS,
+                self._lanes.put(start, end),
+                training_rollout_id(one.group_id, one.rollout_index),
+                start,
+                end,
+                facts,
+            )
 
-    def stays(self) -> Iterator[TraceEvent]:
-        """Every stay of a request with an engine, in the order in which they began."""
-        for request, engine, begun_at, ended_at, ending in self._rows(
-            "SELECT request, engine, begun_at, ended_at, ending FROM engine_requests ORDER BY begun_at"
-        ):
+    def requests(self) -> Iterator[TraceEvent]:
+        """Every request that an engine had, in the order in which they began."""
+        for request in engine_requests(self._connection):
+            engine = request.engine
             if engine not in self._lanes_of:  # the run had more engines once
                 self._engines.append(engine)
                 self._lanes_of[engine] = Lanes()
-            start = self._us(begun_at)
-            end = max(start, self._us(ended_at))
+            start = self._us(request.begun_at)
+            end = max(start, self._us(request.ended_at))
             lane = LOADS + self._lanes_of[engine].put(start, end)
-            yield _slice(ENGINES + self._engines.index(engine), lane, request, start, end, {"ended": ending})
+            facts = {"ended": request.ending}
+            yield _slice(ENGINES + self._engines.index(engine), lane, request.request_id, start, end, facts)
 
     def names(self, run_id: str) -> Iterator[TraceEvent]:
         """What processes and tracks are called; after the rollouts, when their lanes are known."""
@@ -245,9 +246,6 @@ class _Trace:
                 where = {"ph": "M", "pid": process, "tid": track}
                 yield where | {"name": "thread_name", "args": {"name": title}}
                 yield where | {"name": "thread_sort_index", "args": {"sort_index": track}}
-
-    def _rows(self, sql: str) -> sqlite3.Cursor:
-        return self._connection.execute(sql)
 
     def _us(self, at: float) -> int:
         return max(0, round((at - self._begun) * 1e6))

@@ -7,6 +7,7 @@ evaluations and the newest faults, each by an index, and never walks through gro
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import time
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
 from asyncrl_cli.inspect.decoding import Decoder, open_decoder
 from asyncrl_cli.inspect.pages import duration, moment, number
 from asyncrl_cli.inspect.tokens import TokenShown, prompt_text, reference_text, tokens_of
-from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot, standing
+from asyncrl_cli.journal.history import evaluations, newest_batch, newest_failures, newest_steps
+from asyncrl_cli.journal.progress import progress
+from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot
+from asyncrl_cli.journal.rollouts import RewardRange, RolloutIndex, newest_rollout, next_rollout
 from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import Counts
@@ -36,14 +40,13 @@ UNLIKELY = ((0.9, "bold underline red"), (0.5, "underline dark_orange"), (0.1, "
 VERSION_STYLES = ("blue", "underline magenta", "bold green", "italic cyan", "bold underline yellow", "reverse red")
 """Styles by the version's age in the rollout."""
 
-SEARCHED = 10_000
-"""Rollouts that are looked through for one that passes the filter."""
-
 Colouring = Literal["log-prob", "weight version"]
 Wanted = Literal["all", "right", "wrong"]
-_WANTED: dict[Wanted, str] = {"all": "1", "right": f"reward >= {CORRECT}", "wrong": f"reward < {CORRECT}"}
-Place = tuple[int, int]
-"""A group's id and a rollout's place in it."""
+WANTED: dict[Wanted, RewardRange | None] = {
+    "all": None,
+    "right": (CORRECT, math.inf),
+    "wrong": (-math.inf, CORRECT),
+}
 
 
 def look(run: RunDirectory, now: float | None = None) -> Shown:
@@ -60,23 +63,19 @@ def look(run: RunDirectory, now: float | None = None) -> Shown:
 
 
 def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: float) -> Shown:
-    where = standing(connection)
-    newest = connection.execute(
-        "SELECT step, trained_at, metrics FROM batches WHERE trained_at IS NOT NULL ORDER BY step DESC LIMIT ?",
-        (TREND_STEPS,),
-    ).fetchall()[::-1]
-    recent = [json.loads(text) if text else {} for _, _, text in newest]
+    where = progress(connection)
+    newest = newest_steps(connection, TREND_STEPS)
+    recent = [json.loads(one.metrics or "{}") for one in newest]
     metrics = recent[-1] if recent else {}
     accuracy: dict[str, list[float]] = {}
-    for kind, value in connection.execute("SELECT kind, accuracy FROM evaluations ORDER BY kind, step"):
-        accuracy.setdefault(kind, []).append(value)
+    for one in sorted(evaluations(connection), key=lambda one: one.kind):
+        accuracy.setdefault(one.kind, []).append(one.accuracy)
     due = due_groups(connection, where)
-    done = newest[-1][0] + 1 if newest else where.first_step
+    done = newest[-1].step if newest else where.first_step
     remaining_s = None
     if under_way and len(newest) > 1:
-        (first, since, _), (last, until, _) = newest[0], newest[-1]
-        remaining_s = (until - since) / (last - first) * (where.settings.total_steps - done)
-    faults = connection.execute(f"SELECT at, part, message FROM failures ORDER BY id DESC LIMIT {FAULTS}").fetchall()
+        first, last = newest[0], newest[-1]
+        remaining_s = (last.at - first.at) / (last.step - first.step) * (where.settings.total_steps - done)
     return Shown(
         now=doing,
         step=done,
@@ -97,12 +96,12 @@ def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: floa
             },
         ),
         due=due,
-        faults=[f"{moment(at)} {part}: {message}" for at, part, message in reversed(faults)],
+        faults=[f"{moment(one.at)} {one.part}: {one.message}" for one in newest_failures(connection, FAULTS)],
     )
 
 
 def _trainer(connection: sqlite3.Connection, steps: int, now: float) -> str:
-    newest = connection.execute("SELECT step, taken_at, trained_at FROM batches ORDER BY step DESC LIMIT 1").fetchone()
+    newest = newest_batch(connection)
     if newest is None:
         return ""
     step, taken_at, trained_at = newest
@@ -123,7 +122,7 @@ class Pager:
         self.colouring: Colouring = "log-prob"
         self.wanted: Wanted = "all"
         self._run = run
-        self._place: Place | None = None
+        self._shown: RolloutIndex | None = None
         self._note = ""
         self._decoder: Decoder | None = None
         self._decoder_sought = False
@@ -131,24 +130,24 @@ class Pager:
     def turn(self, older: bool) -> None:
         """Go to the next older rollout that is wanted, or newer one; stay where there is none. First the newest that
         has ended."""
-        self._find(lambda connection: neighbour(connection, self._place, older, self.wanted))
+        self._find(lambda connection: next_rollout(connection, self._shown, older, WANTED[self.wanted]))
 
     def filter(self) -> None:
         """Want all rollouts, the right ones or the wrong ones, in turn; and go to the newest of them."""
-        kinds = list(_WANTED)
+        kinds = list(WANTED)
         self.wanted = kinds[(kinds.index(self.wanted) + 1) % len(kinds)]
-        self._find(lambda connection: neighbour(connection, None, True, self.wanted))
+        self._find(lambda connection: next_rollout(connection, None, True, WANTED[self.wanted]))
 
     def go_to(self, step: int) -> None:
         """Go to a wanted rollout of a step, counted from 1; stay where there is none."""
-        self._find(lambda connection: of_step(connection, step, self.wanted), f"of step {step}")
+        self._find(lambda connection: newest_rollout(connection, step - 1, WANTED[self.wanted]), f"of step {step}")
 
-    def _find(self, found_in: Callable[[sqlite3.Connection], Place | None], where: str = "") -> None:
+    def _find(self, found_in: Callable[[sqlite3.Connection], RolloutIndex | None], where: str = "") -> None:
         with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel says what is wrong
             found = found_in(connection)
             kind = "" if self.wanted == "all" else f"{self.wanted} "
             self._note = "" if found else f"there is no further {kind}rollout {where}".rstrip()
-            self._place = found or self._place
+            self._shown = found or self._shown
 
     def recolour(self) -> None:
         """Colour by the other of log-prob and version."""
@@ -158,55 +157,26 @@ class Pager:
         """The rollout that was turned to."""
         from rich.text import Text
 
-        if self._place is None:
+        if self._shown is None:
             return Text(self._note if self.wanted != "all" else "no rollout has ended yet")
         if not self._decoder_sought:
             self._decoder, self._decoder_sought = open_decoder(self._run), True
         with snapshot(self._run.path / FILE) as connection:
-            group = group_record(connection, self._place[0])
+            group = group_record(connection, self._shown[0])
         shown = "" if self.wanted == "all" else f"{self.wanted} rollouts only"
-        text = rollout_text(group, self._place, self._decoder, self.colouring)
+        text = rollout_text(group, self._shown, self._decoder, self.colouring)
         return text.append("".join(f"\n{line}" for line in (shown, self._note) if line), style="bold")
 
 
-def neighbour(connection: sqlite3.Connection, place: Place | None, older: bool, wanted: Wanted = "all") -> Place | None:
-    """The ended rollout next to a place, by group and place in it; next to None the newest one. None without one, and
-    without a wanted one among the next ``SEARCHED``."""
-    if place is None:
-        where, order, place = "(group_id, rollout_index) > (?, ?)", "DESC", (-1, -1)
-    else:
-        where, order = (
-            ("(group_id, rollout_index) < (?, ?)", "DESC") if older else ("(group_id, rollout_index) > (?, ?)", "ASC")
-        )
-    ordered = f"ORDER BY group_id {order}, rollout_index {order}"
-    found: Place | None = connection.execute(
-        f"SELECT group_id, rollout_index FROM (SELECT group_id, rollout_index, reward FROM rollouts WHERE {where} "
-        f"AND finish_reason IS NOT NULL {ordered} LIMIT {1 if wanted == 'all' else SEARCHED}) "
-        f"WHERE {_WANTED[wanted]} {ordered} LIMIT 1",
-        place,
-    ).fetchone()
-    return found
-
-
-def of_step(connection: sqlite3.Connection, step: int, wanted: Wanted = "all") -> Place | None:
-    """The newest wanted rollout of a step's batch, counted from 1."""
-    found: Place | None = connection.execute(
-        "SELECT group_id, rollout_index FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = ?) "
-        f"AND finish_reason IS NOT NULL AND {_WANTED[wanted]} ORDER BY group_id DESC, rollout_index DESC LIMIT 1",
-        (step - 1,),
-    ).fetchone()
-    return found
-
-
-def rollout_text(group: GroupRecord, place: Place, decoder: Decoder | None, colouring: Colouring) -> Text:
+def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | None, colouring: Colouring) -> Text:
     """A rollout's facts, its prompt, and its tokens in colours."""
     from rich.text import Text
 
-    name = training_rollout_id(*place)
+    name = training_rollout_id(*index)
     rollout = next(one for one in group.rollouts if one.rollout_id == name)
     reward = "no reward" if rollout.reward is None else f"reward {number(rollout.reward)}"
     step = "" if group.row.step is None else f", step {group.row.step + 1}"
-    lag = "" if group.row.lag is None else f", {group.row.lag} version(s) behind"
+    lag = "" if group.row.staleness is None else f", {group.row.staleness} version(s) behind"
     text = Text(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{lag}\n", style="bold")
     text.append(f"{prompt_text(group.prompt)}\n\n", style="dim")
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)

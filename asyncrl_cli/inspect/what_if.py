@@ -27,7 +27,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from asyncrl_cli.buffer.ledger import Batch, Ledger
-from asyncrl_cli.journal.recording import BatchTimes, Recording
+from asyncrl_cli.journal.step_timeline import BatchTimes, Recording
 from asyncrl_cli.records.groups import BufferSettings
 
 # -- what the simulation goes by
@@ -71,14 +71,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A simulated run: its bound, how long the trainer waited for batches, how long all of it took, and the lag of the
-    groups trained (versions)."""
+    """A simulated run: its bound, how long the trainer waited for batches, how long all of it took, and how stale the
+    groups were that it trained (versions)."""
 
     max_staleness: int
     waited_s: float
     seconds: float
-    mean_lag: float
-    max_lag: int
+    mean_staleness: float
+    most_staleness: int
 
 
 def newest(recording: Recording, groups: int) -> Recording:
@@ -180,13 +180,13 @@ class _Simulation:
 
     def run(self) -> Outcome:
         waited = 0.0
-        lags: list[int] = []
+        staleness: list[int] = []
         self._fill()
         for step in self._work.steps:
             asked = self._now
             batch = self._next_batch()
             waited += self._now - asked
-            lags += batch.staleness
+            staleness += batch.staleness
             self._ledger.take(batch)
             self._pass(step.train_s)
             if self._ledger.publish_due:
@@ -194,7 +194,7 @@ class _Simulation:
                 self._ledger.publish()
                 self._fill()
             self._pass(step.other_s)
-        return Outcome(self._ledger.max_staleness, waited, self._now, sum(lags) / len(lags), max(lags))
+        return Outcome(self._ledger.max_staleness, waited, self._now, sum(staleness) / len(staleness), max(staleness))
 
     def _next_batch(self) -> Batch:
         while not isinstance(upcoming := self._ledger.next_batch(), Batch):

@@ -16,10 +16,10 @@ import sqlite3
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, fields
 from heapq import merge
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 STALL = "stall"
-"""The kind of fault that is no fault: somebody has been waiting for long."""
+"""The kind of failure in the journal that is no fault: a part has been waiting for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Event:
     at: float
 
     @classmethod
-    def read(cls, connection: sqlite3.Connection, since: float, first: Open) -> Iterator[Event]:
+    def read(cls, connection: sqlite3.Connection, since: float = 0.0, first: Open = BEGINNING) -> Iterator[Self]:
         """The events of this class after ``since`` and from ``first`` on, by time."""
         rows = connection.execute(f"{cls.query} ORDER BY 1", {"since": since, **asdict(first)})
         return (cls(*row) for row in rows)
@@ -208,14 +208,15 @@ class Publish(Event):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(Event):
-    """A checkpoint is complete; it took ``seconds``."""
+    """A checkpoint is complete; it took ``seconds``, and was removed at the unix time ``removed_at``, if it was."""
 
     name = "checkpoint"
-    query = "SELECT at, step, folder, seconds FROM checkpoints WHERE at > :since"
+    query = "SELECT at, step, folder, seconds, removed_at FROM checkpoints WHERE at > :since"
 
     after_step: int
     folder: str
     seconds: float
+    removed_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ RENAMED_KINDS = {"stay": "request"}
 
 def events(connection: sqlite3.Connection, kinds: Collection[str] = (), since: float = 0.0) -> Iterator[Event]:
     """What was written down after ``since``, by time; ``kinds`` are names of ``KINDS``, none for all."""
-    return merge(*(KINDS[name].read(connection, since, BEGINNING) for name in kinds or KINDS), key=_time)
+    return merge(*(KINDS[name].read(connection, since) for name in kinds or KINDS), key=_time)
 
 
 class Reader:

@@ -1,72 +1,20 @@
-"""A run's history, read from its journal: starts, failures, steps, checkpoints, evaluations.
-
-Steps of batches are counted from 0 here, as in the journal; those of checkpoints and evaluations say how many steps
-were done.
-"""
+"""A run's history, read from its journal: starts, failures, work, checkpoints, evaluations, as events."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from asyncrl_cli.journal.queries import Standing, standing
+from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Start, Step
+from asyncrl_cli.journal.progress import Progress, progress
 
 SHARES = ("share/trainer_busy", "share/engines_busy", "share/engines_paused")
 """Metrics that say who was idle (docs/metrics.md)."""
 NEWEST_FAILURES = 10
-"""Failures that are told one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A process began to write: ``train``, ``resume``, or ``restart`` of the buffer alone. ``step`` batches were taken
-    by then, and ``version`` versions published."""
-
-    at: float
-    kind: str
-    host: str
-    pid: int
-    step: int
-    version: int
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Something failed, whether or not the run went on."""
-
-    at: float
-    kind: str
-    part: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete checkpoint. ``seconds`` is what it took; ``removed_at`` is None while it is there."""
-
-    step: int
-    at: float
-    folder: str
-    seconds: float
-    removed_at: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """One evaluation on the held-out prompts; ``mean_length`` in tokens."""
-
-    step: int
-    kind: str
-    at: float
-    accuracy: float
-    mean_reward: float
-    mean_length: float
-    prompts: int
+"""Failures that are shown one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +37,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Everything, oldest first; of the failures the newest ones, and all counted by kind."""
+    """Everything, oldest first; of the failures the newest ones (stalls included), and all counted by kind."""
 
-    standing: Standing
+    progress: Progress
     starts: tuple[Start, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[Fault, ...]
     failures_by_kind: Mapping[str, int]
     work: Work
     checkpoints: tuple[Checkpoint, ...]
@@ -102,37 +50,79 @@ class History:
 
 def history(connection: sqlite3.Connection) -> History:
     """What happened so far."""
-
-    def rows(sql: str) -> list[Any]:
-        return connection.execute(sql).fetchall()
-
-    failures = rows(f"SELECT at, kind, part, message FROM failures ORDER BY id DESC LIMIT {NEWEST_FAILURES}")
+    counts = connection.execute("SELECT kind, count(*) FROM failures GROUP BY kind ORDER BY count(*) DESC")
     return History(
-        standing=standing(connection),
-        starts=tuple(Start(*row) for row in rows("SELECT at, kind, host, pid, step, version, note FROM starts")),
-        failures=tuple(Failure(*row) for row in reversed(failures)),
-        failures_by_kind=dict(rows("SELECT kind, count(*) FROM failures GROUP BY kind ORDER BY count(*) DESC")),
-        work=_work([json.loads(metrics) for (metrics,) in rows(_METRICS)]),
-        checkpoints=tuple(
-            Checkpoint(*row) for row in rows("SELECT step, at, folder, seconds, removed_at FROM checkpoints")
-        ),
-        evaluations=tuple(
-            Evaluation(*row)
-            for row in rows(
-                "SELECT step, kind, at, accuracy, mean_reward, mean_length, prompts FROM evaluations "
-                "ORDER BY step, kind"
-            )
-        ),
+        progress=progress(connection),
+        starts=tuple(Start.read(connection)),
+        failures=newest_failures(connection, NEWEST_FAILURES),
+        failures_by_kind=dict(counts.fetchall()),
+        work=_work(connection),
+        checkpoints=tuple(Checkpoint.read(connection)),
+        evaluations=evaluations(connection),
     )
 
 
-_METRICS = "SELECT metrics FROM batches WHERE metrics IS NOT NULL ORDER BY step"
+def evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
+    """All evaluations, by the steps done and by kind."""
+    return tuple(sorted(Evaluation.read(connection), key=lambda one: (one.after_step, one.kind)))
 
 
-def _work(steps: list[dict[str, float]]) -> Work:
+def newest_failures(connection: sqlite3.Connection, count: int) -> tuple[Fault, ...]:
+    """The newest failures, stalls included, oldest first."""
+    rows = connection.execute("SELECT at, kind, part, message FROM failures ORDER BY id DESC LIMIT ?", (count,))
+    return tuple(Fault(*row) for row in rows.fetchall()[::-1])
+
+
+def first_failures(connection: sqlite3.Connection, count: int) -> tuple[Fault, ...]:
+    """The first failures, stalls included."""
+    rows = connection.execute("SELECT at, kind, part, message FROM failures ORDER BY id LIMIT ?", (count,))
+    return tuple(Fault(*row) for row in rows)
+
+
+def newest_steps(connection: sqlite3.Connection, count: int) -> list[Step]:
+    """The newest trained steps, oldest first."""
+    rows = connection.execute(
+        f"{Step.query} ORDER BY step DESC LIMIT :count", {"since": 0.0, "step": 0, "count": count}
+    )
+    return [Step(*row) for row in rows.fetchall()[::-1]]
+
+
+def newest_batch(connection: sqlite3.Connection) -> tuple[int, float, float | None] | None:
+    """Step (from 0) of the newest batch, and the unix times when it was taken and trained; None before the first."""
+    found: tuple[int, float, float | None] | None = connection.execute(
+        "SELECT step, taken_at, trained_at FROM batches ORDER BY step DESC LIMIT 1"
+    ).fetchone()
+    return found
+
+
+def first_start(connection: sqlite3.Connection) -> float:
+    """When the run began (unix time)."""
+    return float(connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()[0])
+
+
+def step_metrics(connection: sqlite3.Connection, step: int) -> dict[str, float]:
+    """The metrics of a step (from 0); empty when they are not recorded."""
+    found = connection.execute("SELECT metrics FROM batches WHERE step = ?", (step,)).fetchone()
+    metrics: dict[str, float] = json.loads(found[0]) if found and found[0] else {}
+    return metrics
+
+
+def metrics_rows(connection: sqlite3.Connection) -> Iterator[dict[str, float]]:
+    """The rows of metrics.jsonl (steps from 1), for all steps of which metrics are recorded."""
+    for step, at, metrics, version in connection.execute(
+        "SELECT step + 1, trained_at, metrics, "
+        "(SELECT coalesce(max(version), 0) FROM publishes WHERE publishes.step <= batches.step + 1) "
+        "FROM batches WHERE metrics IS NOT NULL"
+    ):
+        yield {"step": step, "version": version, "time": at, **json.loads(metrics)}
+
+
+def _work(connection: sqlite3.Connection) -> Work:
     sums: defaultdict[str, float] = defaultdict(float)
-    for metrics in steps:
+    for (text,) in connection.execute("SELECT metrics FROM batches WHERE metrics IS NOT NULL ORDER BY step"):
+        metrics = json.loads(text)
         seconds = metrics.get("time/step_s", 0.0)
+        sums["steps"] += 1
         sums["seconds"] += seconds
         for name in ("tokens/trained", "tokens/generated"):
             sums[name] += metrics.get(name, 0.0)
@@ -140,7 +130,7 @@ def _work(steps: list[dict[str, float]]) -> Work:
             sums[name] += metrics.get(name, 0.0) * seconds
     total = sums["seconds"]
     return Work(
-        steps=len(steps),
+        steps=int(sums["steps"]),
         seconds=total,
         trained_tokens=int(sums["tokens/trained"]),
         generated_tokens=int(sums["tokens/generated"]),

@@ -9,23 +9,27 @@ Steps are counted from 0 here, as in the journal.
 
 from __future__ import annotations
 
-import json
+import pickle
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from tempfile import SpooledTemporaryFile
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped_groups, progress
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts, sequences_of
 from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading
 from asyncrl_cli.records.generation import Segment, training_rollout_id
-from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.records.prompt import Prompt
+
+T = TypeVar("T")
 
 GroupState = Literal["running", "finished", "taken", "trained", "rejected", "requeued"]
 """``taken``: in a batch that is not trained yet. The journal's own ``taken`` means either."""
@@ -35,12 +39,12 @@ _WITH_ROLLOUTS: tuple[GroupState, ...] = ("running", "finished", "trained", "rej
 
 LARGEST = 2**63 - 1
 """The largest integer that SQLite has."""
+IN_MEMORY_BYTES = 2**25
+"""What is ``spooled`` goes to a temporary file beyond this size."""
 RECENT_GROUPS = 1000
 """Groups of a state, the newest ones, whose rollouts make up its distributions."""
 
-# SQLite takes a partial index only for a query that repeats the index's own condition.
-_OUTSTANDING = "g.state IN ('running', 'finished')"
-_DROPPED = "g.state IN ('rejected', 'requeued')"
+_OUTSTANDING, _DROPPED = f"g.{OUTSTANDING}", f"g.{DROPPED}"
 _WHERE: dict[GroupState, str] = {
     "running": f"{_OUTSTANDING} AND g.state = 'running'",
     "finished": f"{_OUTSTANDING} AND g.state = 'finished'",
@@ -66,31 +70,27 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """The numbers that everything else refers to.
+def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> Iterator[T]:
+    """What ``read`` gives of one snapshot of the journal, handed out after that is closed: SQLite cannot empty the
+    journal's `-wal` while a snapshot is open, so a pager that stands still must not hold one.
 
-    Args:
-        settings: the bounds the buffer works by, as last described.
-        first_step: where this journal's history begins; above 0 when an earlier journal was given up.
-        step: batches taken so far.
-        version: weight versions published so far.
+    Raises ``JournalError``, and ``UserError`` when there is no room for the temporary file.
     """
-
-    settings: BufferSettings
-    first_step: int
-    step: int
-    version: int
-
-
-def standing(connection: sqlite3.Connection) -> Standing:
-    """Where the run stands."""
-    meta = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
-    settings = BufferSettings(**meta["settings"])
-    first = int((meta.get("base") or {}).get("step", 0))
-    (step,) = connection.execute("SELECT coalesce(max(step) + 1, 0) FROM batches").fetchone()
-    (version,) = connection.execute("SELECT coalesce(max(version), 0) FROM publishes").fetchone()
-    return Standing(settings, first, max(step, first), max(version, first // settings.publish_every))
+    with SpooledTemporaryFile(IN_MEMORY_BYTES) as spool:
+        try:
+            with snapshot(path) as connection:
+                for item in read(connection):
+                    pickle.dump(item, spool, pickle.HIGHEST_PROTOCOL)
+        except OSError as error:
+            raise UserError(
+                f"there is no room for a temporary file: {error.strerror}",
+                location=str(path),
+                hint="free space, or set TMPDIR to a folder with more of it",
+            ) from error
+        end = spool.tell()
+        spool.seek(0)
+        while spool.tell() < end:
+            yield pickle.load(spool)
 
 
 # -- the buffer as a whole
@@ -118,11 +118,11 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Groups admitted at one version that are not taken. ``lag`` is their staleness if they were taken now,
-    ``deadline`` the last version at which they may be."""
+    """Groups admitted at one version that are not taken. ``staleness`` is what it would be if they were taken now,
+    ``deadline`` the last version at which they may be taken."""
 
     version: int
-    lag: int
+    staleness: int
     deadline: int
     running: int
     finished: int
@@ -148,7 +148,7 @@ class Overview:
     version. ``lengths`` (sampled tokens) and ``rewards`` are of the ``RECENT_GROUPS`` newest groups of each state."""
 
     at: float
-    standing: Standing
+    progress: Progress
     states: tuple[StateCount, ...]
     rejected: dict[str, int]
     due: tuple[Due, ...]
@@ -159,12 +159,8 @@ class Overview:
 def overview(connection: sqlite3.Connection, now: float | None = None) -> Overview:
     """Everything about the buffer that fits a screen."""
     at = time.time() if now is None else now
-    where = standing(connection)
-    dropped: dict[str, dict[str, int]] = {"rejected": {}, "requeued": {}}
-    for state, reason, count in connection.execute(
-        f"SELECT state, reason, count(*) FROM groups g WHERE {_DROPPED} GROUP BY state, reason"
-    ):
-        dropped[state][reason] = count
+    where = progress(connection)
+    dropped = dropped_groups(connection)
     lengths, rewards = [], []
     for state in _WITH_ROLLOUTS:
         of_state = list(_recent(connection, state))
@@ -172,7 +168,7 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
         rewards += _distribution(state, [reward for _, reward in of_state if reward is not None])
     return Overview(
         at=at,
-        standing=where,
+        progress=where,
         states=(
             _present(connection, "running", "g.admitted_at", at),
             _present(connection, "finished", "g.ended_at", at),
@@ -207,14 +203,14 @@ def _trained(connection: sqlite3.Connection) -> int:
     return int(taken - untrained)
 
 
-def due_groups(connection: sqlite3.Connection, where: Standing) -> tuple[Due, ...]:
+def due_groups(connection: sqlite3.Connection, now: Progress) -> tuple[Due, ...]:
     """The groups that are not taken, those that were admitted first at the top."""
     rows = connection.execute(
         f"SELECT g.version, sum(g.state = 'running'), sum(g.state = 'finished') FROM groups g "
         f"WHERE {_OUTSTANDING} GROUP BY g.version ORDER BY g.version"
     )
-    bound = where.settings.max_staleness
-    return tuple(Due(version, where.version - version, version + bound, *counts) for version, *counts in rows)
+    bound = now.settings.max_staleness
+    return tuple(Due(version, now.version - version, version + bound, *counts) for version, *counts in rows)
 
 
 def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None]]:
@@ -246,7 +242,7 @@ def _quantile(ascending: Sequence[float], share: float) -> float:
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
     """Which groups to list; what is None filters nothing. ``min_reward`` bounds the mean reward of a group's
-    scored rollouts, ``stale_over`` its lag (see ``GroupRow``)."""
+    scored rollouts, ``stale_over`` its staleness (see ``GroupRow``)."""
 
     state: GroupState | None = None
     min_reward: float | None = None
@@ -260,7 +256,7 @@ class GroupRow:
     Args:
         reason: why it was rejected.
         version: weight version at admission.
-        lag: versions it lagged behind when it was taken, or would if it were taken now; None for a dropped one.
+        staleness: versions it was behind when it was taken, or would be if it were taken now; None for a dropped one.
         step: the batch it is in.
         rollouts, tokens: rollouts that have ended, and sampled tokens recorded.
         reward: mean over the scored rollouts.
@@ -272,7 +268,7 @@ class GroupRow:
     state: GroupState
     reason: str
     version: int
-    lag: int | None
+    staleness: int | None
     step: int | None
     rollouts: int
     tokens: int
@@ -282,10 +278,10 @@ class GroupRow:
 
 
 _REWARD = "(SELECT avg(reward) FROM rollouts r WHERE r.group_id = g.id)"
-_LAG = f"(CASE WHEN {_OUTSTANDING} THEN :version ELSE b.version END - g.version)"
+_STALENESS = f"(CASE WHEN {_OUTSTANDING} THEN :version ELSE b.version END - g.version)"
 _GROUP = f"""
     SELECT g.id, g.uid, CASE WHEN g.state = 'taken' AND b.trained_at IS NOT NULL THEN 'trained' ELSE g.state END,
-           g.reason, g.version, {_LAG}, g.step,
+           g.reason, g.version, {_STALENESS}, g.step,
            (SELECT count(finish_reason) FROM rollouts r WHERE r.group_id = g.id),
            (SELECT coalesce(sum(tokens), 0) FROM rollouts r WHERE r.group_id = g.id),
            {_REWARD}, g.admitted_at, g.ended_at
@@ -299,7 +295,7 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
     if wanted.state is not None:
         conditions.append(_WHERE[wanted.state])
     if wanted.stale_over is not None:
-        conditions.append(f"{_LAG} > :stale_over")
+        conditions.append(f"{_STALENESS} > :stale_over")
     if wanted.min_reward is not None:
         conditions.append(f"{_REWARD} >= :min_reward")
     rows = connection.execute(
@@ -307,7 +303,7 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
         f"{_GROUP} WHERE g.id IN (SELECT g.id FROM groups g LEFT JOIN batches b ON b.step = g.step "
         f"WHERE {' AND '.join(conditions)} ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
         {
-            "version": standing(connection).version,
+            "version": progress(connection).version,
             "stale_over": None if wanted.stale_over is None else max(-LARGEST, min(wanted.stale_over, LARGEST)),
             "min_reward": wanted.min_reward,
             "limit": min(limit, LARGEST),
@@ -325,7 +321,7 @@ def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
     return [group_id for (group_id,) in connection.execute("SELECT id FROM groups WHERE uid = ? ORDER BY id", (name,))]
 
 
-# -- one group, whole
+# -- one group with its rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +355,7 @@ class GroupRecord:
 
 def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
     """Everything about one group. Raises ``LookupError`` when there is none with this id."""
-    version = standing(connection).version
+    version = progress(connection).version
     known = {"version": version, "id": min(group_id, LARGEST)}
     row = connection.execute(f"{_GROUP} WHERE g.id = :id", known).fetchone()
     if row is None:

@@ -1,12 +1,12 @@
 """How stale the training was, and the proof that the bound held: read from the journal's rows, token by token.
 
-A group's lag is the version of its batch minus the version it was admitted at. A token's lag counts from the version
+A group's staleness is the version of its batch minus the version it was admitted at. A token's counts from the version
 that sampled it, as its segment says. The proof checks the rows against one another and trusts no summary of them:
 
 * the batch of step t is trained at version t // k (k steps per publish);
-* every group of a batch has a lag of 0 to S (with ``on_stale: train`` more is counted as late), by the settings that
-  held when its step was taken: a resume may change them;
-* no token is older than its group's version, so that no token's lag exceeds its group's;
+* every group of a batch has a staleness of 0 to S (with ``on_stale: train`` more is counted as late), by the settings
+  that held when its step was taken: a resume may change them;
+* no token is older than its group's version, so that no token's staleness exceeds its group's;
 * no token of a batch is newer than the batch.
 
 Only sampled tokens count: those that the policy was given in an episode (``CONTEXT``) have no version. A group that was
@@ -24,14 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl_cli.journal.queries import Standing, standing
+from asyncrl_cli.journal.progress import Progress, progress
 from asyncrl_cli.records.generation import CONTEXT, branch_id, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
 
 
 @dataclass(frozen=True, slots=True)
-class StepLags:
-    """What one batch was trained on, or several together. ``groups`` and ``tokens`` count by lag in versions.
+class StepStaleness:
+    """What one batch was trained on, or several together. ``groups`` and ``tokens`` count by staleness in versions.
 
     ``dropped`` says that some tokens are not in the journal any more (``journal.keep``); ``rollouts`` are those with
     tokens, and ``crossed`` those of them whose tokens are of more than one version.
@@ -47,7 +47,7 @@ class StepLags:
 
 
 @dataclass(frozen=True, slots=True)
-class Breach:
+class Violation:
     """A row that breaks the guarantee. ``what`` says how; None: not about one step, or not about one group."""
 
     step: int | None
@@ -55,8 +55,8 @@ class Breach:
     what: str
 
 
-BREACHES_TOLD = 1000
-"""Breaches that are described one by one; a journal with more of them is damaged as a whole."""
+MOST_VIOLATIONS = 1000
+"""Violations that are described one by one; a journal with more of them is damaged everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,20 @@ class Report:
     Args:
         groups, tokens: groups in batches, and sampled tokens of all groups, that were looked at.
         late: groups past the bound with ``on_stale: train``.
-        breaches: what breaks the guarantee, ``BREACHES_TOLD`` of it at most; empty when it held.
+        violations: what breaks the guarantee, ``MOST_VIOLATIONS`` of it at most; empty when it held.
     """
 
-    standing: Standing
-    steps: tuple[StepLags, ...]
+    progress: Progress
+    steps: tuple[StepStaleness, ...]
     groups: int
     tokens: int
     late: int
-    breaches: tuple[Breach, ...]
+    violations: tuple[Violation, ...]
 
 
 def staleness_report(connection: sqlite3.Connection) -> Report:
     """Look at every batch, group and segment."""
-    where = standing(connection)
+    where = progress(connection)
     batch_versions = dict(connection.execute("SELECT step, version FROM batches ORDER BY step"))
     groups: dict[int, tuple[int, int | None]] = {}
     episodes: set[int] = set()
@@ -89,16 +89,16 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         groups[group_id] = (version, step)
         if not prompt_bytes:
             episodes.add(group_id)
-    steps = {step: StepLags(step, step) for step in batch_versions}
+    steps = {step: StepStaleness(step, step) for step in batch_versions}
     every = where.settings.publish_every
     settings_at = _settings_at(connection, where)
-    breaches = [
-        Breach(step, None, f"the batch is of version {version}, and its step belongs to version {step // every}")
+    violations = [
+        Violation(step, None, f"the batch is of version {version}, and its step belongs to version {step // every}")
         for step, version in batch_versions.items()
         if version != step // every
     ]
-    breaches += [
-        Breach(step, group_id, "there is no such batch")
+    violations += [
+        Violation(step, group_id, "there is no such batch")
         for step, group_id in connection.execute(
             "SELECT step, id FROM groups WHERE step IS NOT NULL AND step NOT IN (SELECT step FROM batches)"
         )
@@ -107,14 +107,16 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
     for group_id, (version, step) in groups.items():
         if step is None:
             continue
-        lag = batch_versions[step] - version
-        steps[step].groups[lag] += 1
+        staleness = batch_versions[step] - version
+        steps[step].groups[staleness] += 1
         settings = settings_at(step)
         bound = settings.max_staleness
-        if lag > bound and settings.on_stale == "train":
+        if staleness > bound and settings.on_stale == "train":
             late += 1
-        elif not 0 <= lag <= bound:
-            breaches.append(Breach(step, group_id, _group_breach(version, batch_versions[step], lag, bound)))
+        elif not 0 <= staleness <= bound:
+            violations.append(
+                Violation(step, group_id, _group_violation(version, batch_versions[step], staleness, bound))
+            )
     tokens = 0
     held: set[int] = set()  # groups with tokens
     for group_id, version, count in _tokens_by_version(connection):
@@ -122,26 +124,28 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
             continue
         tokens += count
         if group_id not in groups:
-            breaches.append(Breach(None, group_id, f"there is no such group, but {count} tokens of version {version}"))
+            violations.append(
+                Violation(None, group_id, f"there is no such group, but {count} tokens of version {version}")
+            )
             continue
         admitted_at, step = groups[group_id]
         if step is not None:
             held.add(group_id)
             steps[step].tokens[batch_versions[step] - version] += count
         wrong = version < admitted_at or (step is not None and version > batch_versions[step])
-        if wrong and len(breaches) < BREACHES_TOLD:
-            breaches += _token_breaches(connection, group_id, version, admitted_at, step)
+        if wrong and len(violations) < MOST_VIOLATIONS:
+            violations += _token_violations(connection, group_id, version, admitted_at, step)
     return Report(
-        standing=where,
+        progress=where,
         steps=tuple(_with_rollouts(connection, steps, groups, held)),
         groups=sum(step is not None for _, step in groups.values()),
         tokens=tokens,
         late=late,
-        breaches=tuple(breaches[:BREACHES_TOLD]),
+        violations=tuple(violations[:MOST_VIOLATIONS]),
     )
 
 
-def _settings_at(connection: sqlite3.Connection, where: Standing) -> Callable[[int], BufferSettings]:
+def _settings_at(connection: sqlite3.Connection, now: Progress) -> Callable[[int], BufferSettings]:
     """The settings by which the batch of a step was taken: those of the last start before it."""
     starts = [
         (step, BufferSettings(**json.loads(text)))
@@ -150,20 +154,20 @@ def _settings_at(connection: sqlite3.Connection, where: Standing) -> Callable[[i
 
     def at(step: int) -> BufferSettings:
         before = bisect_right(starts, step, key=lambda start: start[0])
-        return starts[before - 1][1] if before else where.settings
+        return starts[before - 1][1] if before else now.settings
 
     return at
 
 
-def in_ranges(steps: tuple[StepLags, ...], rows: int) -> tuple[StepLags, ...]:
+def in_ranges(steps: tuple[StepStaleness, ...], rows: int) -> tuple[StepStaleness, ...]:
     """The same in at most ``rows`` ranges of equally many steps (1, 2, 5, 10, 20, ...; the last may have fewer)."""
     size = next(size for size in _round_sizes() if size * rows >= len(steps))
     return tuple(together(steps[at : at + size]) for at in range(0, len(steps), size))
 
 
-def together(steps: tuple[StepLags, ...]) -> StepLags:
+def together(steps: tuple[StepStaleness, ...]) -> StepStaleness:
     """Several steps as one."""
-    return StepLags(
+    return StepStaleness(
         first=steps[0].first,
         last=steps[-1].last,
         groups=sum((step.groups for step in steps), Counter()),
@@ -191,10 +195,10 @@ def _tokens_by_version(connection: sqlite3.Connection) -> Iterable[tuple[int, in
 
 def _with_rollouts(
     connection: sqlite3.Connection,
-    steps: Mapping[int, StepLags],
+    steps: Mapping[int, StepStaleness],
     groups: Mapping[int, tuple[int, int | None]],
     held: set[int],
-) -> Iterator[StepLags]:
+) -> Iterator[StepStaleness]:
     rollouts: Counter[int] = Counter()
     crossed: Counter[int] = Counter()
     dropped: set[int] = set()
@@ -207,18 +211,20 @@ def _with_rollouts(
             crossed[step] += of_several or 0
             if with_tokens and group_id not in held:
                 dropped.add(step)
-    for step, lags in steps.items():
-        yield StepLags(step, step, lags.groups, lags.tokens, rollouts[step], crossed[step], step in dropped)
+    for step, counted in steps.items():
+        yield StepStaleness(step, step, counted.groups, counted.tokens, rollouts[step], crossed[step], step in dropped)
 
 
-def _group_breach(version: int, batch_version: int, lag: int, bound: int) -> str:
-    fault = f"{lag} versions later, and the bound is {bound}" if lag > 0 else "before there was such a version"
+def _group_violation(version: int, batch_version: int, staleness: int, bound: int) -> str:
+    fault = (
+        f"{staleness} versions later, and the bound is {bound}" if staleness > 0 else "before there was such a version"
+    )
     return f"admitted at version {version}, trained at version {batch_version}: {fault}"
 
 
-def _token_breaches(
+def _token_violations(
     connection: sqlite3.Connection, group_id: int, version: int, admitted_at: int, step: int | None
-) -> Iterator[Breach]:
+) -> Iterator[Violation]:
     fault = (
         f"older than its group, which was admitted at version {admitted_at}"
         if version < admitted_at
@@ -230,6 +236,6 @@ def _token_breaches(
         (group_id, version),
     ):
         name = branch_id(training_rollout_id(group_id, index), branch)
-        yield Breach(
+        yield Violation(
             step, group_id, f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
         )

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
+
+from asyncrl_cli.journal.events import Checkpoint, Start
+from asyncrl_cli.journal.progress import progress
+from asyncrl_cli.records.generation import EngineRequest
+from asyncrl_cli.records.groups import BufferSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +84,139 @@ def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[S
             begun_at = min(max(at - seconds, trained_until), ended_at)
             publish = PublishSpan(published, begun_at, ended_at, stall_s)
         yield StepSpan(step, version, taken_at, trained_until, reported_at, publish, metrics)
+
+
+# -- groups
+
+
+def last_groups(connection: sqlite3.Connection) -> dict[int, tuple[float | None, float | None]]:
+    """By step, when the last group of its batch was scored, and when that group had its last tokens."""
+    return {
+        step: (scored_at, generated_at)
+        for step, scored_at, generated_at in connection.execute(
+            """
+            SELECT last.step, last.ended_at, (SELECT max(recorded_at) FROM rollouts r WHERE r.group_id = last.id)
+            FROM (SELECT step, id, max(ended_at) AS ended_at FROM groups WHERE step IS NOT NULL GROUP BY step) last
+            """
+        )
+    }
+
+
+def finished_groups(connection: sqlite3.Connection) -> Iterator[tuple[float, int | None]]:
+    """When each group finished, by time, and the step whose batch took it."""
+    return connection.execute(
+        "SELECT ended_at, step FROM groups WHERE state IN ('finished', 'taken') AND ended_at IS NOT NULL "
+        "ORDER BY ended_at"
+    )
+
+
+class RolloutTimes(NamedTuple):
+    """A rollout of which anything is recorded, with what became of its group; ``oldest`` and ``newest`` are the
+    versions of its tokens."""
+
+    group_id: int
+    rollout_index: int
+    uid: str
+    state: str
+    step: int | None
+    admitted_at: float
+    recorded_at: float
+    tokens: int
+    reward: float | None
+    finish_reason: str | None
+    oldest: int | None
+    newest: int | None
+
+
+def rollout_times(connection: sqlite3.Connection) -> Iterator[RolloutTimes]:
+    """All rollouts, in the order of admission."""
+    rows = connection.execute(
+        "SELECT g.id, r.rollout_index, g.uid, g.state, g.step, g.admitted_at, r.recorded_at, r.tokens, r.reward, "
+        "r.finish_reason, r.oldest, r.newest "
+        "FROM groups g JOIN rollouts r ON r.group_id = g.id ORDER BY g.id, r.rollout_index"
+    )
+    return map(RolloutTimes._make, rows)
+
+
+def engine_requests(connection: sqlite3.Connection) -> Iterator[EngineRequest]:
+    """Every request that an engine had, in the order in which they began."""
+    rows = connection.execute(
+        "SELECT request, engine, begun_at, ended_at, ending FROM engine_requests ORDER BY begun_at"
+    )
+    return (EngineRequest(*row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """One group of the record; ``ended_at`` is None while it runs."""
+
+    admitted_at: float
+    ended_at: float | None
+    rejected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """One trained batch of the record. ``publish_s`` and ``save_s`` are what the publish and the checkpoint after it
+    took, 0 when there was none; ``published_at`` is when the publish was over."""
+
+    taken_at: float
+    trained_at: float
+    published_at: float | None = None
+    publish_s: float = 0.0
+    save_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a journal knows of a run's times: groups in admission order, trained batches in order.
+
+    ``settings.total_steps`` counts the steps from the record's first one on. ``starts`` are the times at which
+    processes began to write. ``moments``, sorted, are times at which something went
+    on; they matter only where there are several starts.
+    """
+
+    settings: BufferSettings
+    groups: Sequence[GroupTimes]
+    batches: Sequence[BatchTimes]
+    starts: Sequence[float] = ()
+    moments: Sequence[float] = ()
+
+
+def recording(connection: sqlite3.Connection) -> Recording:
+    """The times that the what-if simulation goes by (unix seconds)."""
+    where = progress(connection)
+    every = where.settings.publish_every
+    published = {
+        version * every - 1: (at, seconds)
+        for version, at, seconds in connection.execute("SELECT version, at, seconds FROM publishes")
+    }
+    saved = {one.after_step - 1: one.seconds for one in Checkpoint.read(connection)}
+    starts = [start.at for start in Start.read(connection)]
+    groups = [
+        GroupTimes(admitted_at, ended_at, state == "rejected")
+        for state, admitted_at, ended_at in connection.execute(
+            "SELECT state, admitted_at, ended_at FROM groups ORDER BY id"
+        )
+    ]
+    batches = [
+        BatchTimes(taken_at, trained_at, *published.get(step, (None, 0.0)), saved.get(step, 0.0))
+        for step, taken_at, trained_at in connection.execute(
+            "SELECT step, taken_at, trained_at FROM batches WHERE trained_at IS NOT NULL ORDER BY step"
+        )
+    ]
+    return Recording(
+        settings=replace(where.settings, total_steps=where.settings.total_steps - where.first_step),
+        groups=tuple(groups),
+        batches=tuple(batches),
+        starts=tuple(starts),
+        moments=_moments(connection, groups, batches) if len(starts) > 1 else (),
+    )
+
+
+def _moments(connection: sqlite3.Connection, groups: list[GroupTimes], batches: list[BatchTimes]) -> tuple[float, ...]:
+    """When something is known to have gone on, sorted; the gaps round a start are the time that the run was down."""
+    recorded = (at for (at,) in connection.execute("SELECT recorded_at FROM rollouts"))
+    of_groups = (group.ended_at for group in groups if group.ended_at is not None)
+    of_batches = chain.from_iterable((batch.taken_at, batch.trained_at) for batch in batches)
+    return tuple(sorted(chain(recorded, of_groups, of_batches)))

@@ -18,6 +18,7 @@ from threading import Event
 from typing import Any
 
 from asyncrl_cli.core.files import rename
+from asyncrl_cli.journal.progress import kept_checkpoints
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
@@ -41,7 +42,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 def unrecorded(run: RunDirectory) -> list[Checkpoint]:
     """Complete checkpoints that the journal does not know: the driver ended before it could record them."""
     with closing(open_for_reading(run.path / FILE)) as journal:
-        known = {step for (step,) in journal.execute("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
+        known = kept_checkpoints(journal)
     return [found for found in complete_checkpoints(run.path / "checkpoints") if found.step not in known]
 
 

@@ -7,12 +7,13 @@ machine. With another objective it shows what that makes of the same data, at th
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.history import step_metrics
+from asyncrl_cli.journal.progress import checksum, steps_trained
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, explained, open_for_reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
@@ -42,8 +43,7 @@ def recorded_steps(run: RunDirectory) -> int:
     """Steps that the journal says are trained. Raises ``JournalError``."""
     connection = open_for_reading(run.path / FILE)
     try:
-        query = "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL"
-        return int(connection.execute(query).fetchone()[0])
+        return steps_trained(connection)
     finally:
         connection.close()
 
@@ -102,16 +102,14 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
             equal = None
             if not rest:
                 publication: Publication = (await ranks.call("publish", version))[0]
-                query = "SELECT checksum FROM publishes WHERE version = ?"
-                found = connection.execute(query, (version,)).fetchone()
-                equal = None if found is None else found[0] == publication.checksum
-            recorded = connection.execute("SELECT metrics FROM batches WHERE step = ?", (step,)).fetchone()[0]
+                recorded = checksum(connection, version)
+                equal = None if recorded is None else recorded == publication.checksum
             show(
                 ReplayedStep(
                     step=step,
                     version=version,
                     loss=report.metrics.get("train/loss"),
-                    recorded_loss=json.loads(recorded).get("train/loss") if recorded else None,
+                    recorded_loss=step_metrics(connection, step).get("train/loss"),
                     gradient_norm=report.metrics.get("train/gradient_norm"),
                     equal=equal,
                 )

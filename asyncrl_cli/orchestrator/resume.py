@@ -6,17 +6,19 @@ Invariant: nothing is changed on disk before it is clear that the run can go on.
 from __future__ import annotations
 
 import json
-import sqlite3
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal import Journal
+from asyncrl_cli.buffer.offline import accept_data, forget_training
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.journal.history import metrics_rows
+from asyncrl_cli.journal.progress import base as base_of
+from asyncrl_cli.journal.progress import loader_position, newest_prompts, steps_taken, steps_trained
 from asyncrl_cli.journal.rollout_rows import prompt_texts
 from asyncrl_cli.journal.schema import FILE, check, explained, is_begun, open_for_reading, open_for_writing
 from asyncrl_cli.orchestrator.actors import buffer_settings
@@ -28,8 +30,6 @@ from asyncrl_cli.train.checkpoints import check_layout
 
 COMPARED_ROWS = 1000
 """Prompts, the newest in the journal, that are compared with the data."""
-ACCEPTED = "accepted_data_to"
-"""In the journal's ``meta``: the serial up to which prompts are not compared, as a change of the data was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,12 @@ class Plan:
             notes.append(f"checkpoints after step {first} are in {aside.relative_to(run.path)}")
         journal = run.path / FILE
         if journal.is_file():
-            with explained(journal), closing(open_for_writing(journal)) as connection:
-                if self.again:  # what is trained now may differ: other settings, another machine
-                    connection.execute(
-                        "UPDATE batches SET trained_at = NULL, digest = NULL, metrics = NULL WHERE step >= ?", (first,)
-                    )
-                if accept_changed_data:
-                    connection.execute(
-                        "INSERT OR REPLACE INTO meta SELECT ?, coalesce(max(serial), 0) FROM groups", (ACCEPTED,)
-                    )
+            with explained(journal), closing(open_for_writing(journal)):
+                pass  # brings an older journal up to date
+            if self.again:  # what is trained now may differ: other settings, another machine
+                forget_training(journal, first)
+            if accept_changed_data:
+                accept_data(journal)
             _restore_metrics(run, journal, self.trained)
         else:
             run.forget_after("metrics.jsonl", self.trained)
@@ -162,17 +159,8 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
             loader.restore(base["loader"])
         return
     with explained(path), closing(open_for_reading(path)) as connection:
-        base = _base(connection)
-        newest = connection.execute(
-            "SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1"
-        ).fetchone()
-        accepted = connection.execute("SELECT CAST(value AS INTEGER) FROM meta WHERE key = ?", (ACCEPTED,)).fetchone()
-        rows = connection.execute(
-            "SELECT epoch, position, uid, prompt, fields FROM groups WHERE serial > :passed_over "
-            "ORDER BY id DESC LIMIT :rows",
-            {"passed_over": max(len(base.get("prompts", ())), *(accepted or (0,))), "rows": COMPARED_ROWS},
-        ).fetchall()
-    position_now = dict(zip(("epoch", "position"), newest, strict=True)) if newest else base.get("loader")
+        position_now = loader_position(connection) or base_of(connection).get("loader")
+        rows = newest_prompts(connection, COMPARED_ROWS)
     if position_now:
         loader.restore(position_now)
     for epoch, position, uid, *recorded in () if accept_changed_data else rows:
@@ -208,28 +196,13 @@ def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
     that were never written (the driver was killed, the disk was full) are in the journal."""
     rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
     with closing(open_for_reading(journal)) as connection:
-        for step, at, metrics, version in connection.execute(
-            "SELECT step + 1, trained_at, metrics, "
-            "(SELECT coalesce(max(version), 0) FROM publishes WHERE publishes.step <= batches.step + 1) "
-            "FROM batches WHERE metrics IS NOT NULL"
-        ):
-            rows.setdefault(step, {"step": step, "version": version, "time": at, **json.loads(metrics)})
+        for row in metrics_rows(connection):
+            rows.setdefault(row["step"], row)
     run.write_text("metrics.jsonl", "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))
 
 
 def _steps_done(journal: Path) -> tuple[int, int]:
     """Steps that are taken, and steps that are known as trained; those before the journal began count."""
     with closing(open_for_reading(journal)) as connection:
-        first = _base(connection).get("step", 0)
-        taken, trained = connection.execute(
-            "SELECT coalesce(max(step) + 1, 0), coalesce(max(step) FILTER (WHERE trained_at IS NOT NULL) + 1, 0) "
-            "FROM batches"
-        ).fetchone()
-    return max(taken, first), max(trained, first)
-
-
-def _base(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Where the journal's history begins, if that is a checkpoint."""
-    row = connection.execute("SELECT value FROM meta WHERE key = 'base'").fetchone()
-    base: dict[str, Any] = json.loads(row[0]) if row else {}
-    return base
+        first = base_of(connection).get("step", 0)
+        return max(steps_taken(connection), first), max(steps_trained(connection), first)

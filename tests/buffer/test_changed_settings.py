@@ -97,10 +97,10 @@ def test_each_step_is_judged_by_the_settings_that_it_was_taken_by(path: Path) ->
         book.publish(publish_record(at + 1, at + 1))
         commit(book)
     found = report_of(path)
-    assert (found.late, found.breaches) == (late, ())
+    assert (found.late, found.violations) == (late, ())
 
     book.journal._connection.execute("UPDATE groups SET version = version - 3 WHERE step IN (9, 11)")
-    assert {breach.step for breach in report_of(path).breaches} == {11}, "step 9 was taken under `train`"
+    assert {breach.step for breach in report_of(path).violations} == {11}, "step 9 was taken under `train`"
 
 
 def test_steps_before_the_bound_was_raised_are_judged_by_the_lower_one(path: Path) -> None:
@@ -112,5 +112,5 @@ def test_steps_before_the_bound_was_raised_are_judged_by_the_lower_one(path: Pat
     opened(path, by("wait", max_staleness=5)).journal.close()
     with closing(open_for_writing(path)) as connection:
         connection.execute("UPDATE groups SET version = 0 WHERE step = 2")
-    (breach, *_) = report_of(path).breaches
+    (breach, *_) = report_of(path).violations
     assert "2 versions later, and the bound is 1" in breach.what

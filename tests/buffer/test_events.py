@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.journal import queries, spool
+from asyncrl_cli.journal import queries
 from asyncrl_cli.journal.events import KINDS, Event, Reader, events
-from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.queries import snapshot, spooled
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.journal.spool import spooled
 from asyncrl_cli.records.generation import EngineRequest
 from tests.buffer.recorded_run import STARTED, RecordedRun, make_run, settings
 
@@ -157,7 +156,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_log(recorded: RecordedRun)
 
 
 def test_much_is_read_by_way_of_a_file(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "IN_MEMORY_BYTES", 1)
+    monkeypatch.setattr(queries, "IN_MEMORY_BYTES", 1)
     recorded.step()
     path = recorded.book.journal._path
     with queries.snapshot(path) as connection:

@@ -11,10 +11,10 @@ import pytest
 from asyncrl_cli.journal import queries
 from asyncrl_cli.journal.history import history
 from asyncrl_cli.journal.queries import GroupFilter, GroupState, group_record, groups_called, list_groups, overview
-from asyncrl_cli.journal.recording import recording
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import JournalError, open_for_writing
-from asyncrl_cli.journal.staleness import StepLags, in_ranges, staleness_report
+from asyncrl_cli.journal.staleness import StepStaleness, in_ranges, staleness_report
+from asyncrl_cli.journal.step_timeline import recording
 from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
 from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, EpisodeRun, RecordedRun, settings
@@ -79,14 +79,14 @@ def test_ages_tokens_and_deadlines(run: RecordedRun, path: Path) -> None:
     assert finished.oldest_s >= 60
     assert running.oldest_s is not None
     assert running.oldest_s > 60
-    assert (found.standing.step, found.standing.version) == (4, 3)
+    assert (found.progress.step, found.progress.version) == (4, 3)
     outstanding = [*ledger.running, *ledger.finished]
     assert sum(due.running for due in found.due) == len(ledger.running)
     assert sum(due.finished for due in found.due) == len(ledger.finished)
     assert {(due.version, due.deadline) for due in found.due} == {
         (ledger.entry(group_id).version, ledger.entry(group_id).deadline) for group_id in outstanding
     }
-    assert all(due.lag == 3 - due.version for due in found.due)
+    assert all(due.staleness == 3 - due.version for due in found.due)
 
 
 def test_distributions(journal: sqlite3.Connection) -> None:
@@ -117,7 +117,7 @@ def test_rejected_by_reason_and_requeued(path: Path, monkeypatch: pytest.MonkeyP
         record = group_record(connection, failed)
     assert found.rejected == {"failed": 1, "uniform": 1}
     assert ids(requeued) == [0]
-    assert requeued[0].lag is None
+    assert requeued[0].staleness is None
     assert record.rollouts[0].failure == "the reward raised KeyError: 'x'"
 
 
@@ -174,7 +174,7 @@ def test_listing_by_reward_lag_and_limit(journal: sqlite3.Connection) -> None:
     assert scored
     assert list_groups(journal, GroupFilter(min_reward=0.5), 100) == scored
     assert list_groups(journal, GroupFilter(min_reward=0.51), 100) == []
-    stale = [row for row in everything if row.lag is not None and row.lag > 0]
+    stale = [row for row in everything if row.staleness is not None and row.staleness > 0]
     assert 0 < len(stale) < len(everything)
     assert list_groups(journal, GroupFilter(stale_over=0), 100) == stale
     trained = list_groups(journal, GroupFilter("trained", 0.5, 0), 100)
@@ -209,12 +209,12 @@ def test_given_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: Pa
     with queries.snapshot(path) as connection:
         lengths = {row.state: row for row in overview(connection).lengths}
         report = staleness_report(connection)
-        crossed = next(row for row in list_groups(connection, GroupFilter("trained"), 100) if row.lag)
+        crossed = next(row for row in list_groups(connection, GroupFilter("trained"), 100) if row.staleness)
         record = group_record(connection, crossed.group_id)
         batches = [read_batch(connection, step.first) for step in report.steps]
     assert (lengths["trained"].minimum, lengths["trained"].maximum) == (8, 8), "two calls and a branch"
     assert crossed.tokens == 16
-    assert report.breaches == ()
+    assert report.violations == ()
     for step, batch in zip(report.steps, batches, strict=True):
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         versions = [version for rollout in rollouts for version in rollout.sampled_versions.tolist()]
@@ -272,7 +272,7 @@ def spoil(path: Path, sql: str) -> None:
 
 def test_lags_are_those_of_the_rows(run: RecordedRun, journal: sqlite3.Connection) -> None:
     report = staleness_report(journal)
-    assert report.breaches == ()
+    assert report.violations == ()
     assert (report.late, report.groups) == (0, 8)
     assert [step.first for step in report.steps] == [0, 1, 2, 3]
     for step in report.steps:
@@ -310,8 +310,8 @@ def test_lags_are_those_of_the_rows(run: RecordedRun, journal: sqlite3.Connectio
 def test_a_row_that_breaks_the_guarantee_is_found(run: RecordedRun, path: Path, sql: str, what: str) -> None:
     spoil(path, sql)
     with queries.snapshot(path) as connection:
-        breaches = staleness_report(connection).breaches
-    assert any(what in breach.what for breach in breaches), breaches
+        violations = staleness_report(connection).violations
+    assert any(what in breach.what for breach in violations), violations
 
 
 def test_late_groups_are_no_breach_where_they_are_allowed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_late_groups_are_no_breach_where_they_are_allowed(path: Path, monkeypatc
     late = run.book.ledger.counts().late
     with queries.snapshot(path) as connection:
         report = staleness_report(connection)
-    assert (report.late, report.breaches) == (late, ())
+    assert (report.late, report.violations) == (late, ())
     assert late > 0
 
 
@@ -333,7 +333,7 @@ def test_dropped_tokens_are_told(run: RecordedRun, path: Path) -> None:
     assert [step.dropped for step in report.steps] == [True, False, False, False]
     assert report.steps[0].tokens.total() == 0
     assert report.steps[0].groups.total() == 2
-    assert report.breaches == ()
+    assert report.violations == ()
 
 
 def test_tokens_are_counted_by_the_index(journal: sqlite3.Connection) -> None:
@@ -346,7 +346,7 @@ def test_tokens_are_counted_by_the_index(journal: sqlite3.Connection) -> None:
 
 
 def test_ranges_of_steps() -> None:
-    steps = tuple(StepLags(step, step) for step in range(95))
+    steps = tuple(StepStaleness(step, step) for step in range(95))
     assert in_ranges(steps[:20], 20) == steps[:20]
     assert [(r.first, r.last) for r in in_ranges(steps[:21], 20)][-2:] == [(18, 19), (20, 20)]
     assert [(r.first, r.last) for r in in_ranges(steps, 20)][-2:] == [(85, 89), (90, 94)]
@@ -370,10 +370,11 @@ def test_history(run: RecordedRun, path: Path) -> None:
     run.crash(100)
     with queries.snapshot(path) as connection:
         found = history(connection)
-    assert [(start.kind, start.step, start.version) for start in found.starts] == [("train", 0, 0), ("resume", 4, 3)]
+    starts = [(start.process, start.steps_taken, start.version) for start in found.starts]
+    assert starts == [("train", 0, 0), ("resume", 4, 3)]
     assert [failure.message for failure in found.failures] == [f"message {number}" for number in range(2, 12)]
     assert found.failures_by_kind == {"killed": 12}
-    assert [(point.step, point.removed_at is None) for point in found.checkpoints] == [(2, False), (3, True)]
+    assert [(point.after_step, point.removed_at is None) for point in found.checkpoints] == [(2, False), (3, True)]
     assert [result.kind for result in found.evaluations] == ["greedy"]
     work = found.work
     assert (work.steps, work.seconds, work.trained_tokens, work.generated_tokens) == (3, 30.0, 300, 600)

@@ -22,7 +22,7 @@ from asyncrl_cli.inspect.what_if import (
     workload,
 )
 from asyncrl_cli.journal import queries
-from asyncrl_cli.journal.recording import BatchTimes, GroupTimes, Recording, recording
+from asyncrl_cli.journal.step_timeline import BatchTimes, GroupTimes, Recording, recording
 from tests.buffer.recorded_run import RecordedRun, settings
 
 
@@ -37,14 +37,14 @@ def test_by_hand_without_overlap() -> None:
     # Two groups a step, bound 0: each step waits for its slower group, then trains for 5 s.
     outcome = simulate(work([2, 6, 3, 1], 2, 8, max_staleness=0), 0)
     assert (outcome.waited_s, outcome.seconds) == (6 + 3, 6 + 5 + 3 + 5)
-    assert (outcome.mean_lag, outcome.max_lag) == (0, 0)
+    assert (outcome.mean_staleness, outcome.most_staleness) == (0, 0)
 
 
 def test_by_hand_with_overlap() -> None:
     # Bound 1: four groups start at once, so the second batch is ready when the first is trained.
     outcome = simulate(work([2, 6, 3, 1], 2, 8), 1)
     assert (outcome.waited_s, outcome.seconds) == (2, 2 + 5 + 5)
-    assert (outcome.mean_lag, outcome.max_lag) == (0.5, 1)
+    assert (outcome.mean_staleness, outcome.most_staleness) == (0.5, 1)
 
 
 def test_concurrency_bounds_what_runs() -> None:
@@ -70,8 +70,8 @@ def test_other_policies() -> None:
     wait, requeue, train = (simulate(work(long, 21, 8, on_stale=policy), 1) for policy in ("wait", "requeue", "train"))
     assert wait.waited_s > 80
     assert max(requeue.waited_s, train.waited_s) < 40
-    assert (wait.max_lag, requeue.max_lag) == (1, 1)
-    assert train.max_lag > 10
+    assert (wait.most_staleness, requeue.most_staleness) == (1, 1)
+    assert train.most_staleness > 10
 
 
 @given(
@@ -87,7 +87,7 @@ def test_the_bound_holds_and_waiting_adds_up(
 ) -> None:
     these = work(durations, 3 * every, concurrency, publish_every=every, max_staleness=bound)
     outcome = simulate(these, what_if)
-    assert outcome.max_lag <= what_if
+    assert outcome.most_staleness <= what_if
     assert outcome.waited_s + sum(step.train_s for step in these.steps) + 3 * 1.0 == pytest.approx(outcome.seconds)
 
 
@@ -122,7 +122,7 @@ def test_saturated_engines_never_do_more_than_one_second_of_work_in_a_second(
     trained = sum(durations[at % len(durations)] for at in range(2 * len(these.steps)))
     if bound == 0:  # the groups that were trained are then those that were begun first
         assert outcome.seconds >= trained - 1e-6
-    assert outcome.max_lag <= bound
+    assert outcome.most_staleness <= bound
 
 
 def test_times_relative_to_the_own_bound_enclose_both_assumptions() -> None:

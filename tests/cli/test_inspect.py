@@ -298,7 +298,7 @@ def test_a_group_by_uid_and_why_it_was_rejected(run: RecordedRun, asyncrl: Any) 
         "prompt",
         "state",
         "version",
-        "lag",
+        "staleness",
         "step",
         "ended",
         "tokens",
@@ -324,7 +324,7 @@ def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:
     assert few["more"]
     newest = json.loads(asyncrl("inspect", "buffer", "--limit", "100", "--json")[1])["groups"]
     assert few["groups"] == newest[:2]
-    assert [group for group in newest if group["lag"] is not None] == everything["groups"]
+    assert [group for group in newest if group["staleness"] is not None] == everything["groups"]
     assert {group["state"] for group in listed("--state", "taken")["groups"]} == {"taken"}
     assert {group["step"] for group in listed("--state", "taken")["groups"]} == {5}, "steps count from 1"
     assert all(group["reward"] >= 0.5 for group in listed("--min-reward", "0.5")["groups"])
@@ -450,11 +450,11 @@ def test_a_broken_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
     write(run, "UPDATE groups SET version = 0 WHERE step = 4")
     code, out, _ = asyncrl("staleness")
     assert code == 1
-    assert "BROKEN   the guarantee does not hold: 2 row(s) break it\n  step 5, group " in out
+    assert "VIOLATED the guarantee does not hold: 2 row(s) break it\n  step 5, group " in out
     assert "admitted at version 0, trained at version 4: 4 versions later, and the bound is 2" in out
     code, out, _ = asyncrl("staleness", "--json")
     assert code == 1
-    assert [breach["step"] for breach in json.loads(out)["breaches"]] == [5, 5]
+    assert [breach["step"] for breach in json.loads(out)["violations"]] == [5, 5]
 
 
 def test_late_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.inspect.report.learning import change, leading_series, learned, trend, wilson
-from asyncrl_cli.journal.history import Evaluation
+from asyncrl_cli.journal.events import Evaluation
 
 RISING = [at / 100 for at in range(100)]
 
 
 def evaluation(step: int, accuracy: float, prompts: int = 512, kind: str = "greedy") -> Evaluation:
-    return Evaluation(step, kind, 0.0, accuracy, accuracy, 10.0, prompts)
+    return Evaluation(0.0, step, kind, accuracy, accuracy, 10.0, prompts, oldest=0, newest=0)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_leading_evaluations_are_the_greedy_ones_or_those_of_most_points() -
     sampled = [evaluation(at, 0.5, kind="sampled") for at in (0, 10)]
     others = [evaluation(at, 0.5, kind="hard:greedy") for at in (0, 5, 10)]
     greedy = [evaluation(at, 0.5) for at in (10, 0)]
-    assert [(one.kind, one.step) for one in leading_series([*sampled, *greedy, *others])] == [
+    assert [(one.kind, one.after_step) for one in leading_series([*sampled, *greedy, *others])] == [
         ("greedy", 0),
         ("greedy", 10),
     ]

@@ -18,13 +18,6 @@ from hypothesis import strategies as st
 from asyncrl_cli.inspect.report import samples as samples_module
 from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, curve_charts
 from asyncrl_cli.inspect.report.curves import Axis, Curves, Points, curves, smoothed
-from asyncrl_cli.inspect.report.distributions import (
-    distinct_rewards,
-    group_shares,
-    histogram,
-    length_and_reward,
-    reward_shares,
-)
 from asyncrl_cli.inspect.report.facts import clock
 from asyncrl_cli.inspect.report.findings import failed
 from asyncrl_cli.inspect.report.page import embedded, render, short_labels, write
@@ -33,6 +26,13 @@ from asyncrl_cli.inspect.report.run_charts import scatter_chart
 from asyncrl_cli.inspect.report.samples import held_out_samples, samples
 from asyncrl_cli.inspect.report.summary import summarize
 from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.rollouts import (
+    distinct_rewards,
+    group_shares,
+    histogram,
+    length_and_reward,
+    reward_shares,
+)
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.journal.step_timeline import step_spans
 from asyncrl_cli.runs.directory import RunDirectory

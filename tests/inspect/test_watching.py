@@ -20,8 +20,9 @@ from rich.text import Text
 from asyncrl_cli.cli.watch import split_keys
 from asyncrl_cli.inspect.dashboard import TREND_STEPS
 from asyncrl_cli.inspect.tokens import TokenShown
-from asyncrl_cli.inspect.watching import Pager, _style, look, neighbour, of_step, rollout_text
+from asyncrl_cli.inspect.watching import WANTED, Pager, _style, look, rollout_text
 from asyncrl_cli.journal.queries import group_record, overview, snapshot
+from asyncrl_cli.journal.rollouts import newest_rollout, next_rollout
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
@@ -156,13 +157,13 @@ def test_paging_goes_through_every_ended_rollout(run: RunDirectory, recorded: Re
     ]
     journal.close()
     with snapshot(run.path / FILE) as connection:
-        seen, place = [], None
-        while (place := neighbour(connection, place, older=True)) is not None:
-            seen.append(place)
+        seen, index = [], None
+        while (index := next_rollout(connection, index, older=True)) is not None:
+            seen.append(index)
         assert seen == sorted(ended, reverse=True)
         for older, newer in zip(seen[1:], seen, strict=False):
-            assert neighbour(connection, older, older=False) == newer
-        assert neighbour(connection, seen[0], older=False) is None
+            assert next_rollout(connection, older, older=False) == newer
+        assert next_rollout(connection, seen[0], older=False) is None
 
 
 def test_a_filter_and_a_step_choose_among_the_rollouts(run: RunDirectory, recorded: RecordedRun) -> None:
@@ -170,17 +171,17 @@ def test_a_filter_and_a_step_choose_among_the_rollouts(run: RunDirectory, record
     assert (pager.filter(), pager.wanted) == (None, "right")
     with snapshot(run.path / FILE) as connection:
         rewards = {
-            (group_id, place): reward
-            for group_id, place, reward in connection.execute("SELECT group_id, rollout_index, reward FROM rollouts")
+            (group_id, index): reward
+            for group_id, index, reward in connection.execute("SELECT group_id, rollout_index, reward FROM rollouts")
         }
-        for wanted, reward in (("right", 1.0), ("wrong", 0.0)):
-            seen, place = [], None
-            while (place := neighbour(connection, place, True, wanted)) is not None:
-                seen.append(place)
+        for rewards_of, reward in ((WANTED["right"], 1.0), (WANTED["wrong"], 0.0)):
+            seen, index = [], None
+            while (index := next_rollout(connection, index, True, rewards_of)) is not None:
+                seen.append(index)
             assert seen == sorted((one for one, of in rewards.items() if of == reward), reverse=True)
-        places = [of_step(connection, step) for step in (1, 3, 99)]
+        indices = [newest_rollout(connection, step) for step in (0, 2, 98)]
         steps = dict(connection.execute("SELECT id, step + 1 FROM groups WHERE step IS NOT NULL"))
-    assert [steps.get(place[0]) if place else None for place in places] == [1, 3, None]
+    assert [steps.get(index[0]) if index else None for index in indices] == [1, 3, None]
     assert "reward 1" in pager.page().plain and "right rollouts only" in pager.page().plain
     assert "reference  7" in pager.page().plain
     pager.go_to(2)

@@ -8,8 +8,8 @@ from typing import Any
 
 from asyncrl_cli.inspect.report.bottleneck import Circumstances, Estimate
 from asyncrl_cli.inspect.what_if import ENGINES, Workload, newest, simulate, times_relative, workload
-from asyncrl_cli.journal.recording import recording
-from asyncrl_cli.journal.step_timeline import StepSpan
+from asyncrl_cli.journal.progress import dropped_groups
+from asyncrl_cli.journal.step_timeline import StepSpan, recording
 from asyncrl_cli.records.groups import BufferSettings
 
 FURTHER = (1, 2, 4)
@@ -27,11 +27,7 @@ def circumstances(
     if not spans:
         return None
     trained = len(spans) * settings.groups_per_step
-    dropped = dict(
-        connection.execute(
-            "SELECT state, count(*) FROM groups WHERE state IN ('rejected', 'requeued') GROUP BY state"
-        ).fetchall()
-    )
+    dropped = {state: sum(counts.values()) for state, counts in dropped_groups(connection).items()}
     try:
         work = workload(newest(recording(connection), SIMULATED_GROUPS))
     except ValueError:  # a damaged journal has batches without groups
@@ -42,8 +38,8 @@ def circumstances(
         episodic=any("response/calls_mean" in span.metrics for span in spans),
         steps=len(spans),
         most_rollouts=work.concurrency * work.settings.group_size if work else 0,
-        rejected=dropped.get("rejected", 0) / trained,
-        requeued=dropped.get("requeued", 0) / trained,
+        rejected=dropped["rejected"] / trained,
+        requeued=dropped["requeued"] / trained,
         estimates=_estimates(work) if work and _reproduced(work) else (),
     )
 

@@ -15,6 +15,8 @@ from itertools import accumulate
 
 from asyncrl_cli.inspect.report.learning import wilson
 from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, MachineSample
+from asyncrl_cli.journal.events import Evaluation
+from asyncrl_cli.journal.history import evaluations, first_start
 from asyncrl_cli.journal.step_timeline import StepSpan
 
 POINTS = 500
@@ -97,7 +99,7 @@ def curves(
     points: int = POINTS,
 ) -> Curves:
     """The metrics of these ``names``, the accuracies of all evaluations, and what the machine did."""
-    (begun,) = connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()
+    begun, evaluated = first_start(connection), evaluations(connection)
     tokens = list(accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans))
     size = max(1, -(-len(spans) // points))
     ranges = [range(start, min(start + size, len(spans))) for start in range(0, len(spans), size)]
@@ -113,8 +115,8 @@ def curves(
     return Curves(
         axis,
         {name: values for name, values in series.items() if any(value is not None for value in values)},
-        _evaluations(connection, course),
-        _pass_at(connection, files, course),
+        _evaluations(evaluated, course),
+        _pass_at(evaluated, files, course),
         _machine(samples, course, points),
         max_staleness,
     )
@@ -138,12 +140,10 @@ class _Course:
         return Axis(tuple(steps), tuple(trained), tuple((at - self.begun) / 3600 for at in times))
 
 
-def _evaluations(connection: sqlite3.Connection, course: _Course) -> dict[tuple[str, int], Points]:
+def _evaluations(evaluated: Sequence[Evaluation], course: _Course) -> dict[tuple[str, int], Points]:
     found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-    for kind, prompts, step, at, accuracy in connection.execute(
-        "SELECT kind, prompts, step, at, accuracy FROM evaluations ORDER BY kind, step"
-    ):
-        found.setdefault((kind, prompts), []).append((step, at, accuracy))
+    for one in sorted(evaluated, key=lambda one: one.kind):
+        found.setdefault((one.kind, one.prompts), []).append((one.after_step, one.at, one.accuracy))
     return {
         (kind, prompts): Points(course.axis(steps, times), values, tuple(wilson(value, prompts) for value in values))
         for (kind, prompts), points in found.items()
@@ -151,11 +151,11 @@ def _evaluations(connection: sqlite3.Connection, course: _Course) -> dict[tuple[
     }
 
 
-def _pass_at(connection: sqlite3.Connection, files: Sequence[EvaluationFile], course: _Course) -> dict[str, Points]:
+def _pass_at(evaluated: Sequence[Evaluation], files: Sequence[EvaluationFile], course: _Course) -> dict[str, Points]:
     sampled = [one for one in files if one.kind == "sampled" and len(one.pass_at) > 1]
     if not sampled:
         return {}
-    times = dict(connection.execute("SELECT step, at FROM evaluations WHERE kind = 'sampled'"))
+    times = {one.after_step: one.at for one in evaluated if one.kind == "sampled"}
     most = min(len(one.pass_at) for one in sampled)
     chosen = sorted({1, most, *(2**power for power in range(1, PASS_AT - 1) if 2**power < most)})
     axis = course.axis([one.step for one in sampled], [times.get(one.step, course.begun) for one in sampled])

@@ -65,10 +65,10 @@ def _run(of: Sources) -> dict[str, str]:
     end = max([of.run.state.updated, *(span.reported_at for span in of.spans[-1:])])
     wall = clock(end - began) if began and end > began else UNKNOWN
     started = str(manifest.get("started", UNKNOWN)).replace("T", " ").replace("+00:00", " UTC")
-    again = len([start for start in of.past.starts if start.kind == "resume"])
+    again = len([start for start in of.past.starts if start.process == "resume"])
     return {
         "state": of.phase,
-        "steps trained": f"{work.steps:,} of {of.past.standing.settings.total_steps:,}",
+        "steps trained": f"{work.steps:,} of {of.past.progress.settings.total_steps:,}",
         "started": f"{started} on {manifest.get('host', UNKNOWN)}",
         "wall time": wall + (f", stops before {again} resume(s) included" if again else ""),
         "of that, training steps": clock(work.seconds),
@@ -128,7 +128,7 @@ def _held_out(of: Sources) -> dict[str, str]:
     best = max(series, key=lambda one: one.accuracy, default=None)
     several = [one for one in of.files if one.kind == "sampled" and len(one.pass_at) > 1]
     found = {
-        f"{name} accuracy": f"{told(one)}, step {one.step}, {one.kind}" if one else UNKNOWN
+        f"{name} accuracy": f"{told(one)}, step {one.after_step}, {one.kind}" if one else UNKNOWN
         for name, one in (
             ("first", series[0] if series else None),
             ("last", series[-1] if series else None),

@@ -34,17 +34,17 @@ def held_back(found: Bottleneck | None) -> Answer:
 def stale(report: Report) -> Answer:
     """Whether the bound on staleness held."""
     question = "Was it ever too stale?"
-    settings = report.standing.settings
+    settings = report.progress.settings
     bound = f"{settings.max_staleness} version(s)"
     if not report.steps:
         return Answer(question, "No batch is taken yet.", "plain")
     lags = together(report.steps).groups
     mean = sum(lag * count for lag, count in lags.items()) / lags.total() if lags else 0.0
     lagged = f"groups lagged {number(mean)} versions behind on average and {max(lags, default=0)} at most"
-    if report.breaches:
-        first = report.breaches[0]
+    if report.violations:
+        first = report.violations[0]
         return Answer(
-            question, f"YES: the guarantee is broken ({len(report.breaches)} row(s)); the first: {first.what}.", "bad"
+            question, f"YES: the guarantee is broken ({len(report.violations)} row(s)); the first: {first.what}.", "bad"
         )
     if report.late:
         return Answer(

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from typing import Any, Literal
 
 from asyncrl_cli.inspect.resolved import value_at
-from asyncrl_cli.journal.history import Evaluation
+from asyncrl_cli.journal.events import Evaluation
 
 Z = 1.96
 """Standard errors on each side of an interval of 95 %."""
@@ -89,19 +89,19 @@ def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _kind_and_step(evaluation: Evaluation) -> tuple[str, int]:
-    return evaluation.kind, evaluation.step
+    return evaluation.kind, evaluation.after_step
 
 
 def _held_out(series: Sequence[Evaluation]) -> Verdict:
     first, last = series[0], series[-1]
     best = max(series, key=lambda one: one.accuracy)
     what = f"held-out accuracy ({first.kind})"
-    went = f"from {told(first)} at step {first.step} to {told(last)} at step {last.step}."
+    went = f"from {told(first)} at step {first.after_step} to {told(last)} at step {last.after_step}."
     match change(first, last):
         case "rose":
             if change(best, last) == "fell":
                 return (
-                    f"Yes, but not to the end: {what} rose {went} At step {best.step} it had been {told(best)}.",
+                    f"Yes, but not to the end: {what} rose {went} At step {best.after_step} it had been {told(best)}.",
                     "plain",
                 )
             return f"Yes: {what} rose {went}", "good"

@@ -10,9 +10,9 @@ from zlib import crc32
 
 from asyncrl_cli.inspect.report.bottleneck import NAMES, PARTS, Part
 from asyncrl_cli.inspect.report.charts import Chart, Key, short
-from asyncrl_cli.inspect.report.distributions import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.inspect.report.trainer_time import StepTime
-from asyncrl_cli.journal.staleness import StepLags, in_ranges
+from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
+from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
 
 PART_COLOURS: Mapping[Part, str] = dict(
     zip(PARTS, ("#009e73", "#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#999999"), strict=True)
@@ -45,7 +45,7 @@ def time_chart(times: Sequence[StepTime]) -> Chart:
     return _stacked("The trainer's time", [some[-1].step + 1 for some in ranges], shares, colours)
 
 
-def staleness_chart(steps: tuple[StepLags, ...]) -> Chart:
+def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
     """The share of tokens by their lag, over ranges of steps."""
     ranges = in_ranges(steps, STEP_RANGES)
     lags = range(max((max(step.tokens, default=0) for step in ranges), default=0) + 1)

@@ -6,12 +6,14 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, evaluation_samples
 from asyncrl_cli.inspect.tokens import TokenShown, content_text, prompt_text, reference_text, tokens_of
 from asyncrl_cli.journal.queries import group_record
+from asyncrl_cli.journal.rollouts import Extreme, TrainedRollout, extreme_rollouts, trained_steps
+from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.training import CORRECT
 
 EACH = 3
@@ -24,13 +26,7 @@ HELD_OUT_EACH = 3
 RESPONSE_SHOWN = 1500
 """Characters of a held-out response."""
 
-KINDS = {
-    "best": "r.reward DESC",
-    "worst": "r.reward",
-    "stalest": "b.version - r.oldest DESC",
-    "longest": "r.tokens DESC",
-}
-"""Which they are, by the order in which they come first; among equals the newest."""
+KINDS: tuple[Extreme, ...] = get_args(Extreme)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,46 +70,27 @@ class HeldOutSample:
 
 def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sample]:
     """Up to ``EACH`` of each kind, of different groups and from different parts of the run."""
-    first, last = connection.execute("SELECT min(step), max(step) FROM groups WHERE step IS NOT NULL").fetchone()
-    if first is None:
+    if (steps := trained_steps(connection)) is None:
         return []
+    first, last = steps
     parts = min(EACH, last - first + 1)
     borders = [first + (last - first + 1) * part // parts for part in range(parts + 1)]
     known: set[int] = set()
     found = []
-    for kind, order in KINDS.items():
+    for kind in KINDS:
         for begin, end in reversed(list(pairwise(borders))):
-            if (row := _chosen(connection, order, begin, end, known)) is not None:
-                known.add(row[0])
-                found.append(_sample(connection, decoder, kind, *row))
+            rows = extreme_rollouts(connection, kind, range(begin, end), LOOKED_AT * EACH * len(KINDS))
+            if (row := next((row for row in rows if row.group_id not in known), None)) is not None:
+                known.add(row.group_id)
+                found.append(_sample(connection, decoder, kind, row))
     return found
 
 
-def _chosen(
-    connection: sqlite3.Connection, order: str, begin: int, end: int, known: set[int]
-) -> tuple[int, int, float, int, int] | None:
-    rows = connection.execute(
-        "SELECT r.group_id, r.rollout_index, r.reward, b.version - r.oldest, g.step + 1 "
-        "FROM rollouts r JOIN groups g ON g.id = r.group_id JOIN batches b ON b.step = g.step "
-        "WHERE r.reward IS NOT NULL AND r.oldest IS NOT NULL AND g.step >= ? AND g.step < ? "
-        f"ORDER BY {order}, r.group_id DESC LIMIT {LOOKED_AT * EACH * len(KINDS)}",
-        (begin, end),
+def _sample(connection: sqlite3.Connection, decoder: Decoder | None, kind: Extreme, row: TrainedRollout) -> Sample:
+    group = group_record(connection, row.group_id)
+    rollout = next(
+        one for one in group.rollouts if one.rollout_id == training_rollout_id(row.group_id, row.rollout_index)
     )
-    return next((row for row in rows if row[0] not in known), None)
-
-
-def _sample(
-    connection: sqlite3.Connection,
-    decoder: Decoder | None,
-    kind: str,
-    group_id: int,
-    index: int,
-    reward: float,
-    lag: int,
-    step: int,
-) -> Sample:
-    group = group_record(connection, group_id)
-    rollout = next(one for one in group.rollouts if one.rollout_id.endswith(f"-{index}"))
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     return Sample(
         kind=kind,
@@ -121,10 +98,10 @@ def _sample(
         uid=group.row.uid,
         prompt=prompt_text(group.prompt),
         reference=reference_text(group.prompt.fields),
-        reward=reward,
+        reward=row.reward,
         tokens=rollout.tokens,
-        lag=lag,
-        step=step,
+        lag=row.staleness,
+        step=row.step + 1,
         shown=shown,
         left_out=left_out,
     )

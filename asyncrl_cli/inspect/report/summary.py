@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.pages import moment
-from asyncrl_cli.inspect.report import distributions
 from asyncrl_cli.inspect.report.bottleneck import Bottleneck, bottleneck
 from asyncrl_cli.inspect.report.charts import SERIES, Chart
 from asyncrl_cli.inspect.report.circumstances import circumstances
@@ -31,7 +30,8 @@ from asyncrl_cli.inspect.report.run_charts import (
 from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, held_out_samples, samples
 from asyncrl_cli.inspect.report.trainer_time import StepTime, activity, trainer_time
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
-from asyncrl_cli.journal.history import history
+from asyncrl_cli.journal import rollouts
+from asyncrl_cli.journal.history import first_failures, history
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import Report, staleness_report
@@ -80,7 +80,7 @@ def summarize(run: RunDirectory) -> RunSummary:
     spec, files, machine = resolved_spec(run), evaluation_files(run), machine_samples(run)
     with snapshot(run.path / FILE) as connection:
         past = history(connection)
-        settings = past.standing.settings
+        settings = past.progress.settings
         spans = list(step_spans(connection, settings.publish_every))
         lags = staleness_report(connection)
         times = trainer_time(connection, spans, settings.groups_per_step)
@@ -90,10 +90,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
         decoder = open_decoder(run)
         faults = [
-            Fault(moment(at), kind, part, message)
-            for at, kind, part, message in connection.execute(
-                f"SELECT at, kind, part, message FROM failures ORDER BY id LIMIT {FAULTS_SHOWN}"
-            )
+            Fault(moment(one.at), one.kind, one.part, one.message) for one in first_failures(connection, FAULTS_SHOWN)
         ]
         charts = tuple(_charts(connection, times, lags))
         chosen = samples(connection, decoder)
@@ -128,16 +125,16 @@ def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], lags: Rep
         yield time_chart(times)
     if lags.steps:
         yield staleness_chart(lags.steps)
-    few = distributions.distinct_rewards(connection)
-    if few and (shares := distributions.reward_shares(connection)) is not None:
+    few = rollouts.distinct_rewards(connection)
+    if few and (shares := rollouts.reward_shares(connection)) is not None:
         yield shares_chart("Rollouts by reward", shares)
-    elif few is None and (rewards := distributions.histogram(connection, "reward")) is not None:
+    elif few is None and (rewards := rollouts.histogram(connection, "reward")) is not None:
         yield histogram_chart("Rewards", rewards)
-    if (groups := distributions.group_shares(connection)) is not None:
+    if (groups := rollouts.group_shares(connection)) is not None:
         yield shares_chart("Groups by their rewards", groups)
-    if (lengths := distributions.histogram(connection, "tokens")) is not None:
+    if (lengths := rollouts.histogram(connection, "tokens")) is not None:
         yield histogram_chart("Length of responses (tokens)", lengths)
-    if points := distributions.length_and_reward(connection):
+    if points := rollouts.length_and_reward(connection):
         yield scatter_chart(points, few)
 
 

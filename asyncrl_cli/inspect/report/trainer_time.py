@@ -14,17 +14,8 @@ from dataclasses import dataclass
 
 from asyncrl_cli.inspect.report.bottleneck import PARTS, Activity, Part, split_wait
 from asyncrl_cli.inspect.report.learning import FEW_STEPS
-from asyncrl_cli.journal.step_timeline import StepSpan, first_publish
-
-LAST_GROUPS = """
-    SELECT last.step, last.ended_at, (SELECT max(recorded_at) FROM rollouts r WHERE r.group_id = last.id)
-    FROM (SELECT step, id, max(ended_at) AS ended_at FROM groups WHERE step IS NOT NULL GROUP BY step) last
-"""
-"""Of each batch the group that was scored last, and when it had its last tokens."""
-FINISHED = """
-    SELECT ended_at, step FROM groups WHERE state IN ('finished', 'taken') AND ended_at IS NOT NULL ORDER BY ended_at
-"""
-"""When groups finished, and the batch that took them."""
+from asyncrl_cli.journal.events import Checkpoint, Start
+from asyncrl_cli.journal.step_timeline import StepSpan, finished_groups, first_publish, last_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +28,10 @@ class StepTime:
 
 def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], groups_per_step: int) -> list[StepTime]:
     """The windows of trained steps, all of ``PARTS`` in each."""
-    enough = enough_finished(connection.execute(FINISHED), [span.step for span in spans], groups_per_step)
-    last = {step: (ended_at, recorded_at) for step, ended_at, recorded_at in connection.execute(LAST_GROUPS)}
-    saved = dict(connection.execute("SELECT step, seconds FROM checkpoints"))
-    starts = [at for (at,) in connection.execute("SELECT at FROM starts WHERE kind != 'restart'")]
+    enough = enough_finished(finished_groups(connection), [span.step for span in spans], groups_per_step)
+    last = last_groups(connection)
+    saved = {checkpoint.after_step: checkpoint.seconds for checkpoint in Checkpoint.read(connection)}
+    starts = [start.at for start in Start.read(connection) if start.process != "restart"]
     first = first_publish(connection)
     free_at = first.ended_at if first else None
     found = []

@@ -1,11 +1,12 @@
-"""How lengths and rewards of trained rollouts were distributed, over ranges of steps. Counted in SQL."""
+"""Rollouts by what they are like: one after another, the extreme ones, and distributions of lengths and rewards over
+ranges of steps, counted in SQL."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from asyncrl_cli.records.training import CORRECT
 
@@ -97,7 +98,7 @@ def reward_shares(connection: sqlite3.Connection) -> Shares | None:
 
 def group_shares(connection: sqlite3.Connection) -> Shares | None:
     """The share of groups whose rollouts have different rewards, from which there is something to learn, and of those
-    whose rewards are all the same; None without one."""
+    whose rewards are all the same, correct or not; None without one."""
     return _shares(
         connection,
         f"SELECT g.step, CASE WHEN min(r.reward) >= {CORRECT} THEN 2 WHEN min(r.reward) < max(r.reward) THEN 1 "
@@ -140,3 +141,90 @@ def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, 
         "SELECT id FROM some)",
         {"every": every, "last": last},
     ).fetchall()
+
+
+# -- rollouts, one by one
+
+RolloutIndex = tuple[int, int]
+"""A group's id and a rollout's index in it."""
+RewardRange = tuple[float, float]
+"""The lowest reward, and the reward that is too high."""
+SEARCHED = 10_000
+"""Rollouts that are looked through for one with a wanted reward."""
+
+
+def next_rollout(
+    connection: sqlite3.Connection, after: RolloutIndex | None, older: bool, rewards: RewardRange | None = None
+) -> RolloutIndex | None:
+    """The next older ended rollout, or the next newer one; after None the newest. None without one, and without a
+    wanted one among the next ``SEARCHED``."""
+    beyond = "<" if older and after else ">"
+    ordered = "ORDER BY group_id {0}, rollout_index {0}".format("DESC" if older or after is None else "ASC")
+    found: RolloutIndex | None = connection.execute(
+        f"SELECT group_id, rollout_index FROM (SELECT group_id, rollout_index, reward FROM rollouts "
+        f"WHERE (group_id, rollout_index) {beyond} (:group, :index) AND finish_reason IS NOT NULL {ordered} "
+        f"LIMIT :searched) WHERE {_wanted(rewards)} {ordered} LIMIT 1",
+        _bounds(rewards)
+        | dict(zip(("group", "index"), after or (-1, -1), strict=True))
+        | {"searched": SEARCHED if rewards else 1},
+    ).fetchone()
+    return found
+
+
+def newest_rollout(
+    connection: sqlite3.Connection, step: int, rewards: RewardRange | None = None
+) -> RolloutIndex | None:
+    """The newest ended rollout of a step's batch (from 0) with a wanted reward."""
+    found: RolloutIndex | None = connection.execute(
+        "SELECT group_id, rollout_index FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = :step) "
+        f"AND finish_reason IS NOT NULL AND {_wanted(rewards)} ORDER BY group_id DESC, rollout_index DESC LIMIT 1",
+        _bounds(rewards) | {"step": step},
+    ).fetchone()
+    return found
+
+
+def _wanted(rewards: RewardRange | None) -> str:
+    return "reward >= :low AND reward < :high" if rewards else "1"
+
+
+def _bounds(rewards: RewardRange | None) -> dict[str, float]:
+    return {"low": rewards[0], "high": rewards[1]} if rewards else {}
+
+
+Extreme = Literal["best", "worst", "stalest", "longest"]
+_FIRST: dict[Extreme, str] = {
+    "best": "r.reward DESC",
+    "worst": "r.reward",
+    "stalest": "b.version - r.oldest DESC",
+    "longest": "r.tokens DESC",
+}
+
+
+class TrainedRollout(NamedTuple):
+    """A trained rollout; ``staleness`` is that of its oldest token, ``step`` counts from 0."""
+
+    group_id: int
+    rollout_index: int
+    reward: float
+    staleness: int
+    step: int
+
+
+def trained_steps(connection: sqlite3.Connection) -> tuple[int, int] | None:
+    """The first and the last step that has groups; None without one."""
+    first, last = connection.execute("SELECT min(step), max(step) FROM groups WHERE step IS NOT NULL").fetchone()
+    return None if first is None else (first, last)
+
+
+def extreme_rollouts(
+    connection: sqlite3.Connection, extreme: Extreme, steps: range, count: int
+) -> Iterator[TrainedRollout]:
+    """The best, worst, stalest or longest rollouts with a reward of some steps; among equals the newest first."""
+    rows = connection.execute(
+        "SELECT r.group_id, r.rollout_index, r.reward, b.version - r.oldest, g.step "
+        "FROM rollouts r JOIN groups g ON g.id = r.group_id JOIN batches b ON b.step = g.step "
+        "WHERE r.reward IS NOT NULL AND r.oldest IS NOT NULL AND g.step >= ? AND g.step < ? "
+        f"ORDER BY {_FIRST[extreme]}, r.group_id DESC LIMIT ?",
+        (steps.start, steps.stop, count),
+    )
+    return map(TrainedRollout._make, rows)
