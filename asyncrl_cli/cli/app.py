@@ -1,7 +1,7 @@
 """The command line: `asyncrl COMMAND`.
 
-A command is a function in a module of its own, and a line here. Its module imports only typer at the top, and
-the rest inside the function, so that `asyncrl --help` never waits for torch, Ray or vLLM.
+A command is a function in one of these modules, and a line here. The modules import only typer at the top, and the
+rest inside the functions, so that `asyncrl --help` never waits for torch, Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from asyncrl_cli import __version__
 from asyncrl_cli.cli import (
     checkpoint,
     doctor,
-    events,
     init,
     inspect,
     replay,
@@ -28,15 +27,13 @@ from asyncrl_cli.cli import (
     resume,
     runs,
     serve,
-    staleness,
-    timeline,
     track,
     train,
     validate_spec,
     watch,
 )
-from asyncrl_cli.cli.command import add
-from asyncrl_cli.cli.output import echo
+from asyncrl_cli.cli.arguments import add
+from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import UserError, diagnostic
 
 app = typer.Typer(
@@ -48,7 +45,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 add(app, "init", init.init, "Copy a template: a spec with its code and data.", "asyncrl init agent my-task")
 add(app, "train", train.train, "Check a spec, then train.", "asyncrl train specs/quickstart.yaml --set seed=1")
 add(app, "resume", resume.resume, "Continue a stopped or killed run.", "asyncrl resume latest --steps 280")
@@ -56,19 +52,13 @@ add(app, "replay", replay.replay, "Train recorded batches again, compare weights
 add(app, "serve", serve.serve, "Serve a model through an OpenAI-compatible API.", "asyncrl serve latest --port 8000")
 add(app, "watch", watch.watch, "Watch a run in the terminal.", "asyncrl watch latest")
 add(app, "runs", runs.runs, "List runs.", "asyncrl runs --json")
-add(app, "track", track.track, "Send an ended run's missing data to MLflow.", "asyncrl track latest")
+add(app, "track", track.track, "Send what MLflow lacks of a run that has ended.", "asyncrl track latest")
 app.add_typer(inspect.app, name="inspect")
-add(
-    app,
-    "events",
-    events.events,
-    "Print what happened in a run, in order.",
-    "asyncrl events latest --kind fault",
-)
-add(app, "staleness", staleness.staleness, "Show and verify staleness.", "asyncrl staleness latest --what-if 4")
+add(app, "events", inspect.events, "Print a run's events, in order.", "asyncrl events latest --kind fault")
+add(app, "staleness", inspect.staleness, "Show and verify staleness.", "asyncrl staleness latest --what-if 4")
 add(app, "doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "asyncrl doctor --deep")
 add(app, "report", report.report, "Write an HTML report of one or more runs.", "asyncrl report latest -o report.html")
-add(app, "timeline", timeline.timeline, "Write a trace for ui.perfetto.dev.", "asyncrl timeline latest -o out.json")
+add(app, "timeline", report.timeline, "Write a trace for ui.perfetto.dev.", "asyncrl timeline latest -o out.json")
 app.add_typer(checkpoint.app, name="checkpoint")
 add(app, "validate-spec", validate_spec.validate_spec, "Check a spec.", "asyncrl validate-spec specs/quickstart.yaml")
 
@@ -87,11 +77,11 @@ def options(
     ] = False,
 ) -> None:
     if debug:
-        os.environ["ASYNCRL_DEBUG"] = "1"  # The actors of a run inherit it.
+        os.environ["ASYNCRL_DEBUG"] = "1"  # the actors of a run inherit it
 
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""What printing can raise. Errors of files have their names, and commands catch those of what they write."""
+"""What printing can raise. Errors of files have their names, and commands handle those of files that they write."""
 
 
 def main() -> None:
@@ -99,7 +89,7 @@ def main() -> None:
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:  # started with this one closed: the next file that is opened would take its place
+        except OSError:  # started with this one closed: the next file that is opened would get its number
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None when it was closed by whoever started the command
@@ -108,23 +98,19 @@ def main() -> None:
     try:
         app(prog_name="asyncrl")
     except UserError as error:
-        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
-            traceback.print_exc()
         _end(error.diagnostic(), error.exit_code)
     except OSError as error:
         if error.filename is not None or error.errno not in OUTPUT_ERRORS:
             raise
-        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
-            traceback.print_exc()
-        _end(
-            diagnostic("error", f"cannot write the output: {error.strerror}", hint="free space, or send it elsewhere"),
-            1,
-        )
+        hint = "free space, or send it elsewhere"
+        _end(diagnostic("error", f"cannot write the output: {error.strerror}", hint=hint), 1)
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Print an error and exit. What is left in standard output or error and cannot be written is dropped: Python would
-    try again, print a traceback and exit with another code."""
+    """Print the error that is being handled and exit. Output that cannot be written is dropped: Python would try
+    again, print a traceback and exit with another code."""
+    if debugging():
+        traceback.print_exc()
     with suppress(OSError):
         echo(message, err=True)
     for stream in filter(None, (sys.stdout, sys.stderr)):

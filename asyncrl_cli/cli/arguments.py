@@ -1,12 +1,28 @@
-"""Arguments and options that several commands share, with their completion in the shell."""
+"""How commands join the command line, and the arguments and options that several of them share, with completion."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+
+class Command(TyperCommand):
+    """A command whose usage line reads `train SPEC`; typer's own reads `train {SPEC}`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
+def add(app: typer.Typer, name: str, function: Callable[..., None], summary: str, example: str) -> None:
+    """Add a command, with its line in the help of its group and an example in its own.
+
+    ``summary`` has room on a terminal of 80 columns, beside the longest name: 61 characters.
+    """
+    app.command(name, cls=Command, short_help=summary, epilog=f"Example: {example}")(function)
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
@@ -19,7 +35,7 @@ def run_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """A completion from names that are looked up when somebody asks."""
+    """A completion from names that are looked up when the shell asks for one."""
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
@@ -33,7 +49,7 @@ def checkpoint_steps(context: typer.Context, incomplete: str) -> list[str]:
     name = values.get("run") or values.get("run_id") or values.get("target") or "latest"
     try:
         run = find_run(Path(values.get("runs_dir") or "runs"), str(name))
-    except UserError:  # a completion has nobody to report to
+    except UserError:  # a completion has no place for a message
         return []
     steps = (str(checkpoint.step) for checkpoint in complete_checkpoints(run.path / "checkpoints"))
     return [step for step in steps if step.startswith(incomplete)]
@@ -42,10 +58,10 @@ def checkpoint_steps(context: typer.Context, incomplete: str) -> list[str]:
 RunName = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run id, a unique prefix of one, `latest`, or a path.", autocompletion=run_names
+        metavar="RUN", help="A run's id, a unique prefix of it, `latest`, or a path.", autocompletion=run_names
     ),
 ]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="The folder of all runs.")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="The folder that has all runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
@@ -53,10 +69,6 @@ Overrides = Annotated[
 Step = Annotated[
     int | None,
     typer.Option(
-        "--step",
-        metavar="STEP",
-        min=0,
-        help="Use the checkpoint of this step.",
-        autocompletion=checkpoint_steps,
+        "--step", metavar="STEP", min=0, help="Use the checkpoint of this step.", autocompletion=checkpoint_steps
     ),
 ]

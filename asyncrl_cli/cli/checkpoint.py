@@ -1,4 +1,4 @@
-"""`asyncrl checkpoint`: what a run has saved, whether it is sound, and the model in it."""
+"""`asyncrl checkpoint`: what a run has saved, whether it is undamaged, and the model in it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, Step
-from asyncrl_cli.cli.command import add
+from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, Step, add
 from asyncrl_cli.cli.inspect import show
 from asyncrl_cli.cli.output import echo
 
@@ -55,7 +54,7 @@ def show_checkpoint(
 def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
     """Compare every byte of all checkpoints, or of that of --step, with the checksums they were written with.
 
-    Ends with 0 when all is well, and with 1 and the names of the damaged files when it is not.
+    Exit code: 0 when all are undamaged; 1, with the names of the damaged files, when one is not.
     """
     from asyncrl_cli.inspect.checkpoint_pages import damage_text, size_text
     from asyncrl_cli.runs.catalogue import find_run
@@ -65,7 +64,7 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
     for checkpoint in _chosen(find_run(runs_dir, run), step):
         problem = damage_text(verify(checkpoint))
         damaged = damaged or bool(problem)
-        echo(f"step {checkpoint.step}: {problem or f'sound ({size_text(checkpoint.size)})'}", err=bool(problem))
+        echo(f"step {checkpoint.step}: {problem or f'undamaged ({size_text(checkpoint.size)})'}", err=bool(problem))
     if damaged:
         raise typer.Exit(1)
 
@@ -81,17 +80,17 @@ def export(
     transformers and vLLM load it. The checkpoint is verified first.
     """
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.checkpoints import newest_sound
+    from asyncrl_cli.runs.checkpoints import verified_checkpoint
     from asyncrl_cli.spec.load import load_recorded
 
     found = find_run(runs_dir, run)
-    _chosen(found, step)  # says it when there is none
+    _chosen(found, step)  # raises when there is none, before torch is imported
 
     from asyncrl_cli.train.model.export import check_target, export_model
     from asyncrl_cli.train.model.initial import model_stub_path
 
     check_target(to)
-    checkpoint = newest_sound(found, step)
+    checkpoint = verified_checkpoint(found, step)
     assert checkpoint is not None
     model = load_recorded(found.path).spec.model
     export_model(checkpoint, model_stub_path(model, found.model_stub), to, model.lora)
@@ -100,22 +99,20 @@ def export(
 
 def prune(
     run: RunName = "latest",
-    keep_last: Annotated[
-        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep so many of the newest.")
-    ] = None,
+    keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the N newest.")] = None,
     keep_every: Annotated[
         int | None,
-        typer.Option("--keep-every", metavar="N", min=0, help="Keep those of steps divisible by this; 0 for none."),
+        typer.Option("--keep-every", metavar="N", min=0, help="Keep those of steps divisible by N; 0 for none."),
     ] = None,
     keep_best: Annotated[
-        int | None, typer.Option("--keep-best", metavar="N", min=0, help="Keep so many with the best greedy accuracy.")
+        int | None, typer.Option("--keep-best", metavar="N", min=0, help="Keep the N with the best greedy accuracy.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Remove the checkpoints that nothing keeps. What is not said here is as in the run's spec.
+    """Remove the checkpoints that no rule keeps. The options replace the rules of the run's spec.
 
-    Refused while the run is driven: it prunes by itself.
+    Refused while a process drives the run: it prunes them itself.
     """
     from asyncrl_cli.buffer.offline import checkpoints_removed
     from asyncrl_cli.core.errors import RunError
@@ -129,24 +126,24 @@ def prune(
     accuracies = _accuracies(found)
     if retention.keep_best and not accuracies:
         raise RunError(
-            "the best checkpoints are to be kept, and no accuracy is known",
+            "cannot keep the best checkpoints: the run's journal has no greedy accuracy",
             location=found.run_id,
-            hint="the run's journal has none; to keep none for it: --keep-best 0",
+            hint="pass --keep-best 0 to go by the other rules alone",
         )
     if not dry_run:
         found.lock()
     checkpoints = complete_checkpoints(found.path / "checkpoints")
     reasons = _reasons(checkpoints, accuracies, retention)
-    going = [checkpoint for checkpoint in checkpoints if not reasons[checkpoint.step]]
-    freed = sum(checkpoint.size for checkpoint in going)
+    removed = [checkpoint for checkpoint in checkpoints if not reasons[checkpoint.step]]
+    freed = sum(checkpoint.size for checkpoint in removed)
     if not dry_run:
-        for checkpoint in going:
+        for checkpoint in removed:
             remove(checkpoint)
-        checkpoints_removed(found.path, [checkpoint.step for checkpoint in going])
+        checkpoints_removed(found.path, [checkpoint.step for checkpoint in removed])
         found.unlock()
-    steps = ", ".join(str(checkpoint.step) for checkpoint in going)
-    what = f"the checkpoints of steps {steps} ({size_text(freed)})" if going else "nothing"
-    echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(going)} kept")
+    steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
+    what = f"the checkpoints of steps {steps} ({size_text(freed)})" if removed else "nothing"
+    echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(removed)} kept")
 
 
 def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
@@ -161,7 +158,7 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
         raise RunError(
             "the run has no checkpoint",
             location=run.run_id,
-            hint="set checkpoints.every, or let the run get to its end",
+            hint="set checkpoints.every, or let the run finish",
         )
     return checkpoints
 
@@ -173,7 +170,7 @@ def _retention(run: RunDirectory) -> CheckpointSpec:
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.spec.sections import CheckpointSpec
 
-    try:  # the section alone: others may refer to environment variables that are set where the run trains
+    try:  # this section alone: others may refer to environment variables that are set only where the run trains
         return CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
     except (KeyError, ValidationError):
         raise RunError(
@@ -210,4 +207,4 @@ add(app, "list", list_checkpoints, "List checkpoints and why each is kept.", "as
 add(app, "show", show_checkpoint, "Show one checkpoint.", "asyncrl checkpoint show latest --step 40")
 add(app, "verify", verify_checkpoints, "Compare every byte with its checksum.", "asyncrl checkpoint verify latest")
 add(app, "export", export, "Write the model as a Hugging Face folder.", "asyncrl checkpoint export --to my-model")
-add(app, "prune", prune, "Remove the checkpoints that nothing keeps.", "asyncrl checkpoint prune latest --dry-run")
+add(app, "prune", prune, "Remove the checkpoints that no rule keeps.", "asyncrl checkpoint prune latest --dry-run")

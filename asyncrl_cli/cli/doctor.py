@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: whether this machine can run it, what would not work, and the hint."""
+"""`asyncrl doctor`: whether this machine can run asyncrl, what would not work, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ INDENT = 23
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Import nothing: takes a second instead of a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Import no library: a second instead of a minute.")] = False,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Start an engine and a trainer on a small model: takes a minute more.")
+        bool, typer.Option("--deep", help="Start an engine and a trainer on a small model: one more minute.")
     ] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Look at versions, devices, memory, disk, clocks, ports, limits, compiler, and whether vLLM, DeepSpeed and Ray can
-    be used; tell what would not work, and the hint. With --deep vLLM generates and DeepSpeed makes a step of ZeRO-3.
+    """Check versions, devices, memory, disk, clocks, ports, limits, the compiler, and whether vLLM, DeepSpeed and Ray
+    work, with a hint for each problem. With --deep, vLLM generates and DeepSpeed makes a step of ZeRO-3.
 
-    Ends with 0 when a run can work here, warnings or not, and with 1 when it cannot.
+    Exit code: 0 when a run can work here, also with warnings; 1 when it cannot.
     """
     from asyncrl_cli.doctor.checks import examine
 
@@ -47,7 +47,7 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
     found = []
     for finding in findings:
         found.append(finding)
-        if not as_json:  # at once: the last ones take long
+        if not as_json:  # immediately: the last ones take long
             _show(finding)
     passed = all(finding.status != "failure" for finding in found)
     if as_json:

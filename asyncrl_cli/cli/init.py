@@ -1,44 +1,122 @@
-"""`asyncrl init`: a folder to start from."""
+"""`asyncrl init`: a folder to start from.
+
+A template is a folder of `templates/` with a spec, the code and data that it names, and a README whose heading is what
+`--list` shows. An installed wheel has the folders as `asyncrl_cli/_templates`; an editable install takes them from the
+repository.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
+import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import asyncrl_cli
 from asyncrl_cli.cli.arguments import one_of
 from asyncrl_cli.cli.output import echo, echo_json
+from asyncrl_cli.core.errors import UserError
+
+SPEC = "spec.yaml"
+
+
+class TemplateError(UserError):
+    """A template that does not exist, or a folder that must not be written to."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One folder to copy."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+        return self.folder.name
+
+    @property
+    def title(self) -> str:
+        """What it is, in one line."""
+        return (self.folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+    def copy(self, folder: Path, force: bool) -> list[str]:
+        """Copy to ``folder``, name the spec's runs after it, and return the names of the files written, which include a
+        JSON schema for editors.
+
+        ``force`` writes into a folder that is not empty: files of the same name are replaced, others stay. Raises
+        ``TemplateError``.
+        """
+        from asyncrl_cli.spec.schema import FILE, schema_text
+
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise TemplateError("a file with this name exists", location=str(folder), hint="name a folder")
+            if not force and folder.is_dir() and any(folder.iterdir()):
+                hint = "name another one, or use --force, which replaces files of the same name"
+                raise TemplateError("the folder is not empty", location=str(folder), hint=hint)
+            shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            spec = folder / SPEC
+            text = re.sub(r"(\$schema=).*", rf"\g<1>{FILE}", spec.read_text(encoding="utf-8"), count=1)
+            spec.write_text(_renamed(text, folder.resolve().name), encoding="utf-8")
+            (folder / FILE).write_text(schema_text(), encoding="utf-8")
+        except OSError as error:  # also copytree's collection of them
+            raise TemplateError(f"the folder cannot be written: {error}", location=str(folder)) from error
+        return sorted([FILE, *(path.name for path in self.folder.iterdir() if path.name != "__pycache__")])
+
+
+def _renamed(spec: str, folder: str) -> str:
+    """The spec's text with ``name`` made from the folder's, as far as a run's name may have its characters."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:64]
+    return re.sub(r"^name: .*$", f'name: "{name}"', spec, count=1, flags=re.MULTILINE) if name else spec
+
+
+def templates() -> list[Template]:
+    """All templates, by name."""
+    package = Path(asyncrl_cli.__file__).parent
+    candidates = (package / "_templates", package.parent / "templates")
+    folder = next(path for path in candidates if path.is_dir())
+    return [Template(path) for path in sorted(folder.iterdir()) if (path / SPEC).is_file()]
+
+
+def find_template(name: str) -> Template:
+    """The template of this name. Raises ``TemplateError`` with the most similar name."""
+    from asyncrl_cli.core.suggest import did_you_mean
+
+    known = {template.name: template for template in templates()}
+    if name in known:
+        return known[name]
+    hint = did_you_mean(name, known, f"templates: {', '.join(known)}")
+    raise TemplateError(f"no template is called {name!r}", hint=hint)
 
 
 def _names() -> Iterable[str]:
-    from asyncrl_cli.cli.templates import templates
-
     return [template.name for template in templates()]
 
 
 def init(
     template: Annotated[
         str | None,
-        typer.Argument(
-            metavar="TEMPLATE", help="A template's name.", show_default=False, autocompletion=one_of(_names)
-        ),
+        typer.Argument(metavar="TEMPLATE", help="The template.", show_default=False, autocompletion=one_of(_names)),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Where to copy it to.", show_default=False)
+        Path | None, typer.Argument(metavar="FOLDER", help="The folder to make.", show_default=False)
     ] = None,
-    show: Annotated[bool, typer.Option("--list", help="List the templates, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --list: print a JSON list.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="List the templates and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that is not empty; replaces files of the same name.")
     ] = False,
 ) -> None:
-    """Copy a template, a spec with its code and data, to a new folder, and say what to type next."""
-    from asyncrl_cli.cli.templates import SPEC, find, templates
-
-    if show:
+    """Copy a template, which is a spec with its code and data, to a new folder, and print the next commands."""
+    if show_list:
         rows = [{"template": template.name, "what": template.title} for template in templates()]
         if as_json:
             echo_json(rows)
@@ -49,7 +127,7 @@ def init(
         return
     if template is None:
         raise typer.BadParameter("name a template, or use --list", param_hint="TEMPLATE")
-    found = find(template)
+    found = find_template(template)
     if folder is None:
         raise typer.BadParameter(f"name a folder: asyncrl init {template} my-task", param_hint="FOLDER")
     files = found.copy(folder, force)

@@ -1,4 +1,4 @@
-"""`asyncrl inspect`: what is in a run's buffer, and what the run has done. Reads the journal; needs no Ray."""
+"""What a run's journal has: `asyncrl inspect`, `asyncrl events` and `asyncrl staleness`. None of them needs Ray."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, one_of
-from asyncrl_cli.cli.command import add
+from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, add, one_of
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
     from asyncrl_cli.inspect.pages import Page
 
 WATCH_S = 1.0
-"""Seconds between two looks of ``--watch``."""
+"""Seconds between two updates of ``--watch``."""
 
 LISTED = 20
-"""Groups that a list shows when nobody says how many."""
+"""Groups that a list shows by default."""
 
-app = typer.Typer(
-    help="Look into a run: one that is running, stopped or dead.", no_args_is_help=True, rich_markup_mode=None
-)
+app = typer.Typer(help="Look into a run that is running, stopped or dead.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def _states() -> Iterable[str]:
     from asyncrl_cli.journal.queries import STATES
 
     return STATES
+
+
+def _kinds() -> Iterable[str]:
+    from asyncrl_cli.journal.events import KINDS
+
+    return KINDS
 
 
 def inspect_buffer(
@@ -47,7 +50,7 @@ def inspect_buffer(
             "--state",
             metavar="STATE",
             autocompletion=one_of(_states),
-            help="List groups: running, finished, taken (not trained yet), trained, rejected or requeued.",
+            help="List groups in this state: running, finished, taken (not trained), trained, rejected or requeued.",
         ),
     ] = None,
     min_reward: Annotated[
@@ -55,28 +58,19 @@ def inspect_buffer(
     ] = None,
     stale_over: Annotated[
         int | None,
-        typer.Option(
-            "--stale-over",
-            metavar="N",
-            help="List groups with a lag of more versions than this.",
-        ),
+        typer.Option("--stale-over", metavar="N", help="List groups whose staleness is above N versions."),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(
-            "--limit",
-            min=1,
-            help=f"List so many groups, newest first; {LISTED} when left out.",
-            metavar="N",
-        ),
+        typer.Option("--limit", metavar="N", min=1, help=f"List N groups, newest first. Default: {LISTED}."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Show what is in a run's buffer, list some of its groups, or show one.
 
-    Steps count from 1, as in metrics.jsonl. A group's lag is what its staleness was when it was taken, or would be now.
+    Steps count from 1, as in metrics.jsonl. The staleness of a group that is not taken is what it would be now.
     """
     from asyncrl_cli.inspect.buffer_pages import group_page, list_page, overview_page, rollout_page
     from asyncrl_cli.journal.queries import STATES, GroupFilter, snapshot
@@ -86,7 +80,7 @@ def inspect_buffer(
 
     wanted = [at for at in STATES if at == state]
     if state is not None and not wanted:
-        raise typer.BadParameter(f"is one of {', '.join(STATES)}", param_hint="--state")
+        raise typer.BadParameter(f"unknown state; known: {', '.join(STATES)}", param_hint="--state")
     filters = GroupFilter(wanted[0] if wanted else None, min_reward, stale_over)
     listing = filters != GroupFilter() or limit is not None
     if sum((group is not None, rollout is not None, listing)) > 1:
@@ -98,7 +92,7 @@ def inspect_buffer(
             group_and_index(rollout)
         except ValueError:
             raise typer.BadParameter(
-                "is a group's id and an index in it, such as 12-3", param_hint="--rollout"
+                "not a group's id and an index in it, such as 12-3", param_hint="--rollout"
             ) from None
     found = find_run(runs_dir, run)
 
@@ -134,6 +128,89 @@ def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: Runs
         show(history_page(found, None), as_json)
         raise
     show(page, as_json)
+
+
+def events(
+    run: RunName = "latest",
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kind",
+            metavar="KIND",
+            autocompletion=one_of(_kinds),
+            help="Only events of this kind: start, admit, segment, finish, score, group, request, "
+            "batch, step, publish, checkpoint, eval, fault or stall. May be repeated.",
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print new events, until the run ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Print the events of a run, which may be running, stopped or dead, in the order of their times.
+
+    docs/events.md explains each kind.
+    """
+    from asyncrl_cli.inspect import event_lines
+    from asyncrl_cli.journal.events import KINDS, RENAMED_KINDS
+    from asyncrl_cli.runs.catalogue import find_run
+
+    for name in kind or ():
+        if name not in KINDS:
+            known = f"it is {RENAMED_KINDS[name]!r} now" if name in RENAMED_KINDS else f"one of {', '.join(KINDS)}"
+            raise typer.BadParameter(f"there is no kind {name!r}; {known}", param_hint="--kind")
+    shown = event_lines.as_json if as_json else event_lines.as_line
+    for event in event_lines.run_events(find_run(runs_dir, run), kind or (), follow):
+        echo(shown(event))
+
+
+def staleness(
+    run: RunName = "latest",
+    steps: Annotated[
+        str | None, typer.Option("--steps", metavar="all", help="`all`: one row per step instead of ranges of steps.")
+    ] = None,
+    what_if: Annotated[
+        int | None,
+        typer.Option(
+            "--what-if",
+            metavar="S",
+            min=0,
+            help="Estimate how long the run would have taken with this bound: a range, and its assumptions.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show the staleness of every trained group, and verify from the journal that it stayed within the bound.
+
+    Exit code: 0 when it did, 1 when rows of the journal violate the bound. Groups trained late with `on_stale: train`
+    are counted and violate nothing. Steps count from 1, as in metrics.jsonl.
+    """
+    from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
+    from asyncrl_cli.inspect.what_if import workload
+    from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.schema import FILE
+    from asyncrl_cli.journal.staleness import staleness_report
+    from asyncrl_cli.journal.step_timeline import recording
+    from asyncrl_cli.runs.catalogue import find_run
+
+    if steps not in (None, "all"):
+        raise typer.BadParameter("the only value is `all`", param_hint="--steps")
+    found = find_run(runs_dir, run)
+    with snapshot(found.path / FILE) as connection:
+        report = staleness_report(connection)
+        recorded = recording(connection) if what_if is not None else None
+    page = staleness_page(found, report, every_step=steps == "all")
+    if recorded is not None and what_if is not None:
+        try:
+            work = workload(recorded)
+        except ValueError as error:
+            hint = "--what-if needs the times of trained steps"
+            raise RunError(str(error), location=found.run_id, hint=hint) from None
+        page = with_what_if(page, report, work, what_if)
+    show(page, as_json)
+    if report.violations:
+        raise typer.Exit(1)
 
 
 def show(page: Page, as_json: bool) -> None:

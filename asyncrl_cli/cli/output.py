@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
@@ -12,6 +13,11 @@ from asyncrl_cli.core.terminal import printable
 
 _CONTROL = re.compile("[\x7f-\x9f\ud800-\udfff]")
 """What JSON allows unescaped and a terminal acts on, or cannot encode."""
+
+
+def debugging() -> bool:
+    """Whether tracebacks are shown: `--debug`, or ASYNCRL_DEBUG."""
+    return os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0")
 
 
 def echo(text: str, err: bool = False) -> None:

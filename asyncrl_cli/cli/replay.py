@@ -16,7 +16,7 @@ from asyncrl_cli.cli.output import echo
 def replay(
     run_id: RunName = "latest",
     first: Annotated[int, typer.Option("--from", min=1, metavar="STEP", help="The first step to compare.")] = 1,
-    last: Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The last one.")] = None,
+    last: Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The last step.")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Try another objective or optimizer on the same data."),
@@ -24,14 +24,14 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per step.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Train again from the journal, with no rollout engine, and say whether the weights come out equal.
+    """Train again from the journal, without a rollout engine, and compare the weights.
 
-    Starts from the newest checkpoint before --from, or from the initial model. Ends with 0 when all published
-    versions come out equal (or --set asked for something else), with 1 when one does not.
+    Starts from the newest checkpoint before --from, or from the initial model. Exit code: 0 when all published versions
+    are equal, or when --set changed something; 1 when one differs.
     """
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_sound
+    from asyncrl_cli.runs.checkpoints import complete_checkpoints, verified_checkpoint
     from asyncrl_cli.spec.changes import check_changes
     from asyncrl_cli.spec.load import load_recorded
 
@@ -53,10 +53,8 @@ def replay(
             location=run.run_id,
             hint="choose an earlier step with --from",
         )
-    before_first = [
-        checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints") if checkpoint.step < first
-    ]
-    checkpoint = newest_sound(run, before_first[-1].step) if before_first and not changed else None
+    earlier = [found.step for found in complete_checkpoints(run.path / "checkpoints") if found.step < first]
+    checkpoint = verified_checkpoint(run, earlier[-1]) if earlier and not changed else None
     differing: list[int] = []
     compared = 0
 
@@ -81,7 +79,7 @@ def replay(
         echo(f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True)
         raise typer.Exit(1)
     else:
-        echo(f"all {compared} published versions of steps {first} to {end} came out equal", err=as_json)
+        echo(f"all {compared} published versions of steps {first} to {end} are equal", err=as_json)
 
 
 def _line(step: Any) -> str:

@@ -1,39 +1,36 @@
-"""`asyncrl report`: a run, or several side by side, as one HTML file."""
+"""`asyncrl report` and `asyncrl timeline`: runs as an HTML page, and one as a trace for Perfetto."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import RunsDir
+from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
 
 
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Run ids, unique starts of them, paths, or `latest` (the default)."),
+        typer.Argument(metavar="RUN", help="Runs' ids, unique prefixes of them, paths, or `latest` (the default)."),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Where to write; report.html in the first run's folder when left out.",
+            "-o", "--output", metavar="FILE", help="The file to write. Default: report.html in the first run's folder."
         ),
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Write a report that any browser opens without a network: did it learn, what held it back, was it ever too stale,
-    what failed, and the curves, distributions and rollouts behind that.
+    """Write a report that any browser opens without a network: whether the run learned, what limited its speed, its
+    staleness and its failures, with the curves, distributions and rollouts behind that.
 
     Reads the journals of runs that are running, stopped or dead.
     """
-    from asyncrl_cli.core.errors import RunError
-    from asyncrl_cli.core.files import is_replaceable
     from asyncrl_cli.inspect.report.page import render, write
     from asyncrl_cli.inspect.report.summary import summarize
     from asyncrl_cli.runs.catalogue import find_run
@@ -41,11 +38,47 @@ def report(
     found = list({run.path: run for run in (find_run(runs_dir, name) for name in runs or ["latest"])}.values())
     page = render([summarize(run) for run in found])
     path = output or found[0].path / "report.html"
-    try:
+    with _writing("report", path):
         write(page, path)
+    _confirm(path, f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)")
+
+
+def timeline(
+    run: RunName = "latest",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="The file to write. Default: timeline.json in the run's folder."
+        ),
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write a trace of a run that ui.perfetto.dev and chrome://tracing open: trainer, engines, rollouts, publishes.
+
+    Reads the journal of a run that is running, stopped or dead. A FILE that ends with .gz is compressed.
+    """
+    from asyncrl_cli.inspect.timeline import write_timeline
+    from asyncrl_cli.runs.catalogue import find_run
+
+    found = find_run(runs_dir, run)
+    path = output or found.path / "timeline.json"
+    with _writing("timeline", path):
+        count = write_timeline(found, path)
+    _confirm(path, f"wrote {path} ({count:,} events); open it at https://ui.perfetto.dev")
+
+
+@contextmanager
+def _writing(what: str, path: Path) -> Iterator[None]:
+    from asyncrl_cli.core.errors import RunError
+
+    try:
+        yield
     except OSError as error:
-        raise RunError(
-            f"the report cannot be written: {error.strerror}", location=str(path), hint="name another place with -o"
-        ) from None
-    # The file itself may be standard output.
-    echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)", err=not is_replaceable(path))
+        message = f"the {what} cannot be written: {error.strerror}"
+        raise RunError(message, location=str(path), hint="name another file with -o") from None
+
+
+def _confirm(path: Path, text: str) -> None:
+    from asyncrl_cli.core.files import is_replaceable
+
+    echo(text, err=not is_replaceable(path))  # the file itself may be standard output

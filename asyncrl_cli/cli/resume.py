@@ -1,4 +1,4 @@
-"""`asyncrl resume`: go on with a run that was stopped or died."""
+"""`asyncrl resume`: continue a run that was stopped or died."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ def resume(
     run_id: RunName,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="STEPS", min=1, help="Train to this step instead."),
+        typer.Option("--steps", metavar="STEPS", min=1, help="Train to this step."),
     ] = None,
     step: Step = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key that may change.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key that may change in a resumed run."),
     ] = None,
     without_journal: Annotated[
-        bool, typer.Option("--without-journal", help="Set a damaged journal aside; go on from a checkpoint alone.")
+        bool, typer.Option("--without-journal", help="Move a damaged journal away; continue from a checkpoint.")
     ] = False,
     accept_changed_data: Annotated[
-        bool, typer.Option("--accept-changed-data", help="Continue although the training data was edited.")
+        bool, typer.Option("--accept-changed-data", help="Continue although the training data has changed.")
     ] = False,
     runs_dir: RunsDir = Path("runs"),
     quiet: Quiet = False,
 ) -> None:
-    """Go on with a run where it stands.
+    """Continue a run from where it stopped.
 
-    The trainer starts from the newest checkpoint (or the initial model) and trains the recorded batches since then
-    again; unfinished rollouts go on from their recorded tokens. Ends like `asyncrl train`.
+    The trainer starts from the newest checkpoint (or the initial model) and trains the batches recorded since then
+    again; unfinished rollouts continue from their recorded tokens. Exit codes are those of `asyncrl train`.
     """
     from asyncrl_cli.cli.running import drive, refusing, start_checks
     from asyncrl_cli.runs.catalogue import find_run

@@ -1,8 +1,7 @@
-"""What `train` and `resume` share: the header, the view, and how a run's end is told."""
+"""What `train` and `resume` share: the header, the view and the closing lines of a run."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.output import echo
+from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import printable
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
 
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print the run's id, and then nothing but what went wrong.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the run's id and problems.")]
 
 
 def start_checks(
@@ -30,7 +29,7 @@ def start_checks(
     thorough: bool = False,
     references: Mapping[tuple[str, ...], str] | None = None,
 ) -> StartChecks:
-    """All that is checked before anything starts; what takes long is told on standard error."""
+    """All checks of a start; those that take long report it on standard error."""
     from asyncrl_cli.orchestrator.checks.start import StartChecks
 
     return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
@@ -38,7 +37,7 @@ def start_checks(
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A block that only checks: an error that ends it says by its exit code that nothing was changed or started."""
+    """A block that only checks: the exit code of its errors means that nothing was changed or started."""
     try:
         yield
     except UserError as error:
@@ -47,7 +46,7 @@ def refusing() -> Iterator[None]:
 
 
 def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
-    """Run an experiment under the eyes of a person, and say how it ended; a ``quiet`` one says its id alone."""
+    """Run an experiment with its header, view and closing lines; a ``quiet`` one prints only its id and problems."""
     from asyncrl_cli.monitors.outlet import run_terminal
 
     with run_terminal(run.path / "logs") as terminal:
@@ -59,15 +58,15 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
     from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.orchestrator.launch import run_experiment
 
-    def say(*lines: str) -> None:
+    def show(*lines: str) -> None:
         terminal.out.write("".join(f"{printable(line)}\n" for line in lines))
 
     spec = experiment.spec
     pipeline = spec.pipeline
     if quiet:
-        say(run.run_id)
+        show(run.run_id)
     else:
-        say(
+        show(
             f"run      {run.run_id}",
             f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
             f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
@@ -78,13 +77,13 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
         with open_view(run, spec.stop.steps, terminal, quiet) as view:
             outcome = run_experiment(experiment, run, view, start)
     except Interrupted:
-        terminal.err.write(f"stopped at step {run.state.step}; go on with: asyncrl resume {run.argument}\n")
+        terminal.err.write(f"stopped at step {run.state.step}; resume with: asyncrl resume {run.argument}\n")
         raise typer.Exit(INTERRUPTED) from None
     except UserError as error:
-        error.exit_code = UserError.exit_code  # 2 says that nothing was started
+        error.exit_code = UserError.exit_code  # 2 would mean that nothing was started
         raise
     except Exception as error:
-        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
+        if debugging():
             raise
         raise UserError(
             f"the run failed: {type(error).__name__}: {error}",
@@ -92,7 +91,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
             hint=f"the logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
         ) from error
     if not quiet:
-        say(summary(run, outcome))
+        show(summary(run, outcome))
 
 
 def summary(run: RunDirectory, outcome: Outcome) -> str:
@@ -102,13 +101,13 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
         before = outcome.accuracy_before.get(kind)
         was = f"{before:.3f} -> " if before is not None else ""
         lines.append(f"held-out accuracy, {kind + ':':8} {was}{after:.3f}")
-    places = {
+    results = {
         "model": outcome.model and _shown(outcome.model),
         "checkpoint": outcome.checkpoint and _shown(outcome.checkpoint),
         "MLflow": outcome.tracking and outcome.tracking.note,
         "run folder": _shown(run.path),
     }
-    lines += [f"{name:11} {place}" for name, place in places.items() if place]
+    lines += [f"{name:11} {value}" for name, value in results.items() if value]
     lines += [
         "next:",
         f"  asyncrl report {run.argument} -o report.html",
@@ -122,7 +121,7 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
 
 
 def _shown(path: Path) -> str:
-    """The path, relative to here when it is below."""
+    """The path, relative to the working directory when it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

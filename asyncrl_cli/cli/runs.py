@@ -1,4 +1,4 @@
-"""`asyncrl runs`: what has been run."""
+"""`asyncrl runs`: all runs of a folder."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ def runs(
     echo(f"{'run':{width}}  {'phase':11}  {'step':>9}  {'greedy':>6}  {'sampled':>7}  started")
     for row in rows:
         step = f"{row['step']}/{row['steps']}"
-        greedy, sampled = (_percent(row["accuracy"].get(kind)) for kind in ("greedy", "sampled"))
+        greedy, sampled = (_accuracy(row["accuracy"].get(kind)) for kind in ("greedy", "sampled"))
         echo(f"{row['run']:{width}}  {row['phase']:11}  {step:>9}  {greedy:>6}  {sampled:>7}  {row['started']}")
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
-    from asyncrl_cli.runs.status import standing
-
-    state = asdict(run.state) | {"phase": standing(run)}
+    state = asdict(run.state) | {"phase": run.status}
     return {"run": run.run_id, "started": str(run.manifest.get("started", "")), **state}
 
 
-def _percent(value: float | None) -> str:
+def _accuracy(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"

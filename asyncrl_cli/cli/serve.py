@@ -1,4 +1,4 @@
-"""`asyncrl serve`: a model behind an OpenAI-compatible address."""
+"""`asyncrl serve`: a model behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def serve(
     target: Annotated[
         str,
-        typer.Argument(metavar="RUN|SPEC", help="A run, or a YAML spec: its initial model.", autocompletion=run_names),
+        typer.Argument(
+            metavar="RUN|SPEC", help="A run, or a YAML spec, whose initial model is served.", autocompletion=run_names
+        ),
     ],
     host: Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = None,
     port: Annotated[
@@ -26,12 +28,12 @@ def serve(
     ] = None,
     step: Step = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when clients may come.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the server is ready.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Serve a model to any OpenAI client, without training, until Ctrl-C.
 
-    Of a run its final model, or else that of its newest checkpoint; of a spec the model that it starts from.
+    Of a run the final model, or else that of the newest checkpoint; of a spec the model that training starts from.
     """
     listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
     changes = [*(overrides or ()), *listen]
@@ -81,7 +83,7 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
 
     import os
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on stdout that it found no other
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print on stdout that it found no other
 
     from asyncrl_cli.orchestrator.serving import served_spec
     from asyncrl_cli.tasks.load import load_task
@@ -113,6 +115,6 @@ def _shown(served: Served, address: Address) -> str:
             "-H 'Content-Type: application/json' "
             """-d '{"prompt": "1+1=", "max_tokens": 32}'""",
             f"logs      {served.logs}",
-            "Ctrl-C ends it.",
+            "stop with Ctrl-C",
         )
     )

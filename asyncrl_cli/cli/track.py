@@ -14,26 +14,24 @@ from asyncrl_cli.cli.output import echo
 def track(
     run_id: RunName = "latest",
     uri: Annotated[
-        str | None, typer.Option("--uri", metavar="URI", help="Another tracking URI than the spec's.")
+        str | None, typer.Option("--uri", metavar="URI", help="The tracking URI. Default: the spec's.")
     ] = None,
     register: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Make the final model a version of this registered model, not of the spec's."
-        ),
+        typer.Option(metavar="NAME", help="The registered model that gets the final model. Default: the spec's."),
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Send to MLflow what it has not got of a run that has ended.
+    """Send what MLflow lacks of a run that has ended.
 
-    Nothing is sent twice. Ends with 1 when not everything went through; then send again later.
+    Nothing is sent twice. Exit code: 1 when something could not be sent; try again later.
     """
     from asyncrl_cli.core.secrets import hide
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, run_id)
-    run.lock()  # a run that is being driven sends itself
+    run.lock()  # a run that is driven sends its own data
     spec = load_recorded(run.path).spec
     changes = {"uri": uri, "register_model": register}
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
@@ -45,7 +43,7 @@ def track(
     report = ", the report" if sender.reported else ""
     echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
     if sender.unreported:
-        echo(f"report   none could be made: {sender.unreported}")
+        echo(f"report   cannot be made: {sender.unreported}")
     echo(f"to       {hide(tracking_target(spec).uri)}")
     echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
     if sender.version:

@@ -1,4 +1,4 @@
-"""`asyncrl train`: check the spec, then run it."""
+"""`asyncrl train`: check a spec, then run it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def train(
     overrides: Overrides = None,
     quiet: Quiet = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Make all checks of a start and show them; start nothing.")
+        bool, typer.Option("--dry-run", help="Make all checks of a start, print them, and start nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the checks as JSON.")] = False,
 ) -> None:
-    """Train: check the spec, start Ray, DeepSpeed and vLLM, and run to the last step.
+    """Check the spec, start Ray, DeepSpeed and vLLM, and train to the last step.
 
-    Ends with 0 when the run is finished, 2 when the spec cannot run here (nothing was started), 1 when the run failed
-    and 130 when it was stopped by Ctrl-C. With --dry-run ends with 0 when the spec can run, and with 2 when it cannot.
+    Exit code: 0 when the run finished; 2 when the spec cannot run here, and nothing was started; 1 when the run failed;
+    130 when Ctrl-C stopped it. With --dry-run: 0 when the spec can run, 2 when it cannot.
     """
     from asyncrl_cli.spec.load import dump_spec, load_spec
 
@@ -40,7 +40,7 @@ def train(
             raise typer.Exit(2)
         return
     if as_json:
-        raise typer.BadParameter("belongs to --dry-run", param_hint="--json")
+        raise typer.BadParameter("needs --dry-run", param_hint="--json")
     loaded = load_spec(spec, overrides or ())
     for problem in loaded.warnings:
         echo(str(problem), err=True)

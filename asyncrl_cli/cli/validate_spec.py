@@ -1,8 +1,7 @@
-"""`asyncrl validate-spec`: every mistake of a spec, with its line, before anything heavy starts."""
+"""`asyncrl validate-spec`: every problem of a spec, with its line, before anything heavy starts."""
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides
-from asyncrl_cli.cli.output import echo, echo_json
+from asyncrl_cli.cli.output import debugging, echo, echo_json
 
 if TYPE_CHECKING:
     from asyncrl_cli.spec.load import LoadedSpec
@@ -25,13 +24,13 @@ def validate_spec(
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema, and stop.")] = False,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Print the whole spec, with all defaults.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema and exit.")] = False,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Print the complete spec, with all defaults.")] = False,
 ) -> None:
     """Check specs: types, spelling, and whether their parts fit together.
 
-    Ends with 0 when every spec can run and with 2 when one cannot; warnings make no difference. With --json, one spec
-    gives an object and several give a list of them.
+    Exit code: 0 when every spec is valid, also with warnings; 2 when one is not. With --json, one spec gives an object
+    and several give a list.
     """
     if schema:
         from asyncrl_cli.spec.schema import json_schema
@@ -48,8 +47,8 @@ def validate_spec(
         echo_json(documents if len(specs) > 1 else documents[0])
     else:
         for answer in answers:
-            for complaint in answer.complaints:
-                echo(str(complaint), err=True)
+            for problem in answer.problems:
+                echo(str(problem), err=True)
             if answer.valid:
                 echo(answer.text)
     if not all(answer.valid for answer in answers):
@@ -60,7 +59,7 @@ def validate_spec(
 class _Answer:
     valid: bool
     text: str
-    complaints: tuple[object, ...]
+    problems: tuple[object, ...]
     document: dict[str, object]
 
 
@@ -72,7 +71,7 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
     try:
         loaded = load_spec(spec, overrides, _standard_input() if spec == "-" else None)
     except SpecError as error:
-        if os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0"):
+        if debugging():
             traceback.print_exc()
         problems = [asdict(problem) for problem in error.problems]
         return _Answer(False, "", (error,), {"spec": spec, "valid": False, "problems": problems})
@@ -92,15 +91,15 @@ def _standard_input() -> bytes:
 
 
 def summary(loaded: LoadedSpec) -> str:
-    """What the spec will run, in one line."""
+    """What the spec runs, in one line."""
     spec = loaded.spec
     pipeline, rollout, trainer = spec.pipeline, spec.rollout, spec.trainer
     engines = f"{_count(rollout.engines, 'engine')} on {'GPU' if rollout.gpus_per_engine else 'CPU'}"
     ranks = f"{_count(trainer.ranks, 'trainer rank')} on {'GPU' if trainer.gpus_per_rank else 'CPU'}"
     return (
         f"{spec.name} runs {_count(spec.stop.steps, 'step')} of {_count(pipeline.groups_per_step, 'group')} of "
-        f"{rollout.group_size} rollouts, {pipeline.mode} with staleness {pipeline.max_staleness} at most, "
-        f"with {engines} and {ranks}."
+        f"{rollout.group_size} rollouts, {pipeline.mode} with staleness of at most {pipeline.max_staleness}, "
+        f"with {engines} and {ranks}"
     )
 
 

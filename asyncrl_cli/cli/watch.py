@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from asyncrl_cli.runs.directory import RunDirectory
 
-LOOK_S = 1.0
+REFRESH_S = 1.0
 """Seconds between two looks."""
 OLDER, NEWER = (b"p", b"\x1b[D", b"\x1bOD"), (b"n", b"\x1b[C", b"\x1bOC")
 """Keys: letters, and what terminals send for the arrows to the left and the right."""
@@ -26,18 +26,18 @@ KEYS = "p older rollout · n newer · f all, right or wrong · 12g to step 12 ·
 KEY = re.compile(rb"\x1b\[[0-9;]*[^0-9;]|\x1bO.|\x1b(?=[^\[O])|[^\x1b]", re.DOTALL)
 """What terminals send for one key: a byte, or an escape sequence."""
 MOST_DIGITS = 9
-"""Of a step to go to."""
+"""Of the step that `g` goes to."""
 READ_BYTES = 1024
-"""Keys that arrive together are read together."""
+"""Read at a time: keys may arrive together."""
 
 
 def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
     """Watch a run that is running, stopped or dead: reward, accuracy, length, loss and staleness, what trainer and
-    engines do, the groups in the buffer against their deadlines, the last faults.
+    engines do, the groups in the buffer with their deadlines, and the latest faults.
 
-    Keys: p and n (or the arrows) page through rollouts, f shows all of them or those that are right or wrong, a
-    number and g go to the rollouts of that step, c colours tokens by log-prob or weight version, b goes back, q quits.
-    Where the output is no terminal, one look is printed.
+    Keys: p and n (or the arrows) show the older and newer rollout, f filters by right and wrong, a number and g go to
+    the rollouts of that step, c colours tokens by log-prob or weight version, b goes back, q quits. If the output is
+    not a terminal, the dashboard is printed once.
     """
     from rich.console import Console
 
@@ -49,7 +49,7 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
     console = Console()
     if console.is_terminal:
         try:
-            _stay(Screen(found), console)
+            _show_until_quit(Screen(found), console)
         except KeyboardInterrupt:
             return
     else:
@@ -68,7 +68,7 @@ class Screen:
         self._digits = ""
 
     def press(self, key: bytes) -> bool:
-        """Take a key in; False when it quits."""
+        """Handle a key; False when it quits."""
         if key.isdigit():
             self._digits = (self._digits + key.decode())[-MOST_DIGITS:]
             return True
@@ -102,18 +102,18 @@ class Screen:
         return Group(Text(KEYS, style="dim"), shown)
 
 
-def _stay(screen: Screen, console: Console) -> None:
+def _show_until_quit(screen: Screen, console: Console) -> None:
     from rich.live import Live
 
     with _keys() as next_keys, Live(console=console, screen=True, auto_refresh=False) as live:
-        going = True
-        while going:
+        running = True
+        while running:
             live.update(screen.draw(), refresh=True)
-            going = all(screen.press(key) for key in next_keys(LOOK_S))
+            running = all(screen.press(key) for key in next_keys(REFRESH_S))
 
 
 def split_keys(data: bytes) -> tuple[list[bytes], bytes]:
-    """The keys in what a terminal sent, and the rest: an escape sequence that has not arrived whole."""
+    """The keys in what a terminal sent, and the rest: an escape sequence that is not complete."""
     keys, at = [], 0
     while found := KEY.match(data, at):
         keys.append(found[0])
@@ -123,8 +123,8 @@ def split_keys(data: bytes) -> tuple[list[bytes], bytes]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """A function that waits so many seconds for keys, and returns all that have arrived. Meanwhile the terminal gives
-    keys at once, and shows none."""
+    """A function that waits some seconds for keys, and returns all that have arrived. In the block, the terminal
+    delivers keys immediately and does not show them."""
     import termios
     import tty
 
@@ -145,7 +145,7 @@ def _keys() -> Iterator[Callable[[float], list[bytes]]]:
         keys, rest = split_keys(rest + data)
         return keys
 
-    if not os.isatty(source):  # nobody can press anything
+    if not os.isatty(source):  # no keyboard
         yield no_keys
         return
     before = termios.tcgetattr(source)

@@ -1,4 +1,4 @@
-"""Work that the caller must not wait for, done in order on a thread of its own."""
+"""Work that the caller must not wait for, done in order on a thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Background:
     """
 
     def __init__(self, name: str, limit: int = 1000) -> None:
-        """``limit``: jobs that may wait."""
+        """``limit``: size of the queue."""
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(limit)
         self._closed = False
         Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` after those submitted before it; False when it was refused: the queue is full or closed."""
+        """Run ``job`` after those submitted before it; False if the queue is full or closed, and it is not run."""
         if self._closed:
             return False
         try:
@@ -35,23 +35,23 @@ class Background:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait."""
+        """Number of jobs in the queue."""
         return self._queue.qsize()
 
-    def wait(self, patience_s: float) -> bool:
-        """Wait up to ``patience_s`` seconds for the jobs submitted so far; whether all of them are done."""
-        deadline = time.monotonic() + patience_s
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` seconds for the jobs submitted so far; whether all of them are done."""
+        deadline = time.monotonic() + timeout_s
         done = Event()
         try:
-            self._queue.put(done.set, timeout=patience_s)
+            self._queue.put(done.set, timeout=timeout_s)
         except queue.Full:
             return False
         return done.wait(max(0.0, deadline - time.monotonic()))
 
-    def close(self, patience_s: float) -> bool:
+    def close(self, timeout_s: float) -> bool:
         """Take no more jobs, and ``wait``."""
         self._closed = True
-        done = self.wait(patience_s)
+        done = self.wait(timeout_s)
         if done:
             self._queue.put(None)
         return done

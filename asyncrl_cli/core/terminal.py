@@ -1,7 +1,7 @@
 """Text that is safe to show on a terminal.
 
-What a run recorded (prompts, uids, metric names, failures) comes from data, models and programs. On a terminal, a
-control character in it could move the cursor, change the title or hide text; a half surrogate pair cannot be encoded.
+What a run recorded (prompts, uids, metric names, failures) comes from data, models and programs. A control character in
+it could move the cursor, change the title or hide text; half a surrogate pair cannot be encoded.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
-"""Running code of the user's in this process: a hang or a ``sys.exit`` in it becomes an error that names the line."""
+"""The user's own code in this process: importing it, and turning its hangs and ``sys.exit`` into errors with a line."""
 
 from __future__ import annotations
 
+import importlib
 import signal
+import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
 
 from asyncrl_cli.core.errors import ConfigError
 
 FIRST_NOTICE_S = 5.0
-"""Seconds of silence before it is said what is waited for; the pause doubles each time."""
+"""Seconds before the first notice; the time to the next one doubles each time."""
 
 CODE_S = 120.0
 """Seconds that importing and constructing what a spec names may take."""
@@ -24,10 +27,10 @@ class _TooLong(BaseException):
 
 
 @contextmanager
-def own_code(what: str, notice: Callable[[str], None], limit_s: float | None = None) -> Iterator[None]:
+def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = None) -> Iterator[None]:
     """Run a block that executes user code. ``what`` describes it, such as "importing the task".
 
-    While it runs, ``notice`` is told what is waited for and at which line it is. Raises ``ConfigError`` when the block
+    While it runs, ``notice`` gets what the block waits for and the current line. Raises ``ConfigError`` when the block
     runs for more than ``limit_s`` seconds or calls ``sys.exit``. Outside the main thread there are no notices and
     there is no limit, because Python delivers signals to the main thread only.
     """
@@ -67,7 +70,7 @@ def own_code(what: str, notice: Callable[[str], None], limit_s: float | None = N
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-            if outer_s:  # somebody else's timer goes on
+            if outer_s:  # an outer timer continues
                 left_s = outer_s - (time.monotonic() - started)
                 signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001), outer_interval_s)
 
@@ -89,10 +92,19 @@ def _raised_in(traceback: TracebackType | None) -> list[tuple[str, int]]:
     return found[::-1]
 
 
-def _line(places: list[tuple[str, int]]) -> str:
-    """The innermost place that is the user's own, else the innermost of all."""
+def _line(lines: list[tuple[str, int]]) -> str:
+    """The innermost line in the user's own code, else the innermost of all."""
     paths = sysconfig.get_paths()
     others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], __file__.rpartition("/core/")[0])
-    own = [place for place in places if not place[0].startswith(others)]
-    file, line = (own or places or [("unknown", 0)])[0]
+    own = [line for line in lines if not line[0].startswith(others)]
+    file, line = (own or lines or [("unknown", 0)])[0]
     return f"{file}:{line}"
+
+
+def import_user_module(name: str, folder: Path) -> ModuleType:
+    """The module ``name``, searched in ``folder`` before Python's path. Raises whatever the import raises."""
+    location = str(folder.resolve())
+    if location not in sys.path:
+        sys.path.insert(0, location)
+    importlib.invalidate_caches()
+    return importlib.import_module(name)

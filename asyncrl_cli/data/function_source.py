@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.core.user_imports import import_beside
+from asyncrl_cli.core.user_code import import_user_module
 from asyncrl_cli.data.rows import RowForm, collect, kind
 from asyncrl_cli.records.prompt import Prompt
 
@@ -58,7 +58,7 @@ def _prompts(rows: Iterable[Any], target: str, size: int | None, form: RowForm) 
 def _function(target: str, base: Path) -> Any:
     module_name, _, name = target.partition(":")
     try:
-        function = getattr(import_beside(module_name, base), name)
+        function = getattr(import_user_module(module_name, base), name)
     except Exception as error:
         raise DataError(
             f"{target} cannot be imported: {type(error).__name__}: {error}",

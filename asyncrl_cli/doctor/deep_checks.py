@@ -1,9 +1,9 @@
-"""One engine and one trainer, really started on a model that is made for it: the programs of `asyncrl doctor --deep`.
+"""One engine and one trainer on a small model: the programs of `asyncrl doctor --deep`.
 
     python -m asyncrl_cli.doctor.deep_checks engine|trainer FOLDER [--gpu]
 
-Each goes the way of a run, alone in its process, and writes its model to FOLDER: vLLM generates from the model's
-weights; DeepSpeed makes a step of ZeRO-3, after which the loss is lower. The line with ANSWER says what came out.
+Each does what a run does, alone in its process, and writes its model to FOLDER: vLLM generates from the model's
+weights; DeepSpeed makes a step of ZeRO-3, after which the loss is lower. The line with ANSWER has the result.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MODEL = {
     },
     "tokenizer": "characters",
 }
-"""Some 100,000 weights; the heads' size is one that kernels for GPUs have."""
+"""About 100,000 weights; the heads have a size that GPU kernels support."""
 
 
-def trial_spec(gpu: bool) -> ExperimentSpec:
+def small_spec(gpu: bool) -> ExperimentSpec:
     """One engine and one ZeRO-3 rank, each on a GPU or on two threads."""
     return ExperimentSpec.model_validate(
         {
@@ -94,7 +94,7 @@ def try_trainer(spec: ExperimentSpec, folder: Path) -> str:
     return f"a ZeRO-3 step lowered a loss from {losses[0]:.4f} to {losses[1]:.4f}"
 
 
-TRIALS: dict[str, Callable[[ExperimentSpec, Path], str]] = {"engine": try_engine, "trainer": try_trainer}
+PROGRAMS: dict[str, Callable[[ExperimentSpec, Path], str]] = {"engine": try_engine, "trainer": try_trainer}
 
 
 def _make_model(spec: ExperimentSpec, folder: Path) -> None:
@@ -105,9 +105,9 @@ def _make_model(spec: ExperimentSpec, folder: Path) -> None:
 
 
 def main() -> None:
-    """Try one of them."""
+    """Run one of them."""
     what, folder, *options = sys.argv[1:]
-    print("ANSWER", TRIALS[what](trial_spec("--gpu" in options), Path(folder)), flush=True)
+    print("ANSWER", PROGRAMS[what](small_spec("--gpu" in options), Path(folder)), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from asyncrl_cli.journal.queries import (
 )
 from asyncrl_cli.records.generation import CONTEXT, Segment, group_and_index, sequence_of
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.status import standing
 
 DUE_ROWS = 12
 """Admission versions shown one by one, the oldest ones."""
@@ -56,10 +55,10 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
     """Counts, ages, deadlines, lengths and rewards."""
     found = overview(connection)
     document = asdict(found)
-    document |= {"run": run.run_id, "phase": standing(run), **document.pop("progress")}
+    document |= {"run": run.run_id, "phase": run.status, **document.pop("progress")}
     settings, due = found.progress.settings, found.due
     lines = [
-        f"run      {run.run_id}, {standing(run)}",
+        f"run      {run.run_id}, {run.status}",
         f"where    {found.progress.step} of {settings.total_steps} batches taken, "
         f"weight version {found.progress.version}",
         f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
@@ -122,7 +121,7 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFi
     rows, more = found[:limit], len(found) > limit
     document = {
         "run": run.run_id,
-        "phase": standing(run),
+        "phase": run.status,
         "filter": asdict(wanted),
         "groups": [_group_document(row) for row in rows],
         "more": more,

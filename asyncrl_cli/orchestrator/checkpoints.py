@@ -23,9 +23,9 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
     RUN_FILE,
+    Cancelled,
     Check,
     Checkpoint,
-    GivenUp,
     TrainerLayout,
     checkpoint_name,
     complete_checkpoints,
@@ -68,7 +68,7 @@ class Checkpoints:
 
         def check() -> None:
             if cancelled.is_set():
-                raise GivenUp
+                raise Cancelled
 
         try:
             if final.folder.is_dir():

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.core.errors import DataError, RunError, UserError
 from asyncrl_cli.core.secrets import hide
-from asyncrl_cli.core.user_code import CODE_S, own_code
+from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader, Stage
 from asyncrl_cli.data.prompt_filter import PromptFilter
@@ -111,7 +111,7 @@ class Experiment:
     ) -> Experiment:
         """Import the task and open the data; ``notice`` is told what takes long. Raises a ``UserError`` that names what
         is wrong."""
-        with own_code("importing the task", notice, CODE_S):
+        with user_code("importing the task", notice, CODE_S):
             task = load_task(spec.task, search_path)
             tasks = {"": task} | {
                 name: task
@@ -119,7 +119,7 @@ class Experiment:
                 else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
                 for name, chosen in spec.evaluation.sets.items()
             }
-        with own_code("opening the data", notice):  # without a limit: it may have to be downloaded
+        with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
             train_prompts = load_prompts("train", spec.data.train, task, search_path)
             eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
             sets = {}

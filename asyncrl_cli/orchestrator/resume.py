@@ -23,7 +23,7 @@ from asyncrl_cli.journal.rollout_rows import prompt_texts
 from asyncrl_cli.journal.schema import FILE, check, explained, is_begun, open_for_reading, open_for_writing
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.launch import Experiment, Start
-from asyncrl_cli.runs.checkpoints import newest_sound, set_aside_later
+from asyncrl_cli.runs.checkpoints import archive_later, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import check_layout
@@ -59,7 +59,7 @@ class Plan:
             _set_journal_aside(run)
             run.update(step=first)  # otherwise the new journal would seem to be cut short
             notes.insert(0, "without the old journal")
-        aside = set_aside_later(run.path / "checkpoints", first if self.again else None)
+        aside = archive_later(run.path / "checkpoints", first if self.again else None)
         if aside is not None:
             notes.append(f"checkpoints after step {first} are in {aside.relative_to(run.path)}")
         journal = run.path / FILE
@@ -82,7 +82,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     Raises ``RunError`` when there is nothing to do or the checkpoint is damaged, ``JournalError`` when the journal is,
     or when it forbids a change of the spec.
     """
-    checkpoint = newest_sound(run, step) if step != 0 else None
+    checkpoint = verified_checkpoint(run, step) if step != 0 else None
     if checkpoint is not None:
         check_layout(checkpoint, spec.trainer)
     if without_journal:

@@ -23,7 +23,7 @@ from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.orchestrator.publisher import Engine
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.runs.checkpoints import Checkpoint, newest_sound
+from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -68,7 +68,7 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Ser
         trained = run.state.step
         what, model = f"the final model of {run.run_id}", lambda _: final
     else:
-        checkpoint = newest_sound(run, step)
+        checkpoint = verified_checkpoint(run, step)
         if checkpoint is None:
             raise RunError(
                 "the run has saved no model yet",

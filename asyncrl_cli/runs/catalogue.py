@@ -11,23 +11,23 @@ from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory
 
 
 def all_runs(runs_dir: Path) -> list[RunDirectory]:
-    """Every run in the folder, oldest first. Raises ``RunError`` when it is no folder; ``runs`` may be missing."""
+    """Every run in the folder, oldest first. Raises ``RunError`` when it is not a folder; ``runs`` may be missing."""
     if not runs_dir.is_dir():
         if runs_dir == DEFAULT_RUNS and not runs_dir.exists():
             return []
-        problem = "is not a folder" if runs_dir.exists() else "there is no such folder"
-        raise RunError(problem, location=str(runs_dir), hint="name the folder of all runs with --runs-dir")
+        problem = "not a folder" if runs_dir.exists() else "no such folder"
+        raise RunError(problem, location=str(runs_dir), hint="give the folder that has all runs with --runs-dir")
     runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
-    # By what the manifest says: the file itself is written again when a run ends.
+    # By the manifest's contents: the file itself is written again when a run ends.
     return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))
 
 
 def find_run(runs_dir: Path, name: str) -> RunDirectory:
-    """The run called ``name``: its id, a unique start of it, ``latest``, or the path of its folder.
+    """The run called ``name``: its id, a unique prefix of it, ``latest``, or the path of its folder.
 
-    Raises ``RunError`` when no run or several fit.
+    Raises ``RunError`` when no run or several match.
     """
-    with suppress(OSError):  # no path, such as one that is too long
+    with suppress(OSError):  # not a path: too long, for example
         if "/" in name and (Path(name) / "manifest.json").is_file():
             return RunDirectory(Path(name).absolute())
     runs = all_runs(runs_dir)
@@ -36,10 +36,10 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
         if not runs:
             raise RunError("there is no run yet", location=str(runs_dir), hint="start one: asyncrl train SPEC")
         return runs[-1]
-    fitting = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        listing = ", ".join(run.run_id for run in fitting)
-        raise RunError(f"{name!r} names {len(fitting)} runs: {listing}", hint="give more of the id")
+    matching = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        listing = ", ".join(run.run_id for run in matching)
+        raise RunError(f"{name!r} matches {len(matching)} runs: {listing}", hint="give more of the id")
     raise RunError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")

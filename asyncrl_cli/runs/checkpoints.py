@@ -2,13 +2,13 @@
 
     checkpoints/step-000040/
       state/        DeepSpeed's shards, and each rank's random-number states
-      run.json      where the run stood, and how its trainer was cut into ranks
+      run.json      the state of the run, and the layout of its trainer
       files.json    size and BLAKE3 checksum of every other file
 
 Invariant: a folder called ``step-…`` was complete once, as it was written under a hidden name, synced and renamed;
-what is missing or different in it now is damage. Hidden folders are what an interrupted save, removal or conversion
-left behind. ``checkpoints/aside-1`` and so on hold checkpoints of steps that were trained again from an older one; no
-command looks there.
+whatever is missing or different in it now is damage. Hidden folders are what an interrupted save, removal or conversion
+left behind. ``checkpoints/archived-1`` and so on have checkpoints of steps that were trained again from an older one;
+no command reads them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ STATE = "state"
 """The trainer's part of a checkpoint."""
 RUN_FILE = "run.json"
 FILES_FILE = "files.json"
-SETTING_ASIDE = ".setting-aside"
-"""In a run's ``checkpoints`` while some are set aside: the step whose later ones count as gone."""
+ARCHIVING = ".archiving"
+"""In a run's ``checkpoints`` while some are archived: the step whose later ones no longer count."""
 NAME = re.compile(r"step-(\d{6,})")
 PIECE_BYTES = 2**18
 Check = Callable[[], None]
@@ -41,7 +41,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """How the trainer that wrote a checkpoint was cut up. ``dtype`` is that of the trained weights."""
+    """The ranks of the trainer that wrote a checkpoint. ``dtype`` is that of the trained weights."""
 
     ranks: int
     zero_stage: int
@@ -93,11 +93,11 @@ class Checkpoint:
             raise self._damaged(f"{RUN_FILE} cannot be read: {error}") from error
 
     def trainer(self) -> TrainerLayout:
-        """How the saved trainer was cut up. Raises ``RunError`` when it cannot be read."""
+        """The layout of the saved trainer. Raises ``RunError`` when it cannot be read."""
         try:
             return TrainerLayout(**self.state()["trainer"])
         except (KeyError, TypeError) as error:
-            raise self._damaged(f"{RUN_FILE} does not say how the trainer was cut up") from error
+            raise self._damaged(f"{RUN_FILE} lacks the layout of the trainer") from error
 
     def _damaged(self, how: str) -> RunError:
         return RunError(f"the checkpoint is damaged: {how}", location=str(self.folder), hint="use an older one")
@@ -122,30 +122,30 @@ def _all_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def _last_kept(folder: Path) -> int | None:
-    """The step whose later checkpoints are being set aside, if a kill has come in between."""
+    """The step whose later checkpoints were being archived when a kill interrupted it."""
     try:
-        return int((folder / SETTING_ASIDE).read_text())
+        return int((folder / ARCHIVING).read_text())
     except FileNotFoundError:
         return None
 
 
 def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
-    """The run's checkpoint of a step. Raises ``RunError`` with those there are when there is none of it."""
+    """The run's checkpoint of a step. Raises ``RunError``, which lists the steps that have one."""
     found = {checkpoint.step: checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints")}
     if step not in found:
         raise RunError(
             f"there is no checkpoint of step {step}",
             location=run.run_id,
-            hint=f"there are those of steps {', '.join(map(str, found))}" if found else "the run has none yet",
+            hint=f"steps with a checkpoint: {', '.join(map(str, found))}" if found else "the run has no checkpoint yet",
         )
     return found[step]
 
 
-def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | None:
+def verified_checkpoint(run: RunDirectory, step: int | None = None) -> Checkpoint | None:
     """The run's newest checkpoint, or that of ``step``, after every byte of it was checked; None when there is none.
 
-    Raises ``RunError`` when it is damaged, with the newest older one that is sound, and when there is none of
-    ``step``. A damaged one is never passed over in silence: going on from an older one repeats steps.
+    Raises ``RunError`` when it is damaged, naming the newest older one that is not, and when there is none of ``step``.
+    A damaged one is never skipped silently: a run that continues from an older one repeats steps.
     """
     found = complete_checkpoints(run.path / "checkpoints")
     if step is None and not found:
@@ -157,24 +157,24 @@ def newest_sound(run: RunDirectory, step: int | None = None) -> Checkpoint | Non
     raise RunError(
         f"the checkpoint is damaged: {'; '.join(map(str, damages))}",
         location=str(chosen.folder),
-        hint=f"that of step {older.step} is sound: name it with --step {older.step}"
+        hint=f"the checkpoint of step {older.step} is undamaged: choose it with --step {older.step}"
         if older
-        else "no older checkpoint is sound: restore this folder from a copy, or start the run anew",
+        else "every older checkpoint is damaged: restore this folder from a copy, or start a new run",
     )
 
 
 def newest_undamaged(run: RunDirectory) -> Checkpoint | None:
-    """The newest checkpoint that is as it was written, for a run that is under way: older ones only repeat more."""
+    """The newest checkpoint that is as it was written, for a run that is active: older ones only repeat more steps."""
     found = reversed(complete_checkpoints(run.path / "checkpoints"))
     return next((checkpoint for checkpoint in found if not verify(checkpoint)), None)
 
 
-class GivenUp(Exception):
-    """Nobody waits for this work any more."""
+class Cancelled(Exception):
+    """The result of this work is no longer wanted."""
 
 
 def seal(folder: Path, check: Check = lambda: None) -> None:
-    """List every file of a checkpoint with its checksum, and have all of it on disk before returning.
+    """List every file of a checkpoint with its checksum, and sync all of it to disk.
 
     Raises what ``check`` raises, which is called every few hundred kilobytes.
     """
@@ -188,7 +188,7 @@ def seal(folder: Path, check: Check = lambda: None) -> None:
 
 
 def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda: None) -> list[Damage]:
-    """What is not as it was written; empty when all is well. Without ``contents`` only names and sizes are compared.
+    """What is not as it was written; empty if undamaged. Without ``contents`` only names and sizes are compared.
 
     Raises what ``check`` raises, which is called every few hundred kilobytes.
     """
@@ -205,7 +205,7 @@ def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda:
             if found != size:
                 damages.append(Damage(name, f"has {found} bytes instead of {size}"))
             elif contents and _digest(path, check) != digest:
-                damages.append(Damage(name, "has other contents than were written"))
+                damages.append(Damage(name, "has changed"))
         except FileNotFoundError:
             damages.append(Damage(name, "is missing"))
         except OSError as error:
@@ -221,11 +221,11 @@ def keep_reasons(
     keep_best: int,
     awaited: Collection[int] = (),
 ) -> dict[int, tuple[str, ...]]:
-    """For every step, why its checkpoint is kept; one without a reason goes.
+    """For every step, why its checkpoint is kept; one without a reason is removed.
 
     ``accuracies`` by step; a step that is not in it was not evaluated and is never among the best. Of equally good
-    ones the newest counts first. The checkpoints of ``awaited`` steps, whose evaluation is still under way, stay as
-    long as accuracy decides anything. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
+    ones the newest counts first. The checkpoints of ``awaited`` steps, whose evaluation is still running, are kept if
+    ``keep_best`` is set. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
     """
     newest = sorted(steps, reverse=True)[:keep_last]
     judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)
@@ -236,7 +236,7 @@ def keep_reasons(
             f"last {keep_last}": step in newest,
             f"every {keep_every}": bool(keep_every) and step % keep_every == 0,
             f"best {keep_best}": step in best,
-            "evaluation under way": bool(keep_best) and step in awaited and step not in accuracies,
+            "evaluation running": bool(keep_best) and step in awaited and step not in accuracies,
         }
         reasons[step] = tuple(reason for reason, holds in held.items() if holds)
     return reasons
@@ -250,52 +250,54 @@ def kept(
     keep_best: int,
     awaited: Collection[int] = (),
 ) -> set[int]:
-    """The steps whose checkpoints stay; see ``keep_reasons``."""
+    """The steps whose checkpoints are kept; see ``keep_reasons``."""
     reasons = keep_reasons(steps, accuracies, keep_last, keep_every, keep_best, awaited)
     return {step for step, why in reasons.items() if why}
 
 
 def remove(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. It is hidden first: half of one must not look like one if we die in between."""
+    """Delete a checkpoint."""
+    # Rename first: if this process dies halfway, the rest must not look like a checkpoint (decision 0011).
     doomed = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     rename(checkpoint.folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def set_aside_later(folder: Path, step: int | None) -> Path | None:
-    """Move the checkpoints of later steps out of the way, to ``aside-N``, because the run trains those steps again.
+def archive_later(folder: Path, step: int | None) -> Path | None:
+    """Move the checkpoints of later steps to ``archived-N``, because the run trains those steps again.
 
-    Otherwise a trainer that restarts would load them, and a save would keep them in place of its own. Without a step it
-    only completes what a kill has interrupted; until then these checkpoints are not seen. Returns the new folder; None
+    Otherwise a trainer that restarts would load them, and a save would keep them instead of its own. Without a step it
+    only completes what a kill has interrupted; until then these checkpoints do not count. Returns the new folder; None
     when there are none.
     """
     marks = [mark for mark in (step, _last_kept(folder)) if mark is not None] if folder.is_dir() else []
     later = [found.folder for found in _all_checkpoints(folder) if found.step > min(marks)] if marks else []
-    marker = folder / SETTING_ASIDE
+    marker = folder / ARCHIVING
     if not later:
         marker.unlink(missing_ok=True)
         return None
+    # Mark before the first rename: from here on they do not count, whatever moment a kill chooses.
     with atomic_write(marker, durable=True) as file:
         file.write(str(min(marks)).encode())
-    aside = next(path for number in count(1) if not (path := folder / f"aside-{number}").exists())
-    aside.mkdir()
+    archive = next(path for number in count(1) if not (path := folder / f"archived-{number}").exists())
+    archive.mkdir()
     for path in later:
-        os.rename(path, aside / path.name)
-    sync(aside)
+        os.rename(path, archive / path.name)
+    sync(archive)
     sync(folder)
     marker.unlink()
-    return aside
+    return archive
 
 
 def sweep(folder: Path) -> None:
-    """Delete what interrupted saves, removals and conversions left. For the driver, while none of them runs."""
+    """Delete what interrupted saves, removals and conversions left. For the driver, when none of them runs."""
     for path in folder.glob(".*step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file of a checkpoint but its list of files."""
+    """Every file of a checkpoint except its list of files."""
     return (path for path in folder.rglob("*") if path.is_file() and path != folder / FILES_FILE)
 
 
@@ -303,7 +305,7 @@ def _digest(path: Path, check: Check) -> str:
     from blake3 import blake3
 
     digest, piece = blake3(), memoryview(bytearray(PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:  # not mapped: a disk's error is then an OSError, and no signal
+    with path.open("rb", buffering=0) as file:  # not mapped: a disk error is then an OSError instead of a signal
         while size := file.readinto(piece):
             check()
             digest.update(piece[:size])

@@ -3,12 +3,12 @@
     runs/<run id>/
       manifest.json     who, what, when, with the versions of everything
       spec.yaml         the resolved spec
-      state.json        where the run is; replaced whole after every step
-      lock              held (flock), with the folder, by the driving process; the kernel frees both however that ends
+      state.json        where the run is; replaced after every step
+      lock              held (flock), with the folder, by the driving process; the kernel frees both when that ends
       metrics.jsonl     one line per step
-      system.jsonl      what the machine did, every ten seconds; only with MLflow
+      system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); beside it SQLite's -wal and -shm
-      mlflow.json       MLflow's id of the run, and what it has been sent
+      mlflow.json       MLflow's id of the run, and what was sent to it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       model_stub/       the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
@@ -16,7 +16,7 @@
       checkpoints/      trainer state, one folder per checkpointed step
       model/            the final weights, as a Hugging Face directory
 
-Invariant: a reader never sees half a file: what changes is written aside and renamed.
+Invariant: a reader never sees half a file: files that change are replaced atomically.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_write
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
+ACTIVE = ("starting", "running")
+"""Phases of a run that a process drives."""
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
 DEFAULT_RUNS = Path("runs")
 """The folder of all runs where neither spec nor command line names one, below the working directory."""
 STATE = "state.json"
 MODEL = "model"
 """The final model's folder in that of the run."""
-LOCK_PATIENCE_S = 0.5
+LOCK_TIMEOUT_S = 0.5
 """Seconds that ``lock`` tries: ``is_driven`` holds the lock for a moment when it looks."""
 
 
@@ -100,14 +102,20 @@ class RunDirectory:
         return earlier if earlier.is_dir() else self.path / "model_stub"
 
     @property
+    def status(self) -> str:
+        """The run's phase, or ``died`` when that is an active one and no process drives the run."""
+        phase = self.state.phase
+        return "died" if phase in ACTIVE and not self.is_driven else phase
+
+    @property
     def argument(self) -> str:
-        """What names this run on a command line typed here: its id, or its path where the id would not be found."""
+        """How to name this run on a command line in the working directory: its id, or its path if that is needed."""
         default = self.path.parent.absolute() == DEFAULT_RUNS.absolute()
         return self.run_id if default else shlex.quote(str(self.path))
 
     def lock(self) -> None:
         """Become the one driver of this run. Raises ``RunError`` with the other's pid when there is one."""
-        deadline = time.monotonic() + LOCK_PATIENCE_S
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while not self._try_lock():
             if time.monotonic() > deadline:
                 raise RunError(
@@ -118,18 +126,18 @@ class RunDirectory:
             time.sleep(0.005)
 
     def unlock(self) -> None:
-        """Give the run up."""
+        """Stop being the driver."""
         while self._locks:
             os.close(self._locks.pop())
 
     def _try_lock(self) -> bool:
-        """Lock the folder and the file ``lock``. The file alone can be removed and made again while it is locked;
-        folders alone cannot be locked on every network file system."""
+        """Lock the folder and the file ``lock``: the file can be removed and made again while it is locked, and folders
+        cannot be locked on every network file system."""
         path, locks = self.path / "lock", []
         try:
             locks.append(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             locks.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-            # The file may have been replaced after it was opened: then somebody else can lock the new one.
+            # The file may have been replaced after it was opened: then another process can lock the new one.
             if all(_locked(lock, fcntl.LOCK_EX) for lock in locks) and os.path.samestat(
                 os.fstat(locks[1]), path.stat()
             ):
@@ -144,8 +152,8 @@ class RunDirectory:
             raise RunError(
                 f"the run cannot be locked: {error.strerror}",
                 location=str(path),
-                hint="a run is changed by one process at a time, which needs a lock in its folder: copy the folder to "
-                "where you may write, and name the copy",
+                hint="one process at a time may change a run, and it needs a lock in the folder: copy the folder to a "
+                "place where you may write, and name the copy",
             ) from None
         finally:
             for descriptor in locks:
@@ -166,16 +174,16 @@ class RunDirectory:
         return any(_is_locked(path) for path in (self.path / "lock", self.path))
 
     def write_json(self, name: str, value: Any, private: bool = False) -> None:
-        """Replace a JSON file whole."""
+        """Replace a JSON file atomically."""
         self.write_text(name, json.dumps(value, indent=1, default=str) + "\n", private)
 
     def write_text(self, name: str, text: str, private: bool = False) -> None:
-        """Replace a text file whole; a ``private`` one only its owner can read."""
+        """Replace a text file atomically; only its owner can read a ``private`` one."""
         with atomic_write(self.path / name, private=private) as file:
             file.write(text.encode())
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Add one line to a JSON Lines file, whole or not at all."""
+        """Add one complete line to a JSON Lines file, or nothing."""
         line = (json.dumps(row) + "\n").encode()
         with (self.path / name).open("ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
@@ -184,12 +192,12 @@ class RunDirectory:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
 
     def forget_after(self, name: str, step: int) -> None:
-        """Drop a JSON Lines file's rows of later steps, which a resumed run does again."""
+        """Drop a JSON Lines file's rows of later steps, which a resumed run repeats."""
         kept = [row for row in self.read(name) if row["step"] <= step]
         self.write_text(name, "".join(json.dumps(row) + "\n" for row in kept))
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        """Every whole line of a JSON Lines file; a kill or a full disk can leave half a line anywhere in it."""
+        """Every complete line of a JSON Lines file; a kill or a full disk can leave half a line anywhere in it."""
         try:
             lines = (self.path / name).read_text(errors="replace").splitlines()
         except OSError:
@@ -235,7 +243,7 @@ class RunDirectory:
         return self._state
 
     def write_state(self, state: RunState) -> None:
-        """Replace the state on disk. On a full disk it is written over the old one, which needs no new room."""
+        """Replace the state on disk. On a full disk the old file is overwritten, which needs no new space."""
         try:
             self.write_json(STATE, asdict(state))
         except OSError as error:
@@ -249,7 +257,7 @@ class RunDirectory:
                 file.truncate(len(data))
 
     def as_if(self, **changes: Any) -> RunDirectory:
-        """A view of this folder, to read, as if the state were changed; on disk it is not."""
+        """A view of this folder for reading, with a state that is changed in memory only."""
         view = RunDirectory(self.path)
         view._state = replace(view.state, **changes)
         return view

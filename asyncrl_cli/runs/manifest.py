@@ -35,7 +35,7 @@ def describe_start(spec_file: Path) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """The installed ones of ``PACKAGES``."""
+    """The versions of those of ``PACKAGES`` that are installed."""
     found = {}
     for package in PACKAGES:
         try:

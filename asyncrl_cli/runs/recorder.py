@@ -1,6 +1,6 @@
-"""The files of a run that others look at, written by a thread: no disk holds the run up or ends it.
+"""The files of a run that people and programs read, written by a thread: a slow or full disk does not stop the run.
 
-The run itself needs the journal alone. An error of that does end the run.
+The run itself needs only the journal, and an error of that does end the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl_cli.core.background import Background
 from asyncrl_cli.runs.directory import STATE, RunDirectory, RunState
 
-PATIENCE_S = 10.0
+WRITE_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for these files."""
 
 
@@ -20,7 +20,7 @@ class Recorder:
     """Writes to a run's folder in the order of the calls, which return at once.
 
     The first failure of each file is passed to ``warn``; ``failed`` has the files that are not complete, each with the
-    last cause. A file that is replaced whole is complete again after the next success.
+    last cause. A file that is replaced is complete again after the next success.
     """
 
     def __init__(self, run: RunDirectory, warn: Callable[[str], None]) -> None:
@@ -42,28 +42,28 @@ class Recorder:
         self._submit(name, partial(self.run.append, name, row))
 
     def write_text(self, name: str, text: str) -> None:
-        """Replace a text file whole."""
-        self._submit(name, partial(self.run.write_text, name, text), whole=True)
+        """Replace a text file."""
+        self._submit(name, partial(self.run.write_text, name, text), replaces=True)
 
     def update(self, **changes: Any) -> None:
         """Change the run's state."""
-        self._submit(STATE, partial(self.run.write_state, self.run.change(**changes)), whole=True)
+        self._submit(STATE, partial(self.run.write_state, self.run.change(**changes)), replaces=True)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call something that raises nothing as soon as all of the above is on disk."""
+        """Call something that raises nothing when everything submitted so far is on disk."""
         self._background.submit(call)
 
-    def wait(self, patience_s: float = PATIENCE_S) -> None:
+    def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         """Wait for what is still to be written."""
-        self._background.wait(patience_s)
+        self._background.wait(timeout_s)
 
-    def close(self, patience_s: float = PATIENCE_S) -> str:
+    def close(self, timeout_s: float = WRITE_TIMEOUT_S) -> str:
         """Wait for what is still to be written; returns what is not complete, empty when everything is."""
-        if not self._background.close(patience_s):
-            self.failed.setdefault(STATE, f"not written within {patience_s:.0f} s")
+        if not self._background.close(timeout_s):
+            self.failed.setdefault(STATE, f"not written within {timeout_s:.0f} s")
         return "; ".join(f"{name} is not complete: {cause}" for name, cause in self.failed.items())
 
-    def _submit(self, name: str, write: Callable[[], object], whole: bool = False) -> None:
+    def _submit(self, name: str, write: Callable[[], object], replaces: bool = False) -> None:
         self._submitted = number = self._submitted + 1
 
         def job() -> None:
@@ -74,14 +74,14 @@ class Recorder:
             except Exception as error:
                 self._note(name, number, f"{type(error).__name__}: {error}")
             else:
-                if whole and self._failed_at.get(name, 0) < number:  # not when a later one was refused meanwhile
+                if replaces and self._failed_at.get(name, 0) < number:  # not when a later one was refused meanwhile
                     self.failed.pop(name, None)
 
         if not self._background.submit(job):
-            self._note(name, number, "the disk does not keep up")
+            self._note(name, number, "the disk is too slow")
 
     def _note(self, name: str, number: int, cause: str) -> None:
         self.failed[name], self._failed_at[name] = cause, number
         if name not in self._warned:
             self._warned.add(name)
-            self._warn(f"{name} cannot be written: {cause}; the run continues, and its journal has all that it needs")
+            self._warn(f"{name} cannot be written: {cause}; the run continues, and its journal is complete")

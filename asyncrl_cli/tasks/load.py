@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.core.user_imports import import_beside
+from asyncrl_cli.core.user_code import import_user_module
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
 from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments
@@ -90,7 +90,7 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
 def _module(name: str, search_path: Path) -> Any:
     folder = search_path.resolve()
     try:
-        return import_beside(name, folder)
+        return import_user_module(name, folder)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise TaskError(

@@ -141,7 +141,7 @@ def test_show_one(asyncrl: Any, run: RunDirectory) -> None:
 def test_verify_reads_every_byte(asyncrl: Any, run: RunDirectory) -> None:
     code, out, error = asyncrl("verify")
     assert (code, error) == (0, "")
-    assert out.splitlines()[0] == "step 10: sound (2.1 kB)"
+    assert out.splitlines()[0] == "step 10: undamaged (2.1 kB)"
     damage(run, 20)
     code, out, error = asyncrl("verify", "latest")
     assert code == 1

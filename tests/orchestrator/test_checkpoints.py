@@ -16,7 +16,7 @@ import asyncrl_cli.orchestrator.checkpoints as subject
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
-from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, complete_checkpoints, newest_sound, verify
+from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, complete_checkpoints, verified_checkpoint, verify
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -73,7 +73,7 @@ def test_what_is_saved_comes_back(run: RunDirectory, ranks: StandInRanks) -> Non
     saved = save(run, ranks, 40)
     assert saved.folder == run.path / "checkpoints/step-000040"
     assert ranks.calls == [("save_checkpoint", str(run.path / "checkpoints/.saving-step-000040"))]
-    found = newest_sound(RunDirectory(run.path))
+    found = verified_checkpoint(RunDirectory(run.path))
     assert found == saved
     assert found is not None
     assert {key: found.state()[key] for key in ("step", "waiting")} == {"step": 40, "waiting": ["é", None]}
@@ -108,7 +108,7 @@ def test_a_driver_that_dies_leaves_no_half_checkpoint(
             patched.setattr(subject, dies_at, die)
         with pytest.raises(Killed):
             save(run, ranks, 40)
-    assert newest_sound(run) is None
+    assert verified_checkpoint(run) is None
     assert names(run) == [".saving-step-000040"]
     assert verify(save(run, ranks, 40)) == []
     assert names(run) == ["step-000040"]

@@ -115,7 +115,7 @@ def test_memory_and_disk_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(RunError, match=r"needs about 3\.0 GiB"):
         machine.check_memory(spec())
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1})())
-    with pytest.raises(RunError, match="less than 1 GiB"):
+    with pytest.raises(ConfigError, match="less than 1 GiB"):
         machine.check_run_folder(spec().model_copy(update={"runs_dir": tmp_path / "runs"}))
 
 

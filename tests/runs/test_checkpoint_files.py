@@ -15,16 +15,16 @@ from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     Damage,
     TrainerLayout,
+    archive_later,
     checkpoint_name,
     checkpoint_of,
     complete_checkpoints,
     keep_reasons,
     kept,
-    newest_sound,
     remove,
     seal,
-    set_aside_later,
     sweep,
+    verified_checkpoint,
     verify,
 )
 from asyncrl_cli.runs.directory import RunDirectory
@@ -112,12 +112,12 @@ def test_every_damaged_file_is_named(run: RunDirectory) -> None:
 
 
 def test_the_newest_is_what_a_run_goes_on_from(run: RunDirectory) -> None:
-    assert newest_sound(run) is None
+    assert verified_checkpoint(run) is None
     made = [make(run, step) for step in (20, 40)]
-    assert newest_sound(run) == made[1]
-    assert newest_sound(run, 20) == made[0] == checkpoint_of(run, 20)
+    assert verified_checkpoint(run) == made[1]
+    assert verified_checkpoint(run, 20) == made[0] == checkpoint_of(run, 20)
     with pytest.raises(RunError, match=r"there is no checkpoint of step 30\. There are those of steps 20, 40"):
-        newest_sound(run, 30)
+        verified_checkpoint(run, 30)
 
 
 def test_a_damaged_one_is_never_passed_over(run: RunDirectory) -> None:
@@ -127,11 +127,11 @@ def test_a_damaged_one_is_never_passed_over(run: RunDirectory) -> None:
     problem = f"the checkpoint is damaged: {SHARD} is missing. That of step 10 is sound: name it with --step 10"
     for step in (None, 40, 20):
         with pytest.raises(RunError, match=problem) as error:
-            newest_sound(run, step)
+            verified_checkpoint(run, step)
         assert error.value.location == str(made[1 if step == 20 else 2].folder)
     (made[0].folder / "run.json").unlink()
     with pytest.raises(RunError, match="No older checkpoint is sound"):
-        newest_sound(run)
+        verified_checkpoint(run)
 
 
 def test_half_a_removal_is_no_checkpoint(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +156,9 @@ def test_later_ones_are_moved_away_when_their_steps_are_trained_again(run: RunDi
     folder = run.path / "checkpoints"
     for step in (10, 20, 30):
         make(run, step)
-    assert set_aside_later(folder, 20) == folder / "aside-1"
-    assert set_aside_later(folder, 10) == folder / "aside-2"
-    assert set_aside_later(folder, 10) is None
+    assert archive_later(folder, 20) == folder / "aside-1"
+    assert archive_later(folder, 10) == folder / "aside-2"
+    assert archive_later(folder, 10) is None
     sweep(folder)
     found = {name: complete_checkpoints(folder / name) for name in (".", "aside-1", "aside-2")}
     assert {name: [at.step for at in of] for name, of in found.items()} == {".": [10], "aside-1": [30], "aside-2": [20]}
@@ -182,9 +182,9 @@ def test_of_later_ones_that_a_kill_left_behind_none_is_seen(
     with monkeypatch.context() as patched:
         patched.setattr("os.rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            set_aside_later(folder, 10)
+            archive_later(folder, 10)
     assert [found.step for found in complete_checkpoints(folder)] == [10]
-    set_aside_later(folder, None)
+    archive_later(folder, None)
     make(run, 50)
     assert [found.step for found in complete_checkpoints(folder)] == [10, 50]
     assert len(list(folder.glob("aside-*/*"))) == 3

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.user_code import own_code
-from asyncrl_cli.core.user_imports import import_beside
+from asyncrl_cli.core.user_code import import_user_module, user_code
 
 
 @pytest.mark.parametrize(
@@ -27,8 +26,8 @@ def test_an_import_that_hangs_is_ended_and_named(tmp_path: Path, hang: str) -> N
     notices: list[str] = []
     handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     with pytest.raises(ConfigError, match="importing the task took more than 0 s") as error:  # noqa: SIM117
-        with own_code("importing the task", notices.append, limit_s=0.2):
-            import_beside("hanging", tmp_path)
+        with user_code("importing the task", notices.append, limit_s=0.2):
+            import_user_module("hanging", tmp_path)
     assert error.value.location.startswith(f"{tmp_path}/hanging.py:")
     assert error.value.exit_code == 2
     assert signal.getsignal(signal.SIGALRM) == handler
@@ -39,8 +38,8 @@ def test_what_takes_long_is_told_with_its_line(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("asyncrl_cli.core.user_code.FIRST_NOTICE_S", 0.05)
     (tmp_path / "waiting.py").write_text("def wait(told):\n    while not told:\n        pass\n")
     notices: list[str] = []
-    with own_code("opening the data", notices.append):
-        import_beside("waiting", tmp_path).wait(notices)
+    with user_code("opening the data", notices.append):
+        import_user_module("waiting", tmp_path).wait(notices)
     assert notices[0].startswith("opening the data takes long: 0 s, now at ")
     assert f"{tmp_path}/waiting.py:" in notices[0]
 
@@ -48,8 +47,8 @@ def test_what_takes_long_is_told_with_its_line(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(("call", "said"), [("sys.exit(3)", "sys.exit(3)"), ("sys.exit()", "sys.exit()")])
 def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, said: str) -> None:
     (tmp_path / "leaving.py").write_text(f"import sys\n\n{call}\n")
-    with pytest.raises(ConfigError) as error, own_code("importing the task", print):
-        import_beside("leaving", tmp_path)
+    with pytest.raises(ConfigError) as error, user_code("importing the task", print):
+        import_user_module("leaving", tmp_path)
     assert (error.value.location, error.value.message) == (
         f"{tmp_path}/leaving.py:3",
         f"importing the task called {said}",
@@ -57,12 +56,12 @@ def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, said: str)
 
 
 def test_other_errors_pass_and_other_threads_have_no_limit() -> None:
-    with pytest.raises(KeyError), own_code("this", print):
+    with pytest.raises(KeyError), user_code("this", print):
         raise KeyError
     ended: list[bool] = []
 
     def work() -> None:
-        with own_code("that", print, limit_s=1.0):
+        with user_code("that", print, limit_s=1.0):
             ended.append(True)
 
     thread = threading.Thread(target=work)

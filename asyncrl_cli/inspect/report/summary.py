@@ -37,7 +37,6 @@ from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import Report, staleness_report
 from asyncrl_cli.journal.step_timeline import StepSpan, step_spans
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.status import standing
 
 if TYPE_CHECKING:
     import sqlite3
@@ -94,7 +93,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         ]
         charts = tuple(_charts(connection, times, lags))
         chosen = samples(connection, decoder)
-    phase = standing(run)
+    phase = run.status
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
     first = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
     both = newest(files, "greedy")

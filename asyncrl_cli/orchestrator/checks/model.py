@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
-from asyncrl_cli.core.user_code import CODE_S, own_code
+from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.memory import ModelSize
@@ -266,7 +266,7 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
     from asyncrl_cli.train.algorithms.policy_loss import TokenLosses
 
     algorithm = spec.algorithm
-    with own_code("importing the functions of algorithm", notice, CODE_S):
+    with user_code("importing the functions of algorithm", notice, CODE_S):
         objective = Objective.of(algorithm, search_path)
         location = "algorithm.advantage"
         try:

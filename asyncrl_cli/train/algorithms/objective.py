@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.user_imports import import_beside
+from asyncrl_cli.core.user_code import import_user_module
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, AdvantageFunction
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
@@ -51,7 +51,7 @@ def _function(
         return known[name]
     module, _, attribute = name.partition(":")
     try:
-        function: Any = getattr(import_beside(module, search_path), attribute)
+        function: Any = getattr(import_user_module(module, search_path), attribute)
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be imported: {type(error).__name__}: {error}",

@@ -65,7 +65,7 @@ def replay_violations(runs: Runs, run: DisturbedRun) -> list[str]:
     """Train the recorded batches again from the initial model: every published version must come out equal."""
     ended = runs.run("replay", run.folder.name, "--runs-dir", runs.folder)
     versions = run.steps // load_spec(run.folder / "spec.yaml").spec.pipeline.publish_every
-    wanted = f"all {versions} published versions of steps 1 to {run.steps} came out equal"
+    wanted = f"all {versions} published versions of steps 1 to {run.steps} are equal"
     if ended.code == 0 and wanted in ended.out:
         return []
     return [f"replay: exit {ended.code}: {[*ended.out.splitlines(), *ended.err.splitlines()][-1:]}"]

