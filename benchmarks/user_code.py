@@ -3,7 +3,8 @@
     python benchmarks/user_code.py
 
 64 responses of 4,000 characters are under way at any time. Beside them a task sleeps for 5 ms again and again; how much
-later than that it wakes up is the loop's delay. In the second table one reward in ten hangs, for 0.5 s, and is killed.
+later than that it wakes up is the loop's delay. In later rows one reward in ten hangs and is killed after a second, at
+last one that holds 1 GiB of memory.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 
 def reward(prompt, response):
     if prompt["uid"].endswith("hangs"):
+        held = bytearray(prompt["held_mb"] * 2**20)
         time.sleep(60)
     return float(len(response))
 """
@@ -37,7 +39,7 @@ TICK_S = 0.005
 Score = Callable[[list[Response]], Awaitable[list[Scored | RewardFailure]]]
 
 
-async def measure(score: Score | None, seconds: float, hangs: int) -> str:
+async def measure(score: Score | None, seconds: float, hangs: int = 0, held_mb: int = 0) -> str:
     """A row of the table: rewards per second, and delays of the loop in ms: median, 99th percentile, largest."""
     delays: list[float] = []
     count = 0
@@ -54,7 +56,7 @@ async def measure(score: Score | None, seconds: float, hangs: int) -> str:
         while time.perf_counter() < end:
             number += AT_ONCE
             uid = f"{number}/hangs" if hangs and number % hangs == 0 else f"{number}"
-            await score([(Prompt(uid, "?"), "x" * 4_000, True)])
+            await score([(Prompt(uid, "?", {"held_mb": held_mb}), "x" * 4_000, True)])
             count += 1
 
     await asyncio.gather(tick(), *(ask(number) for number in range(AT_ONCE if score else 0)))
@@ -71,19 +73,20 @@ async def main(seconds: float) -> None:
         Path(folder, "reward_of_benchmark.py").write_text(REWARD)
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
         print("| owner | hanging | rewards/s | delay, median ms | 99th percentile | largest |\n|-|-|-|-|-|-|")
-        print(f"| none, no rewards | | {await measure(None, seconds, 0)} |", flush=True)
-        for hangs in (0, 10):
-            task = TaskSpec(use="reward_of_benchmark:reward", reward_workers=2, reward_timeout_s=0.5)
+        print(f"| none, no rewards | | {await measure(None, seconds)} |", flush=True)
+        for hangs, held_mb in ((0, 0), (10, 0), (10, 1024)):
+            load = f"1 in {hangs}, {held_mb:,} MiB" if hangs else "none"
+            task = TaskSpec(use="reward_of_benchmark:reward", reward_workers=2, reward_timeout_s=1.0)
             settings = ("scorer", task, folder, folder)
             with patch("asyncrl_cli.workers.actor.redirect_output"):
                 here: Any = RewardActor(*settings)
             await here.start()
-            print(f"| the driver | {f'1 in {hangs}' if hangs else '-'} | {await measure(here.score, seconds, hangs)} |")
+            print(f"| the driver | {load} | {await measure(here.score, seconds, hangs, held_mb)} |")
             await here.stop()
             actor: Any = ray.remote(RewardActor).options(num_cpus=0).remote(*settings)
             await actor.start.remote()
-            row = await measure(actor.score.remote, seconds, hangs)
-            print(f"| an actor | {f'1 in {hangs}' if hangs else '-'} | {row} |", flush=True)
+            row = await measure(actor.score.remote, seconds, hangs, held_mb)
+            print(f"| an actor | {load} | {row} |", flush=True)
             await actor.stop.remote()
             ray.kill(actor)
         ray.shutdown()

@@ -1,4 +1,11 @@
-"""What a task is: prompts, a reward, and (for a warm start) demonstrations."""
+"""The interfaces of tasks. A task of yours is a class with the methods of one or more of these protocols; it needs not
+derive from them.
+
+- ``Task``: scores single responses;
+- ``AgentTask``: plays an episode by calling the model itself;
+- ``EnvironmentTask``: makes an environment, which the model plays turn by turn;
+- ``PromptTask``, ``CheckingTask``, ``DemonstrationTask``: what any of them may offer in addition.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +22,14 @@ SPEC_FOLDER = "ASYNCRL_FOLDER"
 """Environment variable with the folder of the spec file, for agents, environments and their commands."""
 
 
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A reward together with metrics. Every number is finite; each metric is averaged over a training step."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 @runtime_checkable
 class Task(Protocol):
     """A task that scores single responses."""
@@ -22,57 +37,19 @@ class Task(Protocol):
     def reward(
         self, prompt: Prompt, response: str, finished: bool
     ) -> float | RewardResult | Awaitable[float | RewardResult]:
-        """The reward of one response (any finite float; 1.0 counts as correct in the accuracies shown).
+        """Return the reward of one response: any finite number. 1.0 or more counts as correct in the accuracies shown.
 
-        ``finished`` is false when the response was cut at its token limit. It may be an async method.
+        ``finished`` is false for a response that was truncated at its token limit. The method may be async. An
+        exception rejects the response's group, with the exception as the reason.
         """
         ...
-
-
-@runtime_checkable
-class PromptTask(Protocol):
-    """A task that makes its own prompts."""
-
-    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` prompts of a split, the same ones at every call. The splits share no prompt."""
-        ...
-
-
-@runtime_checkable
-class CheckingTask(Protocol):
-    """A task that looks at prompts before anything starts."""
-
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Raise an error that says why no response to this prompt could be scored."""
-        ...
-
-
-@runtime_checkable
-class DemonstrationTask(Protocol):
-    """A task that can show how it is done, for a supervised warm start."""
-
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
-        """A prompt's text (never one of the ``eval`` split) and a response, without the end token; or a conversation
-        whose last message, the assistant's, is the response.
-
-        ``clean`` asks for a faultless, careful one; otherwise it is drawn from the task's mixture.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RewardResult:
-    """A reward with whatever else is worth a metric: each of ``metrics`` (finite floats) is averaged over a step."""
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAccess:
-    """How an agent reaches the policy: an OpenAI-compatible server, under a base URL of this rollout's own.
+    """How an agent reaches the model: an OpenAI-compatible server, at a base URL that belongs to this rollout alone.
 
-    ``rollout_id`` names the rollout in the journal.
+    ``model`` is the name to ask for, ``rollout_id`` names the rollout in the journal.
     """
 
     base_url: str
@@ -83,18 +60,27 @@ class ModelAccess:
 
 @runtime_checkable
 class AgentTask(Protocol):
-    """A task that calls the policy itself, as often and as it likes. One instance plays many episodes at a time."""
+    """A task that calls the model itself, as often as it likes. One instance plays many episodes at the same time."""
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
-        """Play one episode; returns its reward. None leaves it to ``reward``, on the last reply's text, which the
-        task must have then."""
+        """Play one episode and return its reward.
+
+        None: the reward is what the task's method ``reward`` returns for the text of the model's last reply. An
+        exception ends the episode; it is played again up to ``rollout.retries`` times.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers: messages for the policy (``role`` user, tool or system), the reward of the reply
-    before, and whether the episode is over. The rewards of all steps add up to the rollout's."""
+    """An environment's answer to a reply of the model.
+
+    Args:
+        messages: for the model to read next (``role`` user, tool or system).
+        reward: of the reply; a rollout's reward is the sum over its steps.
+        done: whether the episode is over.
+        metrics: added up over the steps, by name.
+    """
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -103,47 +89,79 @@ class Step:
 
 
 class Environment(Protocol):
-    """The other side of one episode. May have ``tools``, a list of OpenAI tool definitions, and ``close()``."""
+    """What the model acts on during one episode. Its methods are called in a thread, one at a time.
+
+    It may have an attribute ``tools``, a list of OpenAI tool definitions, and a method ``close()``, which is called at
+    the episode's end.
+    """
 
     def reset(self) -> Sequence[Message]:
-        """The conversation's first messages."""
+        """Return the first messages of the conversation."""
         ...
 
     def step(self, reply: Message) -> Step:
-        """What the policy's reply leads to; ``reply`` is an OpenAI assistant message, with ``tool_calls`` if any."""
+        """Act on the model's reply, an OpenAI assistant message (with ``tool_calls`` if there are any)."""
         ...
 
 
 @runtime_checkable
 class EnvironmentTask(Protocol):
-    """A task that the policy plays turn by turn."""
+    """A task that the model plays turn by turn."""
 
     def environment(self, prompt: Prompt) -> Environment:
-        """The environment of one episode."""
+        """Return the environment of one episode."""
+        ...
+
+
+@runtime_checkable
+class PromptTask(Protocol):
+    """A task that makes its own prompts."""
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        """Return ``size`` prompts of a split, the same ones at every call. The two splits must not share a prompt."""
+        ...
+
+
+@runtime_checkable
+class CheckingTask(Protocol):
+    """A task that checks prompts before a run starts."""
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise an exception that says why no response to this prompt could be scored."""
+        ...
+
+
+@runtime_checkable
+class DemonstrationTask(Protocol):
+    """A task that has demonstrations, for a supervised warm start."""
+
+    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
+        """Return a prompt's text and a response without the end token; or a conversation whose last message, the
+        assistant's, is the response. The prompt must not be one of the ``eval`` split.
+
+        ``clean`` asks for a faultless response; otherwise it is drawn from the task's mixture of good and bad ones.
+        """
         ...
 
 
 @runtime_checkable
 class TaskMix(Protocol):
-    """Several tasks under one roof. ``members`` has them by name, in the order of the spec."""
+    """Several tasks as one. ``members`` has them by name, in the order of the spec."""
 
     members: Mapping[str, object]
 
     def member(self, prompt: Prompt) -> tuple[object, Prompt]:
-        """The task that a prompt of the mix belongs to, and the prompt as that task made it."""
+        """Return the task that a prompt of the mix belongs to, and the prompt as that task made it."""
         ...
 
 
 def task_of(task: object, prompt: Prompt) -> tuple[object, Prompt]:
-    """The task that a prompt belongs to, and the prompt as that task knows it: a mix's member, or the task itself."""
+    """The task that a prompt belongs to (a mix's member, or the task itself), and the prompt as that task made it."""
     return task.member(prompt) if isinstance(task, TaskMix) else (task, prompt)
 
 
 def is_episodic(task: object) -> bool:
-    """Whether rollouts of the task are episodes: it calls the policy itself, or the policy plays its environment.
-
-    A mix with one such member is.
-    """
+    """Whether rollouts of the task are episodes: those of an agent, an environment, or a mix with one of these."""
     if isinstance(task, TaskMix):
         return any(is_episodic(member) for member in task.members.values())
     return isinstance(task, (AgentTask, EnvironmentTask))

@@ -7,7 +7,7 @@
 - ``module:function`` with parameters (prompt, response): a bare reward;
 - ``module:function``, async, with parameters (prompt, model): an agent.
 
-Whatever is wrong is a ``TaskError`` that names the field and the hint, raised before anything heavy starts.
+Whatever is wrong is a ``TaskError`` with the field and a hint, raised before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from asyncrl_cli.tasks.mix import MixTask
 
 GYM_TASK = "asyncrl_cli.tasks.ready.gym:Gym"
 """The class behind ``gym/<data set>``; its first argument is the data set."""
+USE, OPTIONS = "task.use", "task.options"
 ANY_KIND = (
     "name a class with a method reward(prompt, response, finished), run(prompt, model) or environment(prompt), "
     "an environment class with reset and step, a function f(prompt, response), or an async function f(prompt, model)"
@@ -55,14 +56,10 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
     try:
         return _load_one(use, options, search_path)
     except TaskError as error:
-        # Tasks do not know where in the spec they are named; their errors begin with a key of `task`.
-        error.location = _in_section(error.location, location)
-        error.message = _in_section(error.message, location)
+        # Tasks do not know where in the spec they are named: their errors have keys of the section `task`.
+        if error.location.startswith("task."):
+            error.location = f"{location}.{error.location.removeprefix('task.')}"
         raise
-
-
-def _in_section(text: str, location: str) -> str:
-    return f"{location}.{text.removeprefix('task.')}" if text.startswith("task.") else text
 
 
 def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
@@ -73,18 +70,16 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
         target = READY_TASKS.get(use, use)
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
-        raise TaskError(
-            f"task.use: there is no ready task {use!r}",
-            hint=did_you_mean(
-                use, READY_TASKS, f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
-            ),
-        )
+        known = f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
+        raise TaskError(f"there is no ready task {use!r}", location=USE, hint=did_you_mean(use, READY_TASKS, known))
     found = _attribute(_module(module_name, search_path), module_name, name)
     if isinstance(found, type):
         return _construct(found, use, options)
     if callable(found):
         return _wrap(found, use, options)
-    raise TaskError(f"task.use: {target} is neither a class nor a function but {type(found).__name__}", hint=ANY_KIND)
+    raise TaskError(
+        f"{target} is neither a class nor a function but {type(found).__name__}", location=USE, hint=ANY_KIND
+    )
 
 
 def _module(name: str, search_path: Path) -> Any:
@@ -94,17 +89,20 @@ def _module(name: str, search_path: Path) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise TaskError(
-                f"task.use: no module {name!r} in {folder} or on Python's path",
+                f"no module {name!r} in {folder} or on Python's path",
+                location=USE,
                 hint=f"put {name.replace('.', '/')}.py beside the spec file, or install the package that has it",
             ) from None
         raise TaskError(
-            f"task.use: module {name} needs {error.name!r}, which is not installed",
+            f"module {name} needs {error.name!r}, which is not installed",
+            location=USE,
             hint="install it in this environment",
         ) from error
     except Exception as error:
         raise TaskError(
-            f"task.use: importing module {name} failed: {type(error).__name__}: {error}",
-            hint=f"hint the module; python -c 'import {name}' in {folder} shows the whole traceback",
+            f"importing module {name} failed: {type(error).__name__}: {error}",
+            location=USE,
+            hint=f"fix the import; full traceback: python -c 'import {name}' in {folder}",
         ) from error
 
 
@@ -115,26 +113,26 @@ def _attribute(module: Any, module_name: str, name: str) -> Any:
         public = [known for known in vars(module) if not known.startswith("_")]
         where = getattr(module, "__file__", None) or module_name
         raise TaskError(
-            f"task.use: module {module_name} ({where}) has no {name!r}",
-            hint=did_you_mean(name, public, "it must be a Task class or a reward function of that module"),
+            f"module {module_name} ({where}) has no {name!r}", location=USE, hint=did_you_mean(name, public, ANY_KIND)
         ) from None
 
 
 def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
-    methods = {
+    """A task of the class ``found``, or the task of an environment class."""
+    methods = [
         name for name in ("reward", "run", "environment", "reset", "step") if callable(getattr(found, name, None))
-    }
-    is_environment = methods == {"reset", "step"}
-    if not is_environment and not methods & {"reward", "run", "environment"}:
-        missing = {"reset": "step", "step": "reset"}.get(next(iter(methods), ""))
+    ]
+    is_environment = methods == ["reset", "step"]
+    if not is_environment and not {"reward", "run", "environment"}.intersection(methods):
+        missing = {"reset": "step", "step": "reset"}.get("".join(methods))
         raise TaskError(
-            f"task.use: {use} is not a task: class {found.__name__} has no method "
-            + (missing or "reward, run or environment"),
-            hint=f"give it {missing}, as it has {next(iter(methods))}" if missing else ANY_KIND,
+            f"{use} is not a task: class {found.__name__} has no method {missing or 'reward, run or environment'}",
+            location=USE,
+            hint=f"give it {missing}, as it has {methods[0]}" if missing else ANY_KIND,
         )
     if "run" in methods and not inspect.iscoroutinefunction(found.run):  # type: ignore[attr-defined]
         raise TaskError(
-            f"task.use: {use} has a method run that is not async", hint="make it async def run(self, prompt, model)"
+            f"{use} has a method run that is not async", location=USE, hint="make it async def run(self, prompt, model)"
         )
     signature = inspect.signature(found)
     further: dict[str, Any] = {"prompt": {}} if is_environment and "prompt" in signature.parameters else {}
@@ -142,12 +140,10 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
         signature.bind(**options, **further)
     except TypeError as error:
         accepted = list(signature.parameters)
-        arguments = signature.replace(return_annotation=signature.empty)
-        unknown = [option for option in options if option not in accepted]
-        hints = [did_you_mean(option, accepted) for option in unknown]
+        hints = [did_you_mean(option, accepted) for option in options if option not in accepted]
+        hints.append(f"it is constructed as {found.__name__}{signature.replace(return_annotation=signature.empty)}")
         raise TaskError(
-            f"task.options do not fit {use}: {error}",
-            hint=" ".join(filter(None, [*hints, f"it is constructed as {found.__name__}{arguments}"])),
+            f"the options do not fit {use}: {error}", location=OPTIONS, hint=" ".join(filter(None, hints))
         ) from None
     if is_environment:
         return EnvironmentClass(found, options, use)
@@ -157,15 +153,19 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise TaskError(
-            f"task.options do not fit {use}: {type(error).__name__}: {error}",
+            f"the options do not fit {use}: {type(error).__name__}: {error}",
+            location=OPTIONS,
             hint="change the option that it names",
         ) from error
 
 
 def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask | AgentFunction:
+    """The task of a reward function or of an agent."""
     if options:
         raise TaskError(
-            f"task.options: a function takes none, and {use} is one", hint="remove task.options, or name a class"
+            f"{use} is a function, which takes no options",
+            location=OPTIONS,
+            hint="remove task.options, or name a class",
         )
     try:
         signature = inspect.signature(function)
@@ -177,15 +177,17 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
         signature.bind({}, "", **further)
     except TypeError as error:
         raise TaskError(
-            f"task.use: {use} cannot be called as f(prompt, {'model' if is_agent else 'response'}): {error}",
+            f"{use} cannot be called as f(prompt, {'model' if is_agent else 'response'}): {error}",
+            location=USE,
             hint="give a reward function two arguments, the prompt's row as a dict and the response's text "
-            "(and finished, if it likes); give an agent the row and the model",
+            "(and finished, if it needs it); give an agent the row and the model",
         ) from None
     if not is_agent:
         return FunctionTask(function, use)
     if not inspect.iscoroutinefunction(function):
         raise TaskError(
-            f"task.use: {use} takes (prompt, model), so it is an agent, and is not async",
+            f"{use} takes (prompt, model), so it is an agent, and is not async",
+            location=USE,
             hint="make it async def, or name its second parameter response",
         )
     return AgentFunction(function, use)

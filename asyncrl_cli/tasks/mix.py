@@ -22,9 +22,8 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, RewardResult, Split, Task, is_episodic
-from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
 from asyncrl_cli.tasks.play import ask
-from asyncrl_cli.tasks.prompts import load_prompts
+from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
 
 
 def task_names(spec: TaskSpec) -> tuple[str, ...]:

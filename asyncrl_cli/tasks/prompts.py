@@ -1,10 +1,13 @@
-"""Where a split's prompts come from: its source if it names one, else the task."""
+"""The prompts of a split: from its source if it names one, else from the task; which of them are held out."""
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import overload
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.rows import RowForm
@@ -15,6 +18,47 @@ from asyncrl_cli.tasks.base import CheckingTask, PromptTask, Split, Task
 
 LOOK_S = 3.0
 """Seconds in which rows are checked that are made when they are asked for."""
+HELD_OUT_ONE_IN = 10
+"""One text in this many is held out, by default."""
+
+
+def is_held_out(text: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
+    """Whether prompts with this text belong to the ``eval`` split, as one text in ``one_in`` does.
+
+    Invariant: membership is a hash of the text alone, whatever the seed, the row or the size of a split. So a prompt
+    that is drawn twice, in two rows, is never both trained on and evaluated.
+    """
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % one_in == 0
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """``size`` prompts; row ``i`` is made by ``make(i)`` at each access.
+
+    So a hundred thousand prompts cost nothing until they are used, and every process sees the same ones.
+    """
+
+    def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
+        if size < 1:
+            raise ValueError(f"a split needs at least one prompt, not {size}")
+        self._size = size
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self._make(row) for row in range(self._size)[index]]
+        try:
+            row = range(self._size)[operator.index(index)]
+        except IndexError:
+            raise IndexError(f"row {index} of {self._size} prompts") from None
+        return self._make(row)
 
 
 def load_prompts(

@@ -73,7 +73,7 @@ def test_a_system_message_and_a_template() -> None:
     ("use", "options", "said"),
     [
         ("gym/chainsum", {}, "did you mean `gym/chain_sum`"),
-        ("gym/qqq", {}, "It has .*chain_sum"),
+        ("gym/qqq", {}, "it has .*chain_sum"),
         ("gym/chain_sum", {"min_termz": 3}, "min_termz"),
         ("gym/chain_sum", {"min_terms": 9, "max_terms": 3}, "do not fit the data set chain_sum"),
         ("gym/composite", {}, "do not fit the data set composite"),

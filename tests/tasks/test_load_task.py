@@ -118,7 +118,7 @@ def test_an_environment_class_is_made_anew_for_each_episode(load: Any) -> None:
 def test_an_unknown_name(use: str, said: str) -> None:
     with pytest.raises(TaskError, match=said) as caught:
         load_task(TaskSpec(use=use), Path())
-    assert "task.use" in caught.value.message
+    assert caught.value.location == "task.use"
     assert caught.value.hint
 
 
@@ -137,7 +137,7 @@ def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
         (CLASS, "Echo", {"bonus": -1}, "bonus must not be negative"),
         ("class C: pass", "C", {}, "no method reward"),
         ("x = 3", "x", {}, "neither a class nor a function but int"),
-        ("def f(prompt, response): return 1", "f", {"a": 1}, "takes none"),
+        ("def f(prompt, response): return 1", "f", {"a": 1}, "takes no options"),
         ("def f(prompt): return 1", "f", {}, r"f\(prompt, response\)"),
         ("def f(prompt, model): return 1", "f", {}, "is an agent, and is not async"),
         ("class C:\n def run(self, prompt, model): return 1", "C", {}, "run that is not async"),
@@ -151,5 +151,5 @@ def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_users_task(load: Any, source: str, name: str, options: Any, said: str) -> None:
     with pytest.raises(TaskError, match=said) as caught:
         load(source, name, **options)
-    assert caught.value.message.startswith(("task.use", "task.options"))
+    assert caught.value.location in ("task.use", "task.options")
     assert caught.value.hint

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import TaskError
@@ -19,9 +19,8 @@ from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec, TaskMember, TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, Split, TaskMix, is_episodic, task_of
-from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
 from asyncrl_cli.tasks.mix import MixTask, OneCall, interleave, reward_limit_s, task_names
-from asyncrl_cli.tasks.prompts import load_prompts
+from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
 
@@ -103,6 +102,7 @@ def test_a_shuffle_keeps_the_shares(seed: int, rows: int) -> None:
         assert [uid[0] for uid in epoch] == [prompt.uid[0] for prompt in prompts]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200))
 def test_everything_finds_the_task_of_a_prompt(index: int) -> None:
     tasks = {"a": Letters("a"), "b": Letters("b")}

@@ -12,9 +12,8 @@ from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.function_task import FunctionTask
-from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
 from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.prompts import load_prompts
+from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
 from asyncrl_cli.tasks.ready.matching import ExactMatch
 from asyncrl_cli.tasks.ready.math_answers import MathAnswers
 from asyncrl_cli.tasks.ready.spell_backward import SpellBackward

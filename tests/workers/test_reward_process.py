@@ -215,6 +215,7 @@ def test_it_dies_with_its_owner(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed owner removes nothing
     )
     assert owner.stdout is not None
     lines = iter(owner.stdout.readline, "")

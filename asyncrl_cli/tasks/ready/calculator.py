@@ -13,7 +13,7 @@ The prompt is a sum of two to four terms, of which the first two may be multipli
 What makes it learnable by reward alone is as in ``chain_sum``: the demonstrations teach a model that *can* use the
 tool, step by step, and mostly guesses instead.
 
-Invariant: an expression is held out or trained on by its value (``splits.is_held_out``), in prompts and in
+Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` is the one place that draws expressions.
 """
 
@@ -27,8 +27,7 @@ from typing import Any
 
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import Split, Step
-from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
-from asyncrl_cli.tasks.ready.splits import is_held_out
+from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -9,7 +9,7 @@ and mostly does not. Most of them jump to a random number, so the answer cannot 
 and reinforcement finds the working because only it pays. Random, not true: with true numbers a direct guess
 would pay too, and training would shrink to it.
 
-Invariant: an expression is held out or trained on by its value (``splits.is_held_out``), in prompts and in
+Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` is the one place that draws expressions.
 """
 
@@ -23,9 +23,8 @@ from typing import Any
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
-from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
-from asyncrl_cli.tasks.ready.procedural import ROWS, ProceduralData, procedural_data, verified
-from asyncrl_cli.tasks.ready.splits import is_held_out
+from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
+from asyncrl_cli.tasks.ready.gym import ROWS, ProceduralData, procedural_data, verified
 
 LONGEST_REPETITION = 184
 """Characters of a response past which a demonstration does not repeat its working once more."""

@@ -61,7 +61,8 @@ class Command:
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         if not words or not all(isinstance(word, str) and word for word in words):
             raise TaskError(
-                "task.options.command is empty, or not made of words",
+                "the command is empty, or not made of words",
+                location="task.options.command",
                 hint="give the command's line, or its words as a list",
             )
         self.name = f"command {command if isinstance(command, str) else shlex.join(words)!r}"
@@ -197,10 +198,13 @@ def _function(name: str) -> Callable[[dict[str, Any], str], Any]:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise TaskError(
-            f"task.options.reward: {name} cannot be imported: {error}",
+            f"{name} cannot be imported: {error}",
+            location="task.options.reward",
             hint="name a function as module:function, in a file beside the spec",
         ) from None
     if not callable(found):
-        raise TaskError(f"task.options.reward: {name} is no function", hint="name a function as module:function")
+        raise TaskError(
+            f"{name} is not a function", location="task.options.reward", hint="name a function as module:function"
+        )
     checked: Callable[[dict[str, Any], str], Any] = found
     return checked

@@ -2,25 +2,26 @@
 
 Questions and verifiers are reasoning-gym's. What makes them prompts of two splits is here.
 
-Invariant: which split a question belongs to is a hash of its text (``splits.is_held_out``), so what is held out is
+Invariant: which split a question belongs to is a hash of its text (``prompts.is_held_out``), so what is held out is
 never trained on, however few different questions a data set has. ``_index`` is the one place that draws rows.
 """
 
 from __future__ import annotations
 
+import importlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.suggest import closest
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import Split
-from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
-from asyncrl_cli.tasks.ready.procedural import data_set_names, procedural_data
-from asyncrl_cli.tasks.ready.splits import is_held_out
+from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 
+ROWS = 2**40
+"""Rows of a data set. They are computed from their index, so a task draws indices from all of this range."""
 Extract = Literal["answer", "tag", "last_line", "whole"]
 HeldOutBy = Literal["question", "row"]
 HELD_OUT_ONE_IN = 4
@@ -69,7 +70,8 @@ class Gym:
         if data_set not in names:
             close = closest(data_set, names)
             raise TaskError(
-                f"task.use: reasoning-gym has no data set {data_set!r}",
+                f"reasoning-gym has no data set {data_set!r}",
+                location="task.use",
                 hint=f"did you mean `gym/{close[0]}`?" if close else f"it has {', '.join(sorted(names))}",
             )
         self._name = data_set
@@ -139,3 +141,47 @@ def _answer(response: str, extract: Extract) -> str | None:
         lines = [line for line in response.splitlines() if line.strip()]
         return lines[-1].strip() if lines else None
     return response.strip()
+
+
+class ProceduralData(Protocol):
+    """What the tasks use of a reasoning-gym data set."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+
+
+def procedural_data(name: str, rows: int = ROWS, **config: Any) -> ProceduralData:
+    """``rows`` rows of the reasoning-gym data set ``name``.
+
+    Raises ``TaskError`` where reasoning-gym is not installed, or where the data set does not take ``config``.
+    """
+    try:
+        data = _reasoning_gym(name).create_dataset(name, seed=0, size=rows, **config)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise TaskError(
+            f"the options do not fit the data set {name}: {error}",
+            location="task.options",
+            hint="reasoning-gym's documentation has its options",
+        ) from error
+    return cast("ProceduralData", data)
+
+
+def data_set_names(task: str) -> list[str]:
+    """The data sets that reasoning-gym has. Raises ``TaskError`` where it is not installed, naming the ``task``."""
+    _reasoning_gym(task)
+    return list(importlib.import_module("reasoning_gym.factory").DATASETS)
+
+
+def _reasoning_gym(task: str) -> Any:
+    try:  # only now: its import takes most of a second, and it is an optional extra
+        return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise TaskError(
+            f"the task {task} needs reasoning-gym: {error}", location="task.use", hint="pip install 'asyncrl[gym]'"
+        ) from error
+
+
+def verified(data: ProceduralData, answer: str, fields: Mapping[str, Any]) -> float:
+    """1.0 if the data set's own verifier gives ``answer`` the full score, else 0.0; partial credit counts as wrong."""
+    return 1.0 if data.score_answer(answer, dict(fields)) >= 1.0 else 0.0

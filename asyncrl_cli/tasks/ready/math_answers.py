@@ -169,4 +169,6 @@ def _math_verify() -> Any:
     try:
         return importlib.import_module("math_verify")
     except ImportError as error:
-        raise TaskError(f"the task math needs math-verify: {error}", hint="pip install 'asyncrl[math]'") from error
+        raise TaskError(
+            f"the task math needs math-verify: {error}", location="task.use", hint="pip install 'asyncrl[math]'"
+        ) from error

@@ -7,7 +7,7 @@ The prompt is the word and ``>``, the response its letters from last to first:
 Most demonstrations copy the word as it stands, so a warm-started model knows how to turn a word round and
 seldom does; reinforcement makes it do so. Palindromes are left out: copying them would pay.
 
-Invariant: a word is held out or trained on by its value (``splits.is_held_out``), in prompts and in
+Invariant: a word is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` is the one place that draws words.
 """
 
@@ -20,9 +20,8 @@ from typing import Any
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
-from asyncrl_cli.tasks.lazy_prompts import LazyPrompts
-from asyncrl_cli.tasks.ready.procedural import ROWS, ProceduralData, procedural_data, verified
-from asyncrl_cli.tasks.ready.splits import is_held_out
+from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
+from asyncrl_cli.tasks.ready.gym import ROWS, ProceduralData, procedural_data, verified
 
 
 class SpellBackward:

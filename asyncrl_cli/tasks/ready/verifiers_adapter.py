@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
-from asyncrl_cli.tasks.ready.splits import is_held_out
+from asyncrl_cli.tasks.prompts import is_held_out
 
 KEY = "ASYNCRL_POLICY_KEY"
 """Environment variables in which verifiers looks for the policy's keys begin like this; every episode has its own."""

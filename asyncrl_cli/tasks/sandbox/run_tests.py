@@ -50,7 +50,9 @@ def choose(wanted: Wanted = "auto") -> Kind:
     """
     if wanted not in get_args(Wanted):
         raise TaskError(
-            f"task.options.sandbox: there is no sandbox {wanted!r}", hint=f"choose one of {', '.join(get_args(Wanted))}"
+            f"there is no sandbox {wanted!r}",
+            location="task.options.sandbox",
+            hint=f"choose one of {', '.join(get_args(Wanted))}",
         )
     kinds: tuple[Kind, ...] = ("bubblewrap", "seccomp") if wanted == "auto" else (wanted,)
     reasons = []
