@@ -600,7 +600,7 @@ def test_code_never_runs_as_root_of_the_machine() -> None:
     result = subprocess.run(alone, capture_output=True, text=True, check=False)
     if "unshare" in result.stderr:
         pytest.skip(f"cannot be tried here: {result.stderr.strip()}")
-    assert "root can become nobody else" in result.stdout, result.stderr
+    assert "root cannot become another user" in result.stdout, result.stderr
 
 
 def test_only_known_sandboxes_are_asked_for() -> None:

@@ -1,9 +1,11 @@
-"""The kinds of sandbox, and how a process is started in one.
+"""A process in a sandbox, and the kinds of sandbox.
 
-``bubblewrap``: bwrap starts the process in namespaces of its own, with no network and an empty file system, to which
-Python and its packages are bound read-only, and one in memory that it may write to. ``seccomp``: for machines without
-namespaces; Landlock closes the file system but for the same files and one folder. In both, seccomp refuses every system
-call that ``syscall_filter`` does not name. ``none`` confines nothing but what the process may use up.
+- ``bubblewrap``: bwrap starts the process in namespaces of its own, without a network, in an empty file system to which
+  Python and its packages are bound read-only, with one folder in memory that it may write to.
+- ``seccomp``: for machines without namespaces. Landlock closes the file system but for the same files and one folder.
+- ``none``: nothing is confined; the limits on time, memory, files and threads hold.
+
+In the first two, seccomp refuses every system call that ``syscall_filter`` does not name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +40,7 @@ MODULES = (program, calls, values, confine)
 """What the process imports of this package; they import nothing else of it."""
 PACKAGES = Path(__file__).parents[3]
 OWN_IDS = range(0x70000000, 0x78000000)
-"""User ids that no machine gives to anybody."""
+"""User ids that no machine assigns."""
 
 
 class SandboxError(OSError):
@@ -56,7 +58,7 @@ class Limits:
 
 
 def missing(kind: Kind) -> str:
-    """What this machine lacks for a kind of sandbox; empty if it may work."""
+    """What this machine lacks for a kind of sandbox; "" if it may work."""
     if kind == "none":
         return ""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
@@ -70,17 +72,17 @@ def missing(kind: Kind) -> str:
     return ""
 
 
-class Box:
+class SandboxProcess:
     """One process in a sandbox; started when made. Raises ``SandboxError``."""
 
     def __init__(
-        self, kind: Kind, limits: Limits, folder: str, reading: int, writing: int, further: dict[str, Any]
+        self, kind: Kind, limits: Limits, folder: str, reading: int, writing: int, order: dict[str, Any]
     ) -> None:
-        """``reading`` and ``writing`` are the descriptors of the pipes to the other process, ``folder`` the one that it
-        may write to (with bubblewrap it has its own). ``further`` belongs to the order; its ``report`` is a descriptor,
-        too."""
-        uid = None if kind == "none" else _other_id()
-        order = further | {
+        """``reading`` and ``writing`` are the descriptors of the pipes to the other process, ``folder`` is the one that
+        it may write to ("" with bubblewrap). ``order`` says what to do; its ``report`` is a descriptor, too."""
+        uid = None if kind == "none" else _unused_uid()
+        passed = [reading, writing, *([order["report"]] if order["report"] is not None else [])]
+        order |= {
             "limits": asdict(limits),
             "reading": reading,
             "writing": writing,
@@ -99,10 +101,9 @@ class Box:
         self._limits = limits
         info, their_info = os.pipe()
         os.set_blocking(info, False)
-        self._info, self._told = info, b""
+        self._info, self._info_text = info, b""
         self._pid = 0
         command = _python("/box" if kind == "bubblewrap" else str(PACKAGES))
-        passed = [reading, writing, *([further["report"]] if further["report"] is not None else [])]
         if kind == "bubblewrap":
             passed.append(their_info)
             command = [*_bubblewrap(limits.disk_mb), "--info-fd", str(their_info), "--", *command]
@@ -131,17 +132,17 @@ class Box:
 
     @property
     def pid(self) -> int:
-        """Of the process inside, as seen from here, or of the one whose end the kernel has it end with."""
+        """Of the process inside, as seen from here; until bwrap has said it, that of bwrap, with which it ends."""
         if not self._pid:
-            with suppress(BlockingIOError):  # bwrap has not come that far
-                self._told += os.read(self._info, 4096)
-            if self._kind == "bubblewrap" and not self._told.rstrip().endswith(b"}"):
+            with suppress(BlockingIOError):  # bwrap has not written it yet
+                self._info_text += os.read(self._info, 4096)
+            if self._kind == "bubblewrap" and not self._info_text.rstrip().endswith(b"}"):
                 return self._process.pid
-            self._pid = int(json.loads(self._told)["child-pid"]) if self._told else self._process.pid
+            self._pid = int(json.loads(self._info_text)["child-pid"]) if self._info_text else self._process.pid
         return self._pid
 
-    def exceeds(self) -> bool:
-        """Whether it has too many threads, or too much in its folder."""
+    def exceeds_limits(self) -> bool:
+        """Whether it has too many threads, or too many or too large files in its folder."""
         with suppress(OSError):  # it has ended meanwhile
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children")  # of bwrap, where that is the first process
             pids = [self.pid, *children.read_text().split()] if children.exists() else [self.pid]
@@ -154,9 +155,10 @@ class Box:
         return self._folder is not None and self._uses_too_much(self._folder)
 
     def _uses_too_much(self, folder: str) -> bool:
-        """Whether its files, in a folder without folders or open and removed, are too many or too large.
+        """Whether its files, those in its folder (which has no folders) and removed ones that it has open, are too many
+        or too large.
 
-        The size of a file that is removed and closed, but still mapped, cannot be seen: none may stay so for two looks.
+        The size of a file that is removed and closed, but still mapped, is unknown: none may stay so for two checks.
         """
         names = [os.path.join(folder, name) for name in os.listdir(folder)]
         mapped: set[int] = set()
@@ -173,8 +175,8 @@ class Box:
         too_large = sum(found.values()) > self._limits.disk_mb * confine.MEGABYTE
         return too_large or len(found) > MOST_FILES or bool(before & self._hidden)
 
-    def said(self) -> str:
-        """The last line of what it said of its start, or how it ended."""
+    def last_line(self) -> str:
+        """The last line that it printed before it was ready, or how it ended."""
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
@@ -221,8 +223,9 @@ def _sees_other_users() -> bool:
     return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)
 
 
-def _other_id() -> int | None:
-    """The id that a process of root is to take, None for an ordinary user. Raises ``SandboxError`` for want of one."""
+def _unused_uid() -> int | None:
+    """The user id that a process of root has to take; None for an ordinary user. Raises ``SandboxError`` if there is
+    none."""
     if os.getuid() != 0:
         return None
     ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -230,7 +233,7 @@ def _other_id() -> int | None:
         if any(first <= uid < first + size for first, _, size in ranges):
             return uid
     if any(first == 0 == outside for first, outside, _ in ranges):
-        raise SandboxError("root can become nobody else in this user namespace")
+        raise SandboxError("root cannot become another user in this user namespace")
     return None  # in a namespace that an ordinary user has made
 
 
@@ -263,7 +266,7 @@ def _readable() -> list[str]:
 def _bubblewrap(disk_mb: int) -> Sequence[str]:
     """bwrap and its arguments, without the command."""
     namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if _other_id() is not None:
+    if _unused_uid() is not None:
         # Root makes these itself, and the process drops to an id of its own: a user namespace would map it to root.
         # The first process of the namespace is bwrap's then: dying parents may not send signals to other ids.
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -278,21 +281,16 @@ def _bubblewrap(disk_mb: int) -> Sequence[str]:
         *("--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"),
         *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
     ]
-    places = {path: path for path in (*_readable(), *_packages())}
+    bound = {path: path for path in (*_readable(), *_packages())}
     files = [str(module.__file__) for module in MODULES]
-    places |= {f"/box/asyncrl_cli/tasks/sandbox/{os.path.basename(path)}": path for path in files}
-    for place in sorted(places):
-        source = places[place]
-        if os.path.islink(source) and source == place:
-            arguments += ["--symlink", os.readlink(source), place]
-        elif not any(os.path.commonpath([place, other]) == other for other in places if other != place):
-            for parent in _parents(place):
-                arguments += ["--perms", "0755", "--dir", parent]
-            arguments += ["--ro-bind", source, place]
+    bound |= {f"/box/asyncrl_cli/tasks/sandbox/{os.path.basename(path)}": path for path in files}
+    for target in sorted(bound):
+        source = bound[target]
+        if os.path.islink(source) and source == target:
+            arguments += ["--symlink", os.readlink(source), target]
+        elif not any(os.path.commonpath([target, other]) == other for other in bound if other != target):
+            for parent in reversed(Path(target).parents):
+                if str(parent) not in ("/", "/tmp"):
+                    arguments += ["--perms", "0755", "--dir", str(parent)]
+            arguments += ["--ro-bind", source, target]
     return [*arguments, "--remount-ro", "/", "--chdir", "/tmp"]
-
-
-def _parents(path: str) -> Iterator[str]:
-    for parent in reversed(Path(path).parents):
-        if str(parent) not in ("/", "/tmp"):
-            yield str(parent)

@@ -1,11 +1,11 @@
-"""Running Python code that nobody has read, and judging it by tests.
+"""Running Python code that nobody has read, and testing it.
 
     run -> a sandbox with the tests  <- questions ->  a sandbox with the code
 
 The two processes share nothing but two pipes: the code sees no test, no expected value and no report, only the names
-and arguments that it is asked with (``sandbox.calls``). ``sandbox.process`` says what a sandbox is.
+and arguments of the calls that it is asked to make (``calls``). ``process`` has the kinds of sandbox.
 
-Invariants: when ``run`` returns, no process of the code's lives, and its files are gone. A sandbox that did not start
+Invariants: when ``run`` returns, no process of the code lives, and its files are gone. A sandbox that did not start
 raises ``SandboxError``; it never counts as wrong code.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.tasks.sandbox.process import Box, Kind, Limits, SandboxError, missing
+from asyncrl_cli.tasks.sandbox.process import Kind, Limits, SandboxError, SandboxProcess, missing
 from asyncrl_cli.tasks.sandbox.program import BEGAN, PASSED
 
 __all__ = ["Check", "Kind", "Limits", "SandboxError", "Wanted", "choose", "run"]
@@ -31,7 +31,7 @@ Wanted = Literal["auto", "bubblewrap", "seccomp", "none"]
 START_S = 30.0
 """Seconds that starting may take, on a busy machine."""
 LOOK_S = 0.05
-"""Seconds between two looks at threads and files."""
+"""Seconds between two checks of the number of threads and of the size of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Check:
 
 @functools.cache
 def choose(wanted: Wanted = "auto") -> Kind:
-    """The kind of sandbox that works here: the one that is ``wanted``, or the strongest. It is tried.
+    """The kind of sandbox that is ``wanted``, or the strongest one that works here. It is tried.
 
     Raises ``TaskError`` if it does not work.
     """
@@ -72,58 +72,53 @@ def choose(wanted: Wanted = "auto") -> Kind:
 
 
 def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind | None = None) -> list[bool]:
-    """Which tests pass after ``code``: those that end without an exception, before a limit is reached.
+    """For each test, whether it passes after ``code``: ends without an exception, before a limit is reached.
 
     ``kind`` None is what ``choose`` finds. Raises ``SandboxError`` when the sandbox does not start, and ``TaskError``
     where there is none.
     """
     kind = kind or choose()
-    report, theirs = os.pipe()
+    report, their_report = os.pipe()
     (asked, asking), (answered, answering) = os.pipe(), os.pipe()
-    boxes: list[Box] = []
+    test_order = {"report": their_report, "code": code, "tests": [[test.code, test.call] for test in tests]}
+    processes: list[SandboxProcess] = []
     with ExitStack() as stack:
         stack.callback(os.close, report)
         try:
-            folders = [""] * 2
-            if kind != "bubblewrap":
-                folders = [
-                    stack.enter_context(
-                        tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True)
-                    )
-                    for _ in range(2)
-                ]
-            judging = {"report": theirs, "code": code, "tests": [[test.code, test.call] for test in tests]}
-            for folder, reading, writing, order in (
-                (folders[0], asked, answering, {"report": None}),
-                (folders[1], answered, asking, judging),
-            ):
-                box = Box(kind, limits, folder, reading, writing, order)
-                stack.callback(box.end)
-                boxes.append(box)
+            for reading, writing, order in ((asked, answering, {"report": None}), (answered, asking, test_order)):
+                folder = ""
+                if kind != "bubblewrap":  # which has one in memory
+                    temporary = tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True)
+                    folder = stack.enter_context(temporary)
+                process = SandboxProcess(kind, limits, folder, reading, writing, order)
+                # Ended before its folder is removed, in the reverse order: a living process could still write to it.
+                stack.callback(process.end)
+                processes.append(process)
         finally:
-            for descriptor in (theirs, asked, asking, answered, answering):
+            for descriptor in (their_report, asked, asking, answered, answering):
                 os.close(descriptor)
-        told = _watch(report, boxes, limits, len(tests))
-        if told is None:
-            said = "; ".join(filter(None, (box.said() for box in boxes))) or f"no answer within {START_S:.0f} s"
-            raise SandboxError(f"the {kind} sandbox did not start: {said}")
-    return [told[index : index + 1] == PASSED for index in range(len(tests))]
+        results = _watch(report, processes, limits, len(tests))
+        if results is None:
+            errors = [process.last_line() for process in processes]
+            reason = "; ".join(filter(None, errors)) or f"no answer within {START_S:.0f} s"
+            raise SandboxError(f"the {kind} sandbox did not start: {reason}")
+    return [results[index : index + 1] == PASSED for index in range(len(tests))]
 
 
-def _watch(report: int, boxes: Sequence[Box], limits: Limits, tests: int) -> bytes | None:
-    """What the tests' process reports until it has ended, its time is over or a sandbox exceeds a limit; None when it
-    does not begin."""
-    told, deadline, looked = b"", time.monotonic() + START_S, 0.0
-    while (left := deadline - (now := time.monotonic())) > 0 and len(told) <= tests:
-        if told and now - looked >= LOOK_S:
+def _watch(report: int, processes: Sequence[SandboxProcess], limits: Limits, tests: int) -> bytes | None:
+    """What the process with the tests reports until it has ended, its time is over or a process exceeds a limit; None
+    when it does not begin."""
+    received, deadline, looked = b"", time.monotonic() + START_S, 0.0
+    while (left := deadline - (now := time.monotonic())) > 0 and len(received) <= tests:
+        if received and now - looked >= LOOK_S:
             looked = now
-            if any(box.exceeds() for box in boxes):
+            if any(process.exceeds_limits() for process in processes):
                 break
         if not select.select([report], [], [], min(left, LOOK_S))[0]:
             continue
         if not (piece := os.read(report, 2**16)):
             break
-        if not told:
+        if not received:
             deadline = time.monotonic() + limits.time_s
-        told += piece
-    return told.removeprefix(BEGAN) if told.startswith(BEGAN) else None
+        received += piece
+    return received.removeprefix(BEGAN) if received.startswith(BEGAN) else None
