@@ -4,7 +4,7 @@ A parser takes a reply's text and the request's tools, and gives the calls in it
 well formed: a function's name, and a JSON object of arguments that can be sent on as UTF-8. A malformed call is no
 error: the reply is then plain content, and what it is worth is up to the task.
 
-``hermes`` reads exactly what vLLM's parser of that name does (tests/rollout compares the two). It is written out here
+``hermes`` reads exactly what vLLM's parser of that name does (tests/gateway/test_chat.py compares the two). It is written out here
 because vLLM takes twelve seconds and 700 MB to import into a process that has no other use for it. Every other format
 is vLLM's own parser.
 """

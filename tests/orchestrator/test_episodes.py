@@ -30,7 +30,7 @@ from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
-from tests.rollout.conversation_stand_ins import end_of
+from tests.gateway.conversation_stand_ins import end_of
 
 CHAT = ChatFormat(character_tokenizer(4096))
 PROMPT = Prompt("row/1", "begin")

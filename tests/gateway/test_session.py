@@ -17,7 +17,7 @@ from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sam
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
-from tests.rollout.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of
+from tests.gateway.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of
 
 CHAT = character_chat()
 HELLO = [{"role": "user", "content": "hello"}]

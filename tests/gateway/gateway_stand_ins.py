@@ -25,7 +25,7 @@ from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import GatewaySpec
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
-from tests.rollout.conversation_stand_ins import end_of
+from tests.gateway.conversation_stand_ins import end_of
 
 MODEL = "tiny"
 SECRET = b"of this gateway"

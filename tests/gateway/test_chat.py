@@ -17,7 +17,7 @@ from asyncrl_cli.gateway.text_stream import BROKEN, TextStream
 from asyncrl_cli.gateway.tool_calls import ToolParserError, hermes, tool_parser
 from asyncrl_cli.records.prompt import ChatError, normalized
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
-from tests.rollout.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
+from tests.gateway.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
 
 Messages = list[dict[str, Any]]
 TEXT = st.text(CHARACTERS.replace("<", ""), max_size=8)

@@ -9,7 +9,7 @@ import pytest
 from gateway_stand_ins import MODEL, Engine, chat_format, in_time, served
 
 from asyncrl_cli.records.generation import RolloutRequest
-from tests.rollout.conversation_stand_ins import end_of
+from tests.gateway.conversation_stand_ins import end_of
 
 HELLO: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
 TOOLS: Any = [

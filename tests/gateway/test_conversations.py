@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment, TokenSequence
-from tests.rollout.conversation_stand_ins import (
+from tests.gateway.conversation_stand_ins import (
     CALC,
     HashModel,
     Record,
