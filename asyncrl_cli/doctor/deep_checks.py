@@ -51,7 +51,8 @@ def small_spec(gpu: bool) -> ExperimentSpec:
 def try_engine(spec: ExperimentSpec, folder: Path) -> str:
     """Start vLLM on a model, and generate. Raises whatever goes wrong."""
     from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
-    from asyncrl_cli.rollout.engine import Engine, engine_environment
+    from asyncrl_cli.rollout.engine import Engine
+    from asyncrl_cli.rollout.engine_settings import engine_environment
 
     os.environ |= engine_environment(spec)
     _make_model(spec, folder)

@@ -4,9 +4,9 @@ A parser takes a reply's text and the request's tools, and gives the calls in it
 well formed: a function's name, and a JSON object of arguments that can be sent on as UTF-8. A malformed call is no
 error: the reply is then plain content, and what it is worth is up to the task.
 
-``hermes`` reads exactly what vLLM's parser of that name does (tests/gateway/test_chat.py compares the two). It is written out here
-because vLLM takes twelve seconds and 700 MB to import into a process that has no other use for it. Every other format
-is vLLM's own parser.
+``hermes`` reads exactly what vLLM's parser of that name does (tests/gateway/test_chat.py compares the two). It is
+written out here because vLLM takes twelve seconds and 700 MB to import into a process that has no other use for it.
+Every other format is vLLM's own parser.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.rollout import engine_names
+from asyncrl_cli.rollout.engine_settings import tool_parsers
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -51,7 +51,7 @@ def tool_parser(name: str | None, tokenizer: Any) -> ToolParser:
 
 def check_tool_parser(name: str | None) -> None:
     """Raises ``ConfigError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has."""
-    known = engine_names.tool_parsers() if name not in (None, HERMES) else None
+    known = tool_parsers() if name not in (None, HERMES) else None
     if known is not None and name not in known:
         raise ConfigError(
             f"vLLM has no tool parser {name!r}",

@@ -45,7 +45,7 @@ class ActorFactory:
     def engine(self, name: str) -> Any:
         import ray
 
-        from asyncrl_cli.rollout.engine import engine_environment
+        from asyncrl_cli.rollout.engine_settings import engine_environment
         from asyncrl_cli.rollout.worker import RolloutWorker
 
         wants = engine_wants(self.spec)

@@ -60,7 +60,7 @@ class EngineKeeper:
 
     async def _restart(self, engine: EngineState, cause: str) -> None:
         while True:
-            self._client.take_back(engine)
+            self._client.reclaim(engine)
             await self._budget.spend("engine", engine.name, cause)
             try:
                 await engine.process.replace(self._model_stub)

@@ -250,7 +250,7 @@ class Orchestrator:
         return await self._publisher.serve(
             version,
             lambda: [(engine.name, engine.process.actor) for engine in client.serving()],
-            client.condemn,
+            client.mark_dead,
         )
 
     async def _write_weights(self, version: int) -> Publication:

@@ -12,7 +12,7 @@ class ActivityClock:
     """Adds up what happened between two reports.
 
     Silence is the time since the last moment that explains why no token came: a new token, the first rollout
-    after idleness, the end of an update. Tokens are looked at when a report is read, so a silence is reported too
+    after idleness, the end of an update. Tokens are counted when a report is read, so a silence is reported too
     short by up to the time between two reports (and too long by as much when rollouts are cancelled in it).
 
     Wall time counts from the first rollout on: an engine that is still starting is not idle.
@@ -46,13 +46,13 @@ class ActivityClock:
         self._updating = True
 
     def end_update(self, stall_s: float = 0.0) -> None:
-        """The engine goes on after ``stall_s`` seconds."""
+        """The engine generates again, after ``stall_s`` seconds."""
         self._updating, self._alive_at = False, self._now()
-        if self._busy:  # an idle engine is not held up
+        if self._busy:  # an idle engine loses no time
             self._paused_s += min(stall_s, self._alive_at - self._busy_from)
 
     def read(self, sampled: int) -> EngineActivity:
-        """Report, and begin anew.
+        """Report, and start over.
 
         ``sampled``: tokens generated so far; it falls when a running rollout is cancelled, which is no sign of life.
         """

@@ -1,13 +1,12 @@
-"""The generation client: callers ask for a rollout and get one, whatever happens in between.
+"""The generation client: callers ask for a rollout and get one, whatever happens in between (decision 0015).
 
-Abort and continue. When an engine gives a request up (told to, by failing or by dying), the tokens that were delivered
-of it become its prefix, and it goes on from there, there or elsewhere, with what is left of its budget. A request that
-lost no token is sent again unchanged; one whose budget is spent ends here. Tokens, log-probs and versions are joined in
-token space, and text is decoded once, from all ids (``continuation.finished``).
+Abort and continue: when an engine abandons a request (on command, by failing or by dying), the tokens delivered so far
+become the request's prefix, and any engine continues from there with the rest of its budget. A request without new
+tokens is sent again unchanged; one without budget ends here (``continuation.finished``).
 
-An engine gets about as many requests as it runs at once. The others wait here, where any engine can have them, and the
-lowest priority goes first; none is ever dropped. Invariant: an open request waits, or is with one engine; it ends
-exactly once, as a rollout or as a failure after its retries, unless it is cancelled.
+An engine gets about as many requests as it runs at once. The others wait here for any engine, lowest priority first.
+Invariant: an open request waits, or is with one engine; it ends exactly once, as a rollout or as a failure after its
+retries, unless it is cancelled.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ OnSegments = Callable[[list[Segment]], None]
 POLL_S = 5.0
 """Seconds after which ``collect`` answers with nothing, so that a dead engine is noticed."""
 AHEAD = 0.25
-"""So many more requests than it runs at once does an engine get, as a share: a slot that falls free is filled on the
-spot, before the news of it has travelled."""
-MOST_HOMES = 10_000
-"""Affinities remembered; of more, those that are longest unused lose their engine."""
+"""An engine gets this share more requests than it runs at once, so that a free slot is filled before the client knows
+of it."""
+MAX_AFFINITIES = 10_000
+"""Affinities whose engine is remembered; the least recently used are forgotten."""
 
 
 class EngineLost(Exception):
@@ -77,19 +76,19 @@ class EngineHandle(Protocol):
 class EngineState:
     """One engine as the driver sees it. ``activity`` adds up over the run.
 
-    ``pending`` are the requests that it has; of these, those in ``outbox`` have not been sent. ``unwanted`` are ids
-    that it has yet to be told to stop. ``condemned`` says why it has to go.
+    ``pending`` are the requests assigned to it; those in ``outbox`` have not been sent yet. ``to_cancel`` are ids that
+    it still has to cancel. ``dead_because`` is why its process was ended.
     """
 
     process: EngineHandle
     pending: dict[str, _Open] = field(default_factory=dict)
     outbox: dict[str, RolloutRequest] = field(default_factory=dict)
-    unwanted: set[str] = field(default_factory=set)
-    aborting: bool = False
+    to_cancel: set[str] = field(default_factory=set)
+    to_abort: bool = False
     activity: EngineActivity = field(default_factory=EngineActivity)
     serving: bool = False
-    condemned: str = ""
-    telling: asyncio.Task[None] | None = None
+    dead_because: str = ""
+    sender: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -129,10 +128,10 @@ class GenerationClient:
         """``slots``: requests that an engine runs at once.
 
         ``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
-        ``decode(ids)`` gives the text of a response. ``on_progress`` hears that tokens were made. For what is
-        enqueued, ``on_segments`` gets the new tokens of unfinished training rollouts; ``on_room`` hears that there may
-        be room for more; ``on_engine_request`` gets every request that an engine had, once it has left the engine.
-        Whoever starts training groups sets the three.
+        ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated. The
+        rollout scheduler sets three callbacks: ``on_segments`` gets new tokens of unfinished training rollouts that
+        were enqueued, ``on_room`` is called when there may be room for more requests, ``on_engine_request`` gets every
+        request that has left an engine.
         """
         self.engines = [EngineState(process) for process in engines]
         self._slots = slots
@@ -145,9 +144,9 @@ class GenerationClient:
         self.on_segments: OnSegments = lambda _: None
         self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
         self._open: dict[str, _Open] = {}
-        self._waiting: list[_Open] = []  # a heap; what is not open any more is skipped
+        self._waiting: list[_Open] = []  # a heap; entries that are no longer open are skipped
         self._order = count()
-        self._homes: OrderedDict[str, EngineState] = OrderedDict()
+        self._engine_of: OrderedDict[str, EngineState] = OrderedDict()
         self._paused = False
         self._dispatch_due = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -155,11 +154,11 @@ class GenerationClient:
     # -- asking
 
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
-        """The whole of one request, across updates, pauses, aborts and deaths of engines.
+        """Generate one rollout, across updates, pauses, aborts and deaths of engines.
 
-        ``on_segments`` gets the request's new tokens now and then, often if it is ``streamed``; those generated since
-        the last time come with the rollout alone. Cancelling the task that waits cancels the request. Raises
-        ``GenerationFailed`` after the retries, and ``ValueError`` when a request of this id is open.
+        ``on_segments`` gets new tokens now and then, often if the request is ``streamed``; the last ones come with the
+        rollout alone. Cancelling the waiting task cancels the request. Raises ``GenerationFailed`` after the retries,
+        and ``ValueError`` when a request with this id is open.
         """
         if request.rollout_id in self._open:
             raise ValueError(f"request {request.rollout_id} is under way already")
@@ -180,8 +179,8 @@ class GenerationClient:
         return result
 
     def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd) -> None:
-        """Have these generated; they are sent at the event loop's next turn. One of an open request's id takes that
-        one's place."""
+        """Have these generated; they are sent in the event loop's next turn. A request replaces an open one with its
+        id."""
         for request in requests:
             self._drop(request.rollout_id)
             recorded = not request.rollout_id.startswith(EVALUATION)
@@ -194,25 +193,27 @@ class GenerationClient:
         await self.flush()
 
     async def flush(self) -> None:
-        """Return when what could be sent by now has been taken by its engine."""
+        """Return when the engines have taken everything that can be sent now."""
         self._dispatch()
-        if telling := [engine.telling for engine in self.engines if engine.telling is not None]:
-            await asyncio.wait(telling)
+        if senders := [engine.sender for engine in self.engines if engine.sender is not None]:
+            await asyncio.wait(senders)
 
     async def pause(self) -> None:
-        """Stop generating: what runs is aborted and keeps its tokens, and nothing is sent until ``resume``.
+        """Stop generating: running requests are aborted and keep their tokens, and nothing is sent until ``resume``.
 
         Returns when no engine generates any more.
         """
+        # First: a request that an abort returns must wait here, not be sent again (decision 0015).
         self._paused = True
         for engine in self.engines:
+            # An unsent request would be submitted after the abort, and run on.
             for rollout_id in list(engine.outbox):
-                self._send_elsewhere(engine.pending[rollout_id], "aborted")
-            engine.aborting = engine.serving
+                self._requeue(engine.pending[rollout_id], "aborted")
+            engine.to_abort = engine.serving
         await self.flush()
 
     async def resume(self) -> None:
-        """Go on with everything that waits."""
+        """Send waiting requests again."""
         self._paused = False
         self._dispatch_soon()
         self.on_room()
@@ -221,12 +222,12 @@ class GenerationClient:
 
     @property
     def running(self) -> int:
-        """Requests that have not ended, those that wait included."""
+        """Requests that have not ended, including those that wait."""
         return len(self._open)
 
     @property
     def free(self) -> int:
-        """Requests that the serving engines could run beside those that are open; 0 while paused."""
+        """Requests that the serving engines could run in addition to the open ones; 0 while paused."""
         return 0 if self._paused else max(0, self._slots * len(self.serving()) - self.running)
 
     def serving(self) -> list[EngineState]:
@@ -236,34 +237,36 @@ class GenerationClient:
     # -- engines
 
     async def collect(self, engine: EngineState) -> None:
-        """Hand on what ends on a serving engine, until it is lost: raises ``EngineLost``."""
+        """Deliver what a serving engine generates, until the engine is lost: raises ``EngineLost``."""
         while True:
             self._dispatch()
             limit_s = POLL_S + self._hang_s
             try:
                 delivery: Delivery = await wait_for(engine.process.actor.collect.remote(POLL_S), engine.name, limit_s)
             except Exception as error:
-                raise EngineLost(engine.condemned or getattr(error, "message", str(error))) from error
+                raise EngineLost(engine.dead_because or getattr(error, "message", str(error))) from error
             engine.activity = _sum(engine.activity, delivery.activity)
             if delivery.rollouts or delivery.segments or delivery.activity.generated_tokens:
                 self._on_progress()
+            # Before the results: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
-            self._hand_on(engine, delivery)
+            self._settle(engine, delivery)
             if delivery.activity.silent_s > self._hang_s:
-                raise EngineLost(f"it has made no token for {delivery.activity.silent_s:.0f} s")
+                raise EngineLost(f"it has generated no token for {delivery.activity.silent_s:.0f} s")
 
-    def condemn(self, name: str, cause: str) -> None:
-        """An engine does not do what it should: end its process, so that it is found lost."""
+    def mark_dead(self, name: str, cause: str) -> None:
+        """End the process of an engine that misbehaves; whoever collects from it finds it lost."""
         for engine in self.engines:
             if engine.name == name and engine.serving:
-                engine.serving, engine.condemned = False, cause
+                # Before the kill: nothing may be sent to it any more.
+                engine.serving, engine.dead_because = False, cause
                 engine.process.kill()
 
-    def take_back(self, engine: EngineState) -> None:
-        """An engine is lost: its requests go on from the tokens reported, elsewhere or when it serves again."""
-        engine.serving, engine.condemned, engine.aborting, engine.telling = False, "", False, None
-        engine.unwanted.clear()
-        self._go_on(list(engine.pending.values()), "lost")
+    def reclaim(self, engine: EngineState) -> None:
+        """An engine is lost: its requests continue from the tokens reported, on any engine that serves."""
+        engine.serving, engine.dead_because, engine.to_abort, engine.sender = False, "", False, None
+        engine.to_cancel.clear()
+        self._continue(list(engine.pending.values()), "lost")
         self._dispatch_soon()
 
     # -- sending
@@ -278,12 +281,12 @@ class GenerationClient:
     def _drop(self, rollout_id: str) -> None:
         entry = self._open.pop(rollout_id, None)
         if entry is not None and (engine := entry.engine) is not None:
-            if self._leave(entry, "cancelled"):
-                engine.unwanted.add(rollout_id)
+            if self._detach(entry, "cancelled"):
+                engine.to_cancel.add(rollout_id)
             self._dispatch_soon()
 
     def _dispatch_soon(self) -> None:
-        """Whatever is asked for in one turn of the event loop travels together."""
+        """Requests of one turn of the event loop are sent together (decision 0006)."""
         if not self._dispatch_due:
             self._dispatch_due = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -293,7 +296,7 @@ class GenerationClient:
         while self._waiting and not self._paused:
             entry = self._waiting[0]
             if self._open.get(entry.request.rollout_id) is entry:
-                engine = self._place_for(entry.request)
+                engine = self._engine_for(entry.request)
                 if engine is None:
                     break
                 entry.engine, entry.sent_at = engine, time.time()
@@ -301,51 +304,53 @@ class GenerationClient:
                 engine.outbox[entry.request.rollout_id] = entry.request
             heappop(self._waiting)
         for engine in self.engines:
-            if engine.serving and engine.telling is None and (engine.outbox or engine.unwanted or engine.aborting):
-                engine.telling = asyncio.create_task(self._tell_all(engine))
-                self._tasks.add(engine.telling)
-                engine.telling.add_done_callback(self._tasks.discard)
+            if engine.serving and engine.sender is None and (engine.outbox or engine.to_cancel or engine.to_abort):
+                engine.sender = asyncio.create_task(self._send_all(engine))
+                self._tasks.add(engine.sender)
+                engine.sender.add_done_callback(self._tasks.discard)
 
-    def _place_for(self, request: RolloutRequest) -> EngineState | None:
+    def _engine_for(self, request: RolloutRequest) -> EngineState | None:
         """The engine that a request goes to now, if any has room for it."""
-        places = [engine for engine in self.engines if engine.serving and len(engine.pending) < self._limit]
-        home = self._homes.get(request.affinity)
-        if home not in places:
-            home = min(places, key=lambda engine: len(engine.pending), default=None)
-        if request.affinity and home is not None:
-            self._homes[request.affinity] = home
-            self._homes.move_to_end(request.affinity)
-            if len(self._homes) > MOST_HOMES:
-                self._homes.popitem(last=False)
-        return home
+        with_room = [engine for engine in self.engines if engine.serving and len(engine.pending) < self._limit]
+        chosen = self._engine_of.get(request.affinity)
+        if chosen not in with_room:
+            chosen = min(with_room, key=lambda engine: len(engine.pending), default=None)
+        if request.affinity and chosen is not None:
+            self._engine_of[request.affinity] = chosen
+            self._engine_of.move_to_end(request.affinity)
+            if len(self._engine_of) > MAX_AFFINITIES:
+                self._engine_of.popitem(last=False)
+        return chosen
 
-    async def _tell_all(self, engine: EngineState) -> None:
-        """Tell an engine what there is to tell, one call after another: it takes them in their order."""
+    async def _send_all(self, engine: EngineState) -> None:
+        """Send an engine everything there is, one call after another, so that it takes them in this order."""
         actor = engine.process.actor
         while engine.serving and engine.process.actor is actor:
-            if engine.unwanted:
-                unwanted, engine.unwanted = sorted(engine.unwanted), set()
-                await self._tell(engine, actor.cancel.remote(unwanted))
-            elif engine.aborting:
-                engine.aborting = False
-                await self._tell(engine, actor.abort.remote())
+            # Cancel before submit: a request that replaces an open one has the same id.
+            if engine.to_cancel:
+                ids, engine.to_cancel = sorted(engine.to_cancel), set()
+                await self._send(engine, actor.cancel.remote(ids))
+            # Abort before submit: one sent after ``resume`` must not be aborted with the old ones (decision 0015).
+            elif engine.to_abort:
+                engine.to_abort = False
+                await self._send(engine, actor.abort.remote())
             elif engine.outbox:
                 requests, engine.outbox = list(engine.outbox.values()), {}
-                await self._tell(engine, actor.submit.remote(requests))
+                await self._send(engine, actor.submit.remote(requests))
             else:
                 break
         if engine.process.actor is actor:
-            engine.telling = None
+            engine.sender = None
 
-    async def _tell(self, engine: EngineState, call: Any) -> None:
+    async def _send(self, engine: EngineState, call: Any) -> None:
         actor = engine.process.actor
         try:
             await wait_for(call, engine.name, self._hang_s)
         except ActorDied:
-            return  # whoever collects from it sees to its requests
+            return  # ``collect`` raises, and then ``reclaim`` takes its requests
         except UserError as error:
             if engine.process.actor is actor:
-                self.condemn(engine.name, error.message)
+                self.mark_dead(engine.name, error.message)
 
     # -- receiving
 
@@ -353,23 +358,23 @@ class GenerationClient:
         self.on_segments(segments)
 
     def _note_segments(self, engine: EngineState, segments: list[Segment]) -> None:
-        heard: dict[OnSegments, list[Segment]] = {}
+        by_listener: dict[OnSegments, list[Segment]] = {}
         for segment in segments:
             if (entry := engine.pending.get(segment.rollout_id)) is not None:
                 entry.segments.append(segment)
                 if entry.on_segments is not None:
-                    heard.setdefault(entry.on_segments, []).append(segment)
-        for on_segments, news in heard.items():
-            on_segments(news)
+                    by_listener.setdefault(entry.on_segments, []).append(segment)
+        for on_segments, new in by_listener.items():
+            on_segments(new)
 
-    def _hand_on(self, engine: EngineState, delivery: Delivery) -> None:
+    def _settle(self, engine: EngineState, delivery: Delivery) -> None:
         ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
         aborted = [engine.pending[name] for name in delivery.aborted if name in engine.pending]
         failed: list[_Open] = []
         results: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
         for result in results:
             entry = engine.pending.get(result.rollout_id)
-            if entry is None:  # cancelled while it was on its way
+            if entry is None:  # cancelled meanwhile
                 continue
             if isinstance(result, RolloutFailure) and entry.attempt < self._retries:
                 entry.attempt += 1
@@ -377,28 +382,28 @@ class GenerationClient:
             else:
                 ended.append((entry, result))
         self._end(ended)
-        self._go_on(aborted, "aborted")
-        self._go_on(failed, "failed")
+        self._continue(aborted, "aborted")
+        self._continue(failed, "failed")
 
-    def _go_on(self, interrupted: Iterable[_Open], ending: RequestEnding) -> None:
-        """Requests that an engine gave up wait for their next one, with all their tokens as prefix."""
+    def _continue(self, interrupted: Iterable[_Open], ending: RequestEnding) -> None:
+        """Requests that an engine abandoned wait for another one, with all their tokens as prefix."""
         ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
         for entry in interrupted:
             if entry.segments:
                 entry.request = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
                 entry.segments = []
             if entry.request.left:
-                self._send_elsewhere(entry, ending)
+                self._requeue(entry, ending)
             else:
                 ended.append((entry, finished(entry.request, [], "length", self._decode)))
         self._end(ended)
 
-    def _send_elsewhere(self, entry: _Open, ending: RequestEnding) -> None:
-        self._leave(entry, ending)
+    def _requeue(self, entry: _Open, ending: RequestEnding) -> None:
+        self._detach(entry, ending)
         heappush(self._waiting, entry)
 
-    def _leave(self, entry: _Open, ending: RequestEnding) -> bool:
-        """A request is with its engine no more; says whether the engine has heard of it."""
+    def _detach(self, entry: _Open, ending: RequestEnding) -> bool:
+        """A request is no longer with its engine; returns whether it had been sent there."""
         engine, name = entry.engine, entry.request.rollout_id
         if engine is None:
             return False
@@ -412,7 +417,7 @@ class GenerationClient:
     def _end(self, ended: Iterable[tuple[_Open, Rollout | RolloutFailure]]) -> None:
         by_owner: dict[OnEnd, Ended] = {}
         for entry, result in ended:
-            self._leave(entry, result.finish_reason if isinstance(result, Rollout) else "failed")
+            self._detach(entry, result.finish_reason if isinstance(result, Rollout) else "failed")
             del self._open[entry.request.rollout_id]
             by_owner.setdefault(entry.on_end, []).append((entry.request, result))
         for on_end, batch in by_owner.items():

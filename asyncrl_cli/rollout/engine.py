@@ -1,8 +1,7 @@
 """One vLLM engine: token ids in, token ids with log-probs and weight versions out.
 
-vLLM's own reinforcement-learning interface does the work: pause, weight update, resume. A request that runs while the
-weights change is one request for the caller, and its tokens say which version sampled each. So is one that goes on
-where another engine left it: the caller gets the whole rollout. running.py reads what a running request has so far.
+vLLM's own reinforcement-learning interface does the work: pause, weight update, resume. For the caller, a request that
+runs while the weights change is one request, and so is one that continues where another engine stopped.
 """
 
 from __future__ import annotations
@@ -18,100 +17,16 @@ import numpy as np
 
 from asyncrl_cli.records.generation import Attestation, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
-from asyncrl_cli.rollout.engine_start import start_vllm
-from asyncrl_cli.rollout.priority_semaphore import Aborted, Slots
+from asyncrl_cli.rollout.engine_settings import start_vllm
+from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens, sampled_logprobs
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.outputs import CompletionOutput
 
-CPU_ENVIRONMENT = {
-    # With 1, vLLM's CPU platform puts the worker in a process of its own behind the engine core.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
-}
-ABORT_LOOK_S = 0.02
-"""Seconds that an abort waits for the requests to come back before it looks whether vLLM got another one."""
-BLOCK_SIZE = 32
-"""Tokens per key-value block on CPU."""
-
-
-def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
-    """Environment variables that the process of an engine must start with."""
-    threads = str(spec.rollout.threads_per_engine)
-    if spec.rollout.gpus_per_engine:
-        return dict(ENVIRONMENT)
-    return ENVIRONMENT | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": threads}
-
-
-def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
-    """2 (key and value) × layers × key-value heads × head size × bytes per number."""
-    heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
-    head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
-    return 2 * int(hf_config.num_hidden_layers) * int(heads) * int(head_size) * item
-
-
-def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
-    """Bytes of key-value cache for ``max_running_rollouts`` sequences of half the longest length, and for at least one
-    of ``model.max_length``, without which vLLM does not start."""
-    if spec.rollout.kv_cache_mb is not None:
-        return spec.rollout.kv_cache_mb * 2**20
-    per_token = cache_bytes_per_token(spec, hf_config)
-    longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
-    blocks_each = -(-longest // (2 * BLOCK_SIZE)) + 1
-    least = -(-max(longest, spec.model.max_length) // BLOCK_SIZE) + 1
-    return max(spec.rollout.max_running_rollouts * blocks_each, least) * BLOCK_SIZE * per_token
-
-
-def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:
-    """vLLM's arguments for a spec."""
-    from transformers import AutoConfig
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from asyncrl_cli.weights import vllm_worker
-
-    rollout = spec.rollout
-    args: dict[str, Any] = {
-        "model": model_dir,
-        "dtype": rollout.dtype,
-        "max_model_len": spec.model.max_length,
-        "max_num_seqs": rollout.max_running_rollouts,
-        "seed": spec.seed,
-        "load_format": load_format,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.WorkerExtension.__name__}",
-        "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
-    }
-    if rollout.gpus_per_engine:
-        args["tensor_parallel_size"] = rollout.gpus_per_engine
-    else:
-        args |= {
-            "enforce_eager": True,
-            "distributed_executor_backend": "uni",
-            "block_size": BLOCK_SIZE,
-            "kv_cache_memory_bytes": kv_cache_bytes(spec, AutoConfig.from_pretrained(model_dir).get_text_config()),
-            # vLLM's CPU sampler cannot split a seeded request over chunks of its prompt.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(spec.model.max_length, 2048),
-        }
-    return AsyncEngineArgs(**(args | rollout.engine_args))
+ABORT_POLL_S = 0.02
+"""Seconds that an abort waits for the requests to return before it aborts again those that vLLM got meanwhile."""
 
 
 class Engine:
@@ -131,29 +46,29 @@ class Engine:
         self._version = -1
         self._mapped: str | None = None
         self._probes = 0
-        # vLLM gets no more requests than it runs at once, and none while it loads weights. So a request's
-        # cache salt, chosen when vLLM gets it, names the version that it starts under.
-        self._slots = Slots(spec.rollout.max_running_rollouts)
+        # vLLM gets no more requests than it runs at once, and none while it loads weights, so a request's cache salt,
+        # chosen when vLLM gets it, names the version that it starts under (decision 0005).
+        self._slots = PrioritySemaphore(spec.rollout.max_running_rollouts)
         self._loading = True
         self._aborts = 0
-        self._changed = asyncio.Condition()  # one of the two, or the version
-        self._scheduler = asyncio.Lock()  # whoever pauses vLLM, or must not be paused, has it
-        self._handed_over = 0  # requests that vLLM has
+        self._changed = asyncio.Condition()  # _loading, _aborts or _version
+        self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
+        self._in_vllm = 0  # requests that vLLM has
         self._all_returned = asyncio.Event()
         self._ended_tokens = 0
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Generate one rollout, or the rest of one, across any number of weight updates.
 
-        Raises ``Aborted`` when ``abort`` ended it first, and ``ValueError`` when the request's prefix is no beginning
-        of a rollout.
+        Raises ``Aborted`` when ``abort`` ended it first, and ``ValueError`` when the request's prefix does not begin at
+        token 0 or has gaps.
         """
         prefix_ids = tuple(TokenSequence.join(request.prefix).ids.tolist())
         rest = rest_of(request.sampling, request.generated)
         if not rest.max_tokens:
             return finished(request, [], "length", self._decode)
         aborts = self._aborts
-        async with self._slots.one(request.priority):
+        async with self._slots.slot(request.priority):
             output = await self._final_output(request, rest, prefix_ids, aborts)
         self._ended_tokens += len(output.token_ids)
         segments = _segments(request, output)
@@ -167,21 +82,22 @@ class Engine:
         """End every request that runs or waits: it raises ``Aborted``. When this returns, none of them is generated."""
         core = self._vllm.engine_core
         async with self._scheduler:
+            # Requests that wait for a slot or for a version first: none of them may reach vLLM during the abort.
             self._aborts += 1
-            self._slots.turn_away()
+            self._slots.abort_waiters()
             await self._wake()
             try:
-                while self._handed_over:  # vLLM may get one more that was on its way to it
+                while self._in_vllm:  # again: vLLM may get one that was on its way (decision 0015)
                     await core.pause_scheduler_async(mode="abort", clear_cache=False)
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(self._all_returned.wait(), ABORT_LOOK_S)
+                        await asyncio.wait_for(self._all_returned.wait(), ABORT_POLL_S)
             finally:
                 await core.resume_scheduler_async()
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
-        """New tokens of the rollouts that run: from the token index on that ``since`` has for a rollout's id.
+        """New tokens of running rollouts, from the index that ``since`` has for a rollout's id; others are left out.
 
-        They are a part of the final rollout, bit for bit. Rollouts that ``since`` does not name are left out.
+        They are a part of the final rollout, bit for bit.
         """
         return running_segments(self._vllm, since)
 
@@ -210,7 +126,7 @@ class Engine:
     ) -> float:
         """Load the mapped weights as ``version``; returns the seconds that no token was generated.
 
-        ``source`` is what ``WeightMapping.describe`` says; ``policy`` is the spec's ``weight_update``. ``on_pause``
+        ``source`` is what ``WeightMapping.describe`` returns; ``policy`` is the spec's ``weight_update``. ``on_pause``
         is called before the weights load, when ``segments`` has all tokens of the version that is replaced.
         """
         async with self._scheduler:
@@ -222,6 +138,7 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         core = self._vllm.engine_core
+        # Before the pause: a request submitted from now on waits, or its salt would name the old version.
         self._loading = True
         if policy == "drain":
             await core.pause_scheduler_async(mode="wait", clear_cache=True)
@@ -232,8 +149,8 @@ class Engine:
             if self._mapped != source["path"]:
                 await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest(source))
                 self._mapped = source["path"]
-            # The last tokens left vLLM's process before its answer to the pause; by the time that it has answered
-            # this call, too, they are in.
+            # The last tokens left vLLM's process before its answer to the pause; when it has answered this call too,
+            # they are here, and ``on_pause`` sees all of them (decision 0010).
             await self._vllm.start_weight_update()
             on_pause()
             await self._vllm.update_weights(WeightTransferUpdateRequest({"checksum": checksum}))
@@ -241,7 +158,7 @@ class Engine:
             self._version = version
         finally:
             await core.resume_scheduler_async()
-            self._loading = False
+            self._loading = False  # last: waiting requests start under the new version
             await self._wake()
         return time.monotonic() - started
 
@@ -286,8 +203,8 @@ class Engine:
             detokenize=bool(rest.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # While weights travel, the engine that left the prefix, or sampled the turns before, may have been a version
-        # ahead of this one.
+        # During a publish, the engine that sampled the prefix, or the turns before, may be a version ahead of this one:
+        # wait for that version, so that versions never fall (decision 0010).
         newest = max(request.newest, request.prefix[-1].version if request.prefix else 0)
         async with self._changed:
             await self._changed.wait_for(
@@ -295,7 +212,7 @@ class Engine:
             )
         if self._aborts > aborts:
             raise Aborted([])
-        self._handed_over += 1
+        self._in_vllm += 1
         self._all_returned.clear()
         try:
             async for output in self._vllm.generate(
@@ -305,8 +222,8 @@ class Engine:
             ):
                 last = output
         finally:
-            self._handed_over -= 1
-            if not self._handed_over:
+            self._in_vllm -= 1
+            if not self._in_vllm:
                 self._all_returned.set()
         return last.outputs[0]
 
@@ -320,8 +237,8 @@ class Engine:
     def _prompt(self, ids: tuple[int, ...]) -> Any:
         from vllm.inputs import TokensPrompt
 
-        # With `keep` the prefix cache outlives a weight update; the salt makes sure that a request which
-        # starts under this version never reads keys and values of an older one.
+        # With `keep` the prefix cache outlives a weight update; the salt keeps a request that starts under this version
+        # from reading keys and values of an older one (decision 0005).
         return TokensPrompt(prompt_token_ids=list(ids), cache_salt=str(self._version))
 
 

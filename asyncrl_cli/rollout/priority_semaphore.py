@@ -1,4 +1,4 @@
-"""The places of an engine: so many requests run at once, and the others wait by priority."""
+"""A semaphore for an engine's slots: so many requests run at once, and the others wait by priority."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asyncrl_cli.records.generation import Segment
 
 
 class Aborted(Exception):
-    """A request was ended on demand. It is no failure: whoever asked goes on from its tokens.
+    """A request was ended on command. It is no failure: the caller continues from its tokens.
 
-    ``segments`` are the tokens generated of it, after its prefix; without any it goes on as it was.
+    ``segments`` are the tokens generated of it, after its prefix.
     """
 
     def __init__(self, segments: list[Segment]) -> None:
@@ -22,47 +22,48 @@ class Aborted(Exception):
         self.segments = segments
 
 
-class Slots:
-    """A semaphore whose waiters come in by priority: the lowest first, among equals the first that came."""
+class PrioritySemaphore:
+    """A semaphore whose waiters enter by priority: the lowest first, among equals the first that came."""
 
-    def __init__(self, places: int) -> None:
-        self._free = places
+    def __init__(self, slots: int) -> None:
+        self._free = slots
         self._order = count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
-    async def one(self, priority: int) -> AsyncIterator[None]:
-        """Have a place for the length of the block. Raises ``Aborted`` when turned away first."""
-        await self._take(priority)
+    async def slot(self, priority: int) -> AsyncIterator[None]:
+        """Hold a slot for the length of the block. Raises ``Aborted`` when aborted before it has one."""
+        await self._acquire(priority)
         try:
             yield
         finally:
-            self._give()
+            self._release()
 
-    def turn_away(self) -> None:
-        """Whoever waits gets ``Aborted``; those who have a place keep it."""
+    def abort_waiters(self) -> None:
+        """Those that wait get ``Aborted``; those that hold a slot keep it."""
         waiting, self._waiting = self._waiting, []
-        for _, _, place in waiting:
-            if not place.done():
-                place.set_exception(Aborted([]))
+        for _, _, slot in waiting:
+            if not slot.done():
+                slot.set_exception(Aborted([]))
 
-    async def _take(self, priority: int) -> None:
+    async def _acquire(self, priority: int) -> None:
         if self._free:
             self._free -= 1
             return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (priority, next(self._order), place))
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (priority, next(self._order), slot))
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self._give()  # it came too late
+            # Cancelled in the turn in which it got the slot: pass it on, or it is lost.
+            if slot.done() and not slot.cancelled() and slot.exception() is None:
+                self._release()
             raise
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         while self._waiting:
-            _, _, place = heappop(self._waiting)
-            if not place.done():
-                place.set_result(None)
+            _, _, slot = heappop(self._waiting)
+            if not slot.done():
+                slot.set_result(None)
                 return
         self._free += 1

@@ -1,24 +1,22 @@
 """What vLLM has sampled of the requests that it still runs.
 
-The one room that reads vLLM's private state (docs/decisions/0010-segments.md). All of it runs between two awaits of the
-event loop that vLLM's own output handler runs in, so tokens, log-probs and versions are of one moment.
+The one module that reads vLLM's private state (decision 0010). All of it runs between two awaits of the event loop that
+vLLM's own output handler runs in, so tokens, log-probs and versions are of one moment.
 
-A request's id says which rollout it generates and from which token on: its first token is the rollout's token 0, or the
-one after the prefix that another engine left.
+A request's id says which rollout it generates and from which token on: 0, or the one after the prefix that another
+engine left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl_cli.records.generation import Segment
 from asyncrl_cli.rollout.continuation import split_by_version
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Request(NamedTuple):
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
@@ -31,13 +29,12 @@ def request_id(rollout_id: str, first: int) -> str:
 
 
 def sampled_logprobs(flat: Any) -> list[float]:
-    """The list inside vLLM's ``FlatLogprobs``. For requests with ``logprobs=0``: one entry per token, the sampled
-    one's."""
+    """The list in vLLM's ``FlatLogprobs``: with ``logprobs=0`` it has one entry per token, the sampled one's."""
     return [] if flat is None else flat.logprobs
 
 
 def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
-    """The tokens of running rollouts from the index on that ``since`` names; of other requests, nothing."""
+    """The tokens of running rollouts from the index that ``since`` has for them; nothing of other requests."""
     segments: list[Segment] = []
     for running in _requests(vllm):
         rollout_id, _, first = running.request_id.rpartition("+")
@@ -61,11 +58,11 @@ def running_tokens(vllm: Any) -> int:
     return sum(len(running.token_ids) for running in _requests(vllm))
 
 
-def _requests(vllm: Any) -> Iterator[_Running]:
-    # Private: vLLM tells a request's weight versions in its last output only, and the outputs before it would
-    # cost a queue and a wake-up per token and request.
+def _requests(vllm: Any) -> Iterator[_Request]:
+    # Private (decision 0010): vLLM's public outputs have the weight versions at a request's end only, and those before
+    # would cost a queue and a wake-up per token and request.
     for state in vllm.output_processor.request_states.values():
-        yield _Running(
+        yield _Request(
             state.external_req_id,
             # The list itself where the tokenizer is a fast one or the request is not detokenized, else a copy.
             state.detokenizer.output_token_ids,

@@ -1,12 +1,12 @@
-"""The Ray actor round one engine.
+"""The Ray actor around one engine.
 
-The orchestrator submits requests in bulk and collects what has ended in bulk: one call each per scheduling
-round instead of one per rollout, so that the cost of remote calls does not grow with short rollouts.
+Requests are submitted and results collected in bulk, so that the cost of remote calls does not grow with the number of
+rollouts (decision 0006).
 
-A delivery also brings the tokens of rollouts that have not ended, so that they survive this process: at every weight
-update, every ``journal.segment_seconds``, and when a rollout failed or was aborted; those of streamed rollouts all the
-time. Invariant: for each rollout in ``_taken``, the segments delivered so far and those that wait here are its tokens
-from the end of its prefix to ``_taken[rollout_id]``, each once.
+A delivery also brings the tokens of unfinished rollouts, so that they survive this process: at every weight update,
+every ``journal.segment_seconds``, and when a rollout failed or was aborted; those of streamed rollouts every
+``STREAM_S``. Invariant: for each rollout in ``_taken``, the segments delivered so far and those that wait here are its
+tokens from the end of its prefix to ``_taken[rollout_id]``, each once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
 COALESCE_S = 0.05
-"""Seconds that ``collect`` waits after the first finished rollout for others to join its delivery, unless somebody
-waits for one of them."""
+"""Seconds that ``collect`` waits after the first finished rollout for others to join its delivery; not if one is
+awaited."""
 STREAM_S = 0.05
 """Seconds between two deliveries of a streamed rollout's new tokens, at most."""
 
@@ -69,8 +69,8 @@ class RolloutWorker:
         return os.getpid()
 
     async def start(self, model_dir: str, version: int | None = None) -> str:
-        """Start the engine on a model directory's config and tokenizer, and with ``version`` on its weights, too, which
-        count as that; returns the Ray node's id."""
+        """Start the engine on a model directory's config and tokenizer; with ``version``, on its weights as well, under
+        that version. Returns the Ray node's id."""
         import ray
 
         from asyncrl_cli.rollout.engine import Engine
@@ -78,7 +78,7 @@ class RolloutWorker:
         self._engine = Engine(self._spec, model_dir, own_weights=version is not None, log=self._log)
         if version is not None:
             await self._engine.serve_own(version)
-            await self._engine.attest((0, 0), 0.0)  # what the engine cannot run is to fail now
+            await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails now
         return str(ray.get_runtime_context().get_node_id())
 
     async def submit(self, requests: list[RolloutRequest]) -> None:
@@ -103,18 +103,19 @@ class RolloutWorker:
         self._clock.set_busy(bool(self._running))
 
     async def abort(self) -> None:
-        """Give up all rollouts that run or wait. They are delivered as aborted, with all their tokens."""
-        given_up = list(self._running.values())
-        await asyncio.sleep(0)  # all of them have begun
+        """Abort all rollouts that run or wait. They are delivered as aborted, with all their tokens."""
+        aborted = list(self._running.values())
+        # A task that has not started yet would count as submitted after the abort, and run on.
+        await asyncio.sleep(0)
         await self._engine.abort()
-        if given_up:
-            await asyncio.wait(given_up)
+        if aborted:
+            await asyncio.wait(aborted)
 
     async def collect(self, timeout_s: float) -> Delivery:
         """Everything that ended since the last call, and the segments taken meanwhile; waits up to ``timeout_s`` for
         the first.
 
-        When the engine's process dies, its rollouts have not failed: they go on elsewhere. What it had of them is
+        When the engine's process dies, its rollouts have not failed: they continue elsewhere. Their tokens are
         delivered, and then ``collect`` raises ``RuntimeError``.
         """
         await self._wait_for_news(timeout_s)
@@ -185,7 +186,7 @@ class RolloutWorker:
             self._aborted.append(rollout_id)
             self._untrack(rollout_id)
         except Exception as error:
-            # Its last tokens may still be there, so the rollout is not forgotten yet.
+            # Not forgotten yet: ``collect`` still takes its last tokens from the engine.
             self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
             self._ended.append(rollout)
@@ -208,7 +209,7 @@ class RolloutWorker:
         self._keep(self._engine.segments({rollout_id: self._taken[rollout_id] for rollout_id in of}))
 
     def _keep(self, segments: Iterable[Segment]) -> None:
-        """Have these delivered, as far as they have not been."""
+        """Add the tokens that were not taken before to the next delivery."""
         for segment in segments:
             new = segment.after(self._taken.get(segment.rollout_id, 0))
             if new is not None:

@@ -18,7 +18,7 @@ from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.doctor.deep_checks import trial_spec
 from asyncrl_cli.orchestrator.checks import machine, start
 from asyncrl_cli.orchestrator.checks.start import StartChecks
-from asyncrl_cli.rollout.engine_start import engine_config
+from asyncrl_cli.rollout.engine_settings import engine_config
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.train.model.initial import write_model_stub

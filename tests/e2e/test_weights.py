@@ -86,7 +86,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    from asyncrl_cli.rollout.engine import engine_environment
+    from asyncrl_cli.rollout.engine_settings import engine_environment
 
     folder = tmp_path_factory.mktemp("bench")
     path = Runs(folder).write_spec(model={"warm_start": None})

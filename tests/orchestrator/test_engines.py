@@ -83,7 +83,7 @@ class Scene:
         await self.publisher.serve(
             version,
             lambda: [(engine.name, engine.process.actor) for engine in self.client.serving()],
-            self.client.condemn,
+            self.client.mark_dead,
         )
 
     async def ask(self, *names: str) -> None:
@@ -167,7 +167,7 @@ def test_the_only_engine_goes_on_with_its_own_requests_under_the_present_weights
             assert old.dead, "one that hangs is ended before another takes its place"
             assert (old.loaded, new.loaded) == ([0, 1], [1])
             assert [(part.start, part.end, part.version) for part in new.submitted[0].prefix] == [(0, 2, 1)]
-            assert scene.notes[0][2] == "it has made no token for 601 s"
+            assert scene.notes[0][2] == "it has generated no token for 601 s"
 
     run(check())
 
@@ -214,7 +214,7 @@ def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
 def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
     async def check() -> None:
         async with kept(2, max_restarts=1) as scene:
-            scene.client.condemn("engine-1", "it is slow")
+            scene.client.mark_dead("engine-1", "it is slow")
             await scene.serving.acquire()
             scene.processes[0].actor.die()
             await asyncio.get_running_loop().create_future()

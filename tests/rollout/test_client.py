@@ -197,7 +197,7 @@ def test_an_engine_that_does_not_abort_is_condemned_and_its_requests_go_on_elsew
         assert first.dead
         with pytest.raises(EngineLost):
             await client.collect(client.engines[0])
-        client.take_back(client.engines[0])
+        client.reclaim(client.engines[0])
         assert second.ids == ["b"]
         await client.resume()
         await client.flush()
@@ -216,7 +216,7 @@ def test_an_engine_that_comes_back_in_a_pause_gets_nothing_before_its_end() -> N
         engine.die()
         with pytest.raises(EngineLost):
             await client.collect(client.engines[0])
-        client.take_back(client.engines[0])
+        client.reclaim(client.engines[0])
         process: Any = client.engines[0].process
         await process.replace(None)
         client.engines[0].serving = True
@@ -347,8 +347,8 @@ def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_ro
         assert second.ids[1:] == ["a/3"], "the first is full"
         tasks += await begun(client, request("a/4", affinity="a"))
         assert second.ids[1:] == ["a/3", "a/4"], "it has moved"
-        client.condemn("engine-1", "it is slow")
-        client.take_back(client.engines[1])
+        client.mark_dead("engine-1", "it is slow")
+        client.reclaim(client.engines[1])
         await first.deliver(*map(rollout, ("a/0", "a/1", "a/2")))
         assert first.ids[3:] == ["a/3", "a/4"]
         for task in tasks:
@@ -413,7 +413,7 @@ def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
                 if event == "die":
                     actor.die()
                     await collectors[number]
-                    client.take_back(client.engines[number])
+                    client.reclaim(client.engines[number])
                     process: Any = client.engines[number].process
                     await process.replace(None)
                     client.engines[number].serving = True

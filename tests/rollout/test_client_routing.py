@@ -59,7 +59,7 @@ async def lost(client: GenerationClient, number: int) -> str:
     engine = client.engines[number]
     with pytest.raises(EngineLost) as error:
         await client.collect(engine)
-    client.take_back(engine)
+    client.reclaim(engine)
     await client.flush()
     return str(error.value)
 
@@ -355,7 +355,7 @@ def test_an_engine_that_falls_silent_is_lost_after_what_it_had_is_handed_on() ->
         await asked(client, owner, "a", "b")
         engine.put(activity=EngineActivity(silent_s=29.0))
         engine.put(rollout("a"), segments=[segment("b", 0, 1)], activity=EngineActivity(silent_s=31.0))
-        assert await lost(client, 0) == "it has made no token for 31 s"
+        assert await lost(client, 0) == "it has generated no token for 31 s"
         assert owner.ended == ["a"]
         restarted = await restart(client.engines[0])
         await client.flush()
@@ -395,7 +395,7 @@ def test_an_engine_that_is_lost_while_others_get_their_requests_gets_none() -> N
         sending = asyncio.create_task(asked(client, Owner(), "a", "b"))
         for _ in range(5):
             await asyncio.sleep(0)
-        client.take_back(client.engines[1])
+        client.reclaim(client.engines[1])
         restarted = await restart(client.engines[1])
         client.engines[1].serving = False  # it has no weights yet
         client.enqueue([request("c")], Owner().on_end)
@@ -412,8 +412,8 @@ def test_a_condemned_engine_is_lost_for_the_reason_it_was_condemned_for() -> Non
         client = client_over(2)
         first, second = actors(client)
         await asked(client, Owner(), "a", "b")
-        client.condemn("engine-0", "it does not serve weight version 3")
-        client.condemn("engine-0", "a second reason")
+        client.mark_dead("engine-0", "it does not serve weight version 3")
+        client.mark_dead("engine-0", "a second reason")
         assert first.dead
         assert not second.dead
         assert client.serving() == [client.engines[1]]

@@ -1,4 +1,4 @@
-"""Places by priority: none is lost, whoever is cancelled or turned away."""
+"""Slots by priority: none is lost when waiters are cancelled or aborted."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.priority_semaphore import Aborted, Slots
+from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 
 
 @given(
-    places=st.integers(1, 3),
+    count=st.integers(1, 3),
     priorities=st.lists(st.integers(0, 3), min_size=1, max_size=8),
-    steps=st.lists(st.tuples(st.sampled_from(["end", "cancel", "turn away"]), st.integers(0, 7)), max_size=12),
+    steps=st.lists(st.tuples(st.sampled_from(["end", "cancel", "abort"]), st.integers(0, 7)), max_size=12),
 )
 @settings(deadline=None)
-def test_the_lowest_priority_has_the_next_place(
-    places: int, priorities: list[int], steps: list[tuple[str, int]]
+def test_the_lowest_priority_gets_the_next_slot(
+    count: int, priorities: list[int], steps: list[tuple[str, int]]
 ) -> None:
     async def check() -> None:
-        slots = Slots(places)
+        slots = PrioritySemaphore(count)
         inside: list[int] = []
         may_end = [asyncio.Event() for _ in priorities]
         waiting = list(range(len(priorities)))
 
         async def hold(number: int) -> None:
-            async with slots.one(priorities[number]):
+            async with slots.slot(priorities[number]):
                 inside.append(number)
                 try:
                     await may_end[number].wait()
@@ -43,12 +43,12 @@ def test_the_lowest_priority_has_the_next_place(
             assert sorted(inside) == sorted(expected)
 
         def fill(first: bool = False) -> None:
-            while waiting and len(expected) < places:
+            while waiting and len(expected) < count:
                 number = waiting[0] if first else min(waiting, key=lambda number: (priorities[number], number))
                 waiting.remove(number)
                 expected.append(number)
 
-        fill(first=True)  # nobody else was there
+        fill(first=True)  # free slots go in the order of arrival
         await settled()
         for step, chosen in steps:
             number = chosen % len(priorities)
@@ -61,8 +61,8 @@ def test_the_lowest_priority_has_the_next_place(
                     waiting.remove(number)
                 if number in expected:
                     expected.remove(number)
-            elif step == "turn away":
-                slots.turn_away()
+            elif step == "abort":
+                slots.abort_waiters()
                 waiting.clear()
             fill()
             await settled()
@@ -70,19 +70,19 @@ def test_the_lowest_priority_has_the_next_place(
             event.set()
         await asyncio.gather(*tasks, return_exceptions=True)
         async with asyncio.timeout(60.0):
-            for _ in range(places):
-                await slots._take(0)
+            for _ in range(count):
+                await slots._acquire(0)
 
     asyncio.run(check())
 
 
-def test_a_place_that_comes_with_the_cancellation_goes_to_the_next() -> None:
+def test_a_slot_granted_to_a_cancelled_waiter_goes_to_the_next() -> None:
     async def check() -> None:
-        slots = Slots(1)
-        await slots._take(0)
-        tasks = [asyncio.create_task(slots._take(priority)) for priority in (1, 2)]
+        slots = PrioritySemaphore(1)
+        await slots._acquire(0)
+        tasks = [asyncio.create_task(slots._acquire(priority)) for priority in (1, 2)]
         await asyncio.sleep(0)
-        slots._give()
+        slots._release()
         tasks[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await tasks[0]
@@ -91,13 +91,13 @@ def test_a_place_that_comes_with_the_cancellation_goes_to_the_next() -> None:
     asyncio.run(check())
 
 
-def test_who_is_turned_away_is_aborted_without_a_token() -> None:
+def test_an_aborted_waiter_has_no_tokens() -> None:
     async def check() -> None:
-        slots = Slots(1)
-        await slots._take(0)
-        task = asyncio.create_task(slots._take(0))
+        slots = PrioritySemaphore(1)
+        await slots._acquire(0)
+        task = asyncio.create_task(slots._acquire(0))
         await asyncio.sleep(0)
-        slots.turn_away()
+        slots.abort_waiters()
         with pytest.raises(Aborted) as aborted:
             await task
         assert aborted.value.segments == []

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.priority_semaphore import Slots
+from asyncrl_cli.rollout.priority_semaphore import PrioritySemaphore
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -48,7 +48,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSpec:
 @pytest.fixture(scope="module")
 def start(spec: ExperimentSpec, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Bench]:
     """Starts an engine; all of them have the same models for the same versions."""
-    from asyncrl_cli.rollout.engine import engine_environment
+    from asyncrl_cli.rollout.engine_settings import engine_environment
 
     os.environ.update(engine_environment(spec))
     return lambda: Bench(spec, tmp_path_factory.mktemp("model"))
@@ -237,7 +237,7 @@ def test_requests_come_whole_through_aborts_and_new_weights(
     async def check() -> None:
         benches = [bench, start()]
         for one in benches:
-            one.engine._slots = Slots(2)
+            one.engine._slots = PrioritySemaphore(2)
         await asyncio.gather(*(one.publish(50, "drain", endless=True) for one in benches))
         engines = [StandInProcess(f"engine-{n}", partial(LocalEngine, worker(one))) for n, one in enumerate(benches)]
         client = GenerationClient(engines, slots=2, retries=0, hang_s=LIMIT_S, decode=bench.engine._decode)
@@ -274,7 +274,7 @@ def test_requests_come_whole_through_aborts_and_new_weights(
         assert sum(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts) >= 4
         assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {50, 51, 52}
         for one in benches:
-            one.engine._slots = Slots(64)
+            one.engine._slots = PrioritySemaphore(64)
         benches[1].engine.shutdown()
 
     runner.run(check())

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment, TokenSequence
-from asyncrl_cli.rollout.engine import BLOCK_SIZE, _segments, cache_bytes_per_token, engine_environment, kv_cache_bytes
+from asyncrl_cli.rollout.engine import _segments
+from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, cache_bytes_per_token, engine_environment, kv_cache_bytes
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 

@@ -166,7 +166,7 @@ print(list(answer.outputs[0].token_ids))
 def test_an_export_loads_in_vllm(two_ranks: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from asyncrl_cli.rollout.engine import engine_environment
+    from asyncrl_cli.rollout.engine_settings import engine_environment
     from asyncrl_cli.spec.load import load_spec
 
     folder, trainer, _, checkpoint = two_ranks

@@ -14,8 +14,7 @@ import sys
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.gateway.tool_calls import tool_parser
-from asyncrl_cli.rollout.engine import engine_environment
-from asyncrl_cli.rollout.engine_start import engine_config
+from asyncrl_cli.rollout.engine_settings import engine_config, engine_environment
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.system.process_tree import die_with
 

@@ -50,7 +50,7 @@ def check_weights_memory(spec: ExperimentSpec, config: Any, size: ModelSize) -> 
 
 
 def _cache_bytes(spec: ExperimentSpec, config: Any) -> int:
-    from asyncrl_cli.rollout.engine import kv_cache_bytes
+    from asyncrl_cli.rollout.engine_settings import kv_cache_bytes
 
     return kv_cache_bytes(spec, config.get_text_config())
 

@@ -161,7 +161,7 @@ def _check_config(config: Any, key: str) -> None:
 
 def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
     """A CPU engine's key-value cache has room for a longest sequence, and better for a group of them."""
-    from asyncrl_cli.rollout.engine import cache_bytes_per_token, kv_cache_bytes
+    from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token, kv_cache_bytes
 
     config = config.get_text_config()
     if spec.rollout.gpus_per_engine:

@@ -31,7 +31,7 @@ from asyncrl_cli.orchestrator.cluster import joined
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.launch import Experiment
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.rollout import engine_names
+from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
 from asyncrl_cli.spec.load import dump_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -147,7 +147,7 @@ class StartChecks:
     def _engine_names(self) -> str:
         rollout = self._spec.rollout
         if rollout.engine_args:
-            engine_names.check_engine_arguments(rollout.engine_args, engine_names.engine_arguments())
+            check_engine_arguments(rollout.engine_args, engine_arguments())
         check_tool_parser(rollout.tool_parser)
         return f"{len(rollout.engine_args)} engine arguments, tool parser {rollout.tool_parser or 'hermes'}"
 

@@ -1,0 +1,227 @@
+"""vLLM's settings: what they follow from, what it accepts, and its start.
+
+A mistake in the settings comes back at every start, so it is a ``ConfigError`` and there is no second try. A core
+process that was killed is an ``ActorDied``.
+
+Names that the installed vLLM knows are read from its source: importing vLLM takes ten seconds and 700 MB. Where the
+source has another shape than expected, nothing is known (None), and the engine itself refuses the name.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import ActorDied
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CPU_ENVIRONMENT = {
+    # With 1, vLLM's CPU platform puts the worker in a process of its own behind the engine core.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+BLOCK_SIZE = 32
+"""Tokens per key-value block on CPU."""
+CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
+"""In vLLM's error: exit codes by process."""
+RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+"""The last line of a traceback in a log."""
+
+
+def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
+    """Environment variables that the process of an engine must start with."""
+    threads = str(spec.rollout.threads_per_engine)
+    if spec.rollout.gpus_per_engine:
+        return dict(ENVIRONMENT)
+    return ENVIRONMENT | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": threads}
+
+
+def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
+    """2 (key and value) × layers × key-value heads × head size × bytes per number."""
+    heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
+    head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
+    return 2 * int(hf_config.num_hidden_layers) * int(heads) * int(head_size) * item
+
+
+def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
+    """Bytes of key-value cache for ``max_running_rollouts`` sequences of half the longest length, and for at least one
+    of ``model.max_length``, without which vLLM does not start."""
+    if spec.rollout.kv_cache_mb is not None:
+        return spec.rollout.kv_cache_mb * 2**20
+    per_token = cache_bytes_per_token(spec, hf_config)
+    longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
+    blocks_each = -(-longest // (2 * BLOCK_SIZE)) + 1
+    least = -(-max(longest, spec.model.max_length) // BLOCK_SIZE) + 1
+    return max(spec.rollout.max_running_rollouts * blocks_each, least) * BLOCK_SIZE * per_token
+
+
+def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:
+    """vLLM's arguments for a spec."""
+    from transformers import AutoConfig
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from asyncrl_cli.weights import vllm_worker
+
+    rollout = spec.rollout
+    args: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": rollout.dtype,
+        "max_model_len": spec.model.max_length,
+        "max_num_seqs": rollout.max_running_rollouts,
+        "seed": spec.seed,
+        "load_format": load_format,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.WorkerExtension.__name__}",
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
+    }
+    if rollout.gpus_per_engine:
+        args["tensor_parallel_size"] = rollout.gpus_per_engine
+    else:
+        args |= {
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
+            "block_size": BLOCK_SIZE,
+            "kv_cache_memory_bytes": kv_cache_bytes(spec, AutoConfig.from_pretrained(model_dir).get_text_config()),
+            # vLLM's CPU sampler cannot split a seeded request over chunks of its prompt.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(spec.model.max_length, 2048),
+        }
+    return AsyncEngineArgs(**(args | rollout.engine_args))
+
+
+def engine_arguments() -> set[str] | None:
+    """The names of vLLM's engine arguments."""
+    found = {
+        statement.target.id
+        for node in _statements("engine/arg_utils.py")
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+    return found or None
+
+
+def tool_parsers() -> set[str] | None:
+    """The names of vLLM's tool parsers."""
+    for node in _statements("tool_parsers/__init__.py"):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            (target,) = node.targets
+            if isinstance(target, ast.Name) and target.id == "_TOOL_PARSERS_TO_REGISTER":
+                return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+    return None
+
+
+def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] | None) -> None:
+    """Raises ``ConfigError`` for the first argument of ``rollout.engine_args`` that vLLM does not have."""
+    for name in arguments:
+        if known is not None and name not in known:
+            written = name.strip("-").replace("-", "_")
+            raise ConfigError(
+                f"vLLM has no engine argument {name!r}",
+                location=f"rollout.engine_args.{name}",
+                hint=did_you_mean(written, known, "remove it; `vllm serve --help` lists the arguments"),
+            )
+
+
+def _statements(path: str) -> list[ast.stmt]:
+    package = find_spec("vllm")  # does not import it
+    if package is None or package.origin is None:
+        return []
+    file = Path(package.origin).parent / path
+    return ast.parse(file.read_text()).body if file.is_file() else []
+
+
+def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tuple[AsyncEngineArgs, VllmConfig]:
+    """vLLM's arguments and configuration for a spec. Raises ``ConfigError`` when vLLM refuses them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    own = spec.rollout.engine_args
+    check_engine_arguments(own, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    try:
+        args = engine_args(spec, model_dir, load_format)
+        return args, args.create_engine_config()
+    except Exception as error:  # of pydantic, transformers or vLLM
+        raise ConfigError(
+            f"vLLM refuses the engine's settings: {_refusal(error)}",
+            location="rollout.engine_args" if own else "rollout",
+            hint=f"correct or remove the argument that it names ({', '.join(own)})"
+            if own
+            else "change the setting that it names, or use a model that vLLM serves",
+        ) from error
+
+
+def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path | None = None) -> AsyncLLM:
+    """A running engine. ``log`` is where this process writes its output.
+
+    Raises ``ConfigError`` when vLLM refuses the settings, ``ActorDied`` when its core process was killed, and
+    ``RunError`` with the cause that stands in ``log`` when the core failed by itself.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    args, config = engine_config(spec, model_dir, load_format)
+    written = log.stat().st_size if log is not None and log.is_file() else 0
+    try:
+        return AsyncLLM.from_vllm_config(
+            config, enable_log_requests=args.enable_log_requests, disable_log_stats=args.disable_log_stats
+        )
+    except RuntimeError as error:
+        failed = CORE_FAILED.search(str(error))
+        if failed is None:
+            raise
+        codes: dict[str, Any] = ast.literal_eval(failed[1])
+        if any(isinstance(code, int) and code < 0 for code in codes.values()):
+            raise ActorDied(f"vLLM's core process was killed ({failed[1]})", location="engine") from error
+        cause = root_cause(log, written) if log is not None else None
+        raise RunError(
+            f"vLLM does not start: {cause or error}",
+            location="rollout",
+            hint="change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
+        ) from error
+
+
+def root_cause(log: Path, start: int) -> str | None:
+    """The error that a process wrote last to its log, from the byte ``start`` on; None when there is none."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    raised = [found[1] for line in lines if (found := RAISED.search(line)) and not CORE_FAILED.search(line)]
+    return raised[-1] if raised else None
+
+
+def _refusal(error: Exception) -> str:
+    """What an error says, in a line."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return f"{where}: {first['msg']}" if where else first["msg"]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"
