@@ -35,9 +35,9 @@ def _fits_a_file_system(path: Path | str | None) -> Path | str | None:
     """Refuse what the system's calls take no path with: a NUL, or a name of more than 255 bytes."""
     text = str(path)
     if NUL in text:
-        raise PydanticCustomError("nul", "holds a NUL character, which no path may")
+        raise PydanticCustomError("nul", "a path cannot contain a NUL character")
     if len(os.fsencode(text)) > 4000 or any(len(os.fsencode(name)) > 255 for name in text.split("/")):
-        raise PydanticCustomError("long_name", "is too long: a file's name may have 255 bytes, a path 4000")
+        raise PydanticCustomError("long_name", "too long: a file name may have 255 bytes, a path 4,000")
     return path
 
 

@@ -1,9 +1,9 @@
 """A spec is a stack of layers: the files it extends, the file itself, then `--set` overrides.
 
-Mappings merge key by key, everything else replaces what was below. Each node keeps the location it came from.
+Mappings are merged key by key, everything else replaces the value below. Each node keeps its location.
 
-`pipeline.mode` is a preset, and so are those of algorithms: a layer that sets one starts from there, and what the
-layers below say of the keys that follow from it is dropped. `--set pipeline.mode=sync` works on any spec.
+`pipeline.mode` and the presets of algorithms decide the defaults of other keys. A layer that sets one drops the values
+of these keys in the layers below, so `--set pipeline.mode=sync` works on any spec.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.spec.base import NUL, Section
 from asyncrl_cli.spec.problems import Location, Problem
-from asyncrl_cli.spec.source import MAX_DEPTH, Node, read_yaml
+from asyncrl_cli.spec.yaml_nodes import MAX_DEPTH, Node, read_yaml
 
 MAX_FILES = 32
-"""Files of one spec, and how many of them one may name."""
+"""Files of one spec, and in one `extends`."""
 MAX_BYTES = 128 * 1024
-"""Longest file: PyYAML reads this in about a second."""
+"""Largest file: PyYAML reads this in about a second."""
 
 
 def _following(section: type[Section]) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ PRESETS = {
     "algorithm.preset": _following(AlgorithmSpec),
     "algorithm.correction.preset": _following(CorrectionSpec),
 }
-"""Keys that are presets, each with those beside it whose defaults it decides, or that belong to one value of it."""
+"""Keys that are presets, each with the keys beside it that it decides, or that belong to one value of it."""
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -46,10 +46,10 @@ def merge(base: Node, over: Node) -> Node:
 
 
 class Layers:
-    """Reads a file with everything that it extends; each file is read once, however often it is named.
+    """Reads a file with everything that it extends; each file is read once.
 
-    ``files`` has every file read, and ``problems`` receives what is wrong with them. ``partial`` says that a layer
-    could not be read, so that keys may be missing that the whole spec has.
+    ``files`` has every file read, and ``problems`` receives their mistakes. ``partial``: a layer could not be read, so
+    keys may be missing that the complete spec has.
     """
 
     def __init__(self, problems: list[Problem]) -> None:
@@ -59,9 +59,9 @@ class Layers:
         self._done: dict[str, Node | None] = {}
 
     def read(self, path: str, data: bytes | None = None) -> Node | None:
-        """The file merged onto everything it extends; None when it cannot be read itself.
+        """The file merged onto everything it extends; None if it cannot be read itself.
 
-        ``data`` is the file's content when it comes from elsewhere, such as standard input.
+        ``data`` is the file's content if it comes from elsewhere, such as standard input.
         """
         return self._read(path, None, (), data)
 
@@ -79,16 +79,18 @@ class Layers:
 
         if file in chain:
             loop = [*chain[chain.index(file) :], file]
-            return refuse(f"{path} extends itself: {' → '.join(step.name for step in loop)}", "break the loop")
+            return refuse(
+                f"{path} extends itself: {' → '.join(step.name for step in loop)}", "remove the circular `extends`"
+            )
         if path in self._done:
             return self._done[path]
         if data is None:
             if not os.path.exists(path):
-                return refuse(f"there is no file {path}" if blame else "there is no such file", "check the path")
+                return refuse(f"{path} does not exist" if blame else "no such file", "check the path")
             if not os.path.isfile(path):
-                return refuse(f"{path} is not a file" if blame else "this is not a file", "name a YAML file")
+                return refuse(f"{path} is not a file" if blame else "not a file", "name a YAML file")
             if len(self.files) >= MAX_FILES:
-                return refuse(f"the spec has more than {MAX_FILES} files", "join some of them")
+                return refuse(f"the spec has more than {MAX_FILES} files", "merge some of them")
             self.files.append(file)
             try:
                 with file.open("rb") as opened:
@@ -96,22 +98,20 @@ class Layers:
             except OSError as error:
                 return refuse(f"{path} cannot be read: {error.strerror}", "check its permissions")
         if len(data) > MAX_BYTES:
-            hint = "put data into files that the spec names"
+            hint = "put data into separate files"
             return refuse(f"the file has more than {MAX_BYTES:,} bytes", hint, Location(path, 1, 1), "")
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line_start = data.rfind(b"\n", 0, error.start) + 1
             at = Location(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
-            return refuse("this is not UTF-8 text", "save the file as UTF-8", at, "")
+            return refuse("not UTF-8 text", "save the file as UTF-8", at, "")
         root = read_yaml(text, Location(path, 1, 1), self.problems)
         if root is None:
             return None
         if not isinstance(root.value, dict):
-            found = "empty" if root.value is None else "no mapping"
-            return refuse(
-                f"the file is {found}", "a spec starts with keys such as `model:` and `task:`", root.location, ""
-            )
+            found = "empty" if root.value is None else "not a mapping"
+            return refuse(f"the file is {found}", "start with keys such as `model:` and `task:`", root.location, "")
         self._done[path] = merged = self._onto_bases(root, (*chain, file))
         return merged
 
@@ -134,7 +134,7 @@ class Layers:
         targets = []
         nodes = parents.value if isinstance(parents.value, list) else [parents]
         if len(nodes) > MAX_FILES:
-            problem = Problem("extends", f"names more than {MAX_FILES} files", "join some of them")
+            problem = Problem("extends", f"names more than {MAX_FILES} files", "merge some of them")
             self.problems.append(problem.at(parents.location))
         for node in nodes[:MAX_FILES]:
             if isinstance(node.value, str) and NUL not in node.value:
@@ -142,7 +142,7 @@ class Layers:
                 continue
             text = isinstance(node.value, str)
             message = (
-                "holds a NUL character, which no path may" if text else "must be the path of a spec, or a list of them"
+                "a path cannot contain a NUL character" if text else "must be the path of a spec, or a list of paths"
             )
             self.problems.append(Problem("extends", message, "write `extends: base.yaml`").at(node.location))
             self.partial = True
@@ -150,23 +150,21 @@ class Layers:
 
 
 def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
-    """The tree with one ``a.b=value`` of `--set` applied; missing mappings on the way are made."""
+    """The tree with one ``a.b=value`` of `--set` applied; missing mappings on the way are created."""
     path, equals, text = assignment.partition("=")
     location = Location(f"--set {path}")
     if not equals or not all(path.split(".")) or path.count(".") > MAX_DEPTH:
-        hint = "write --set rollout.group_size=16"
-        problems.append(
-            Problem("", "an override is a dotted key, `=` and a value", hint).at(Location(f"--set {assignment}"))
-        )
+        hint = "write it like --set rollout.group_size=16"
+        problems.append(Problem("", "not a dotted key, `=` and a value", hint).at(Location(f"--set {assignment}")))
         return root
     value = read_yaml(text, location, problems, path)
     if path in PRESETS:
         root = _without_preset(root, path)
-    return _location(root, path.split("."), value, location, path, problems) if value else root
+    return _with_value(root, path.split("."), value, location, path, problems) if value else root
 
 
 def _without_preset(root: Node, preset: str) -> Node:
-    """The tree without the files' settings of what follows from a preset; those of other overrides stay."""
+    """The tree without the files' values of the keys that a preset decides; those of other overrides stay."""
 
     def without(node: Node, keys: list[str]) -> Node:
         if not isinstance(node.value, dict):
@@ -190,19 +188,22 @@ def _child(node: Node | None, *keys: str) -> Node | None:
     return node
 
 
-def _location(node: Node, keys: list[str], value: Node, location: Location, path: str, problems: list[Problem]) -> Node:
+def _with_value(
+    node: Node, keys: list[str], value: Node, location: Location, path: str, problems: list[Problem]
+) -> Node:
+    """The tree with a value under the remaining keys of an override's path."""
     if not keys:
         return replace(value, key_location=location)
     key, *rest = keys
     below = node.child(key) or Node({}, location, location)
     if isinstance(node.value, list):
         if node.child(key) is None:
-            message = f"`{key}` is no index of this list of {len(node.value)}"
+            message = f"`{key}` is not an index of this list of {len(node.value)}"
             problems.append(Problem(path, message, "indices count from 0").at(location))
             return node
         items = list(node.value)
-        items[int(key)] = _location(below, rest, value, location, path, problems)
+        items[int(key)] = _with_value(below, rest, value, location, path, problems)
         return replace(node, value=items)
-    inner = _location(below, rest, value, location, path, problems)
+    inner = _with_value(below, rest, value, location, path, problems)
     entries = node.value if isinstance(node.value, dict) else {}
     return replace(node, value=entries | {key: inner}, location=node.location if entries else location)

@@ -28,8 +28,8 @@ from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.renamed import translate
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.spec.source import MAX_VALUES, SCALARS, Node
 from asyncrl_cli.spec.suggestions import explain
+from asyncrl_cli.spec.yaml_nodes import MAX_VALUES, SCALARS, Node
 
 MODEL_KEYS = ("model.path", "model.init.tokenizer")
 """Keys that hold a path or a name; ``looks_like_path`` tells which."""

@@ -1,7 +1,6 @@
-"""What is wrong with a spec, and where it is written.
+"""Mistakes of a spec, and their locations.
 
-A problem blames one key by its dotted path and carries its hint. Whoever finds it need not know the file:
-``load.py`` adds the location.
+A problem names one key by its dotted path, and has a hint; ``load.py`` adds the location in the file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from asyncrl_cli.core.errors import Severity, UserError, diagnostic
 from asyncrl_cli.core.terminal import printable
 
 SHOWN = 50
-"""Problems that an error's message lists; the rest are only counted."""
+"""Problems that a message lists; the others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.spec.source import Node
+from asyncrl_cli.spec.yaml_nodes import Node
 
 RENAMED = {
     "algorithm.kl_in": "kl_placement",

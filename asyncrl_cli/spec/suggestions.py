@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from itertools import islice, takewhile
 from typing import Any
 
@@ -12,9 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from asyncrl_cli.core.secrets import hide
-from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.core.suggest import closest, did_you_mean
 from asyncrl_cli.spec.keys import Key, general, keys
-from asyncrl_cli.spec.other_trainers import NAMES
+from asyncrl_cli.spec.other_trainers import HINTS, KEYS
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.renamed import successor
 
@@ -54,34 +53,34 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
         for location in _foreign(detail["loc"], detail["input"]) if count < _SUGGESTED else [detail["loc"]]:
             suggestions, hint = _known(location) if count < _SUGGESTED else ([], "")
             meant.update(suggestions[:1])
-            yield Problem(_dotted(location), "there is no such key", hint), True
+            yield Problem(_dotted(location), "unknown key", hint), True
     for detail in details:
         path = _dotted(detail["loc"])
         if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
             if not partial and general(path) not in meant:
-                yield Problem(path, "is missing", _missing_hint(path)), True
+                yield Problem(path, "missing", _missing_hint(path)), True
         elif detail["type"] == "missing":
-            yield Problem(_dotted(detail["loc"][:-1]), f"has too few values: {_shown(detail['input'])}"), False
+            yield Problem(_dotted(detail["loc"][:-1]), f"too few values: {_shown(detail['input'])}"), False
         elif detail["type"] not in ("extra_forbidden", "default_factory_not_called"):
             message = _message(detail, words.get(detail["loc"], ""))
             yield Problem(path, message, _hint(detail, keys().get(general(path)))), False
 
 
 def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dict[Location, str]]:
-    """Of a key that takes a word or something else, pydantic has an error for each, with the kind in its location.
+    """For a key that takes a word or another type, pydantic has an error for each, with the type in its location.
 
-    Returns the errors of the something else, at the key itself, and the words that would be right there, too.
+    Returns the errors of the other type, at the key itself, and for each location the words that are valid there, too.
     """
     kept: list[ErrorDetails] = []
     words: dict[Location, str] = {}
     for detail in details:
         location = detail["loc"]
         leaf = next((end for end in range(1, len(location)) if _is_leaf(location[:end])), len(location))
-        location = location[:leaf] + tuple(part for part in location[leaf:] if isinstance(part, int))
-        if location != location and detail["type"] == "literal_error":
-            words[location] = _choice(_allowed(detail))
+        key = location[:leaf] + tuple(part for part in location[leaf:] if isinstance(part, int))
+        if key != location and detail["type"] == "literal_error":
+            words[key] = _choice(_allowed(detail))
         else:
-            detail["loc"] = location
+            detail["loc"] = key
             kept.append(detail)
     return kept, words
 
@@ -93,7 +92,7 @@ def _is_leaf(location: Location) -> bool:
 
 def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Location]:
     """The unknown keys to speak of: those within a section of another trainer, where they can be told, or the one."""
-    answered = bool(elsewhere(*_parent(location)))
+    answered = any(elsewhere(*_parent(location)))
     if not isinstance(value, dict) or answered or (not inside and _known(location)[0]):
         return [location] if not inside or answered or _known(location)[0] else []
     children = islice(value.items(), _SUGGESTED)
@@ -102,18 +101,17 @@ def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Lo
 
 
 def _known(location: Location) -> tuple[list[str], str]:
-    """The keys that an unknown one may have been meant to be, and the hint that says so."""
+    """The keys that an unknown one may have been meant to be, and the hint that names them."""
     if renamed := successor(general(_dotted(location))):
         return [renamed[0]], renamed[1]
     parent, key = _parent(location)
-    suggestions, answer = suggest(parent, key), elsewhere(parent, key)
-    if answer.endswith("."):
-        return [], answer
-    if suggestions:
+    if instead := elsewhere(parent, key)[1]:
+        return [], instead
+    if suggestions := suggest(parent, key):
         return suggestions, f"did you mean {_choice(suggestions)}?"
     prefix = ".".join((*filter(None, [general(parent)]), ""))
     siblings = [path.removeprefix(prefix) for path in keys() if path.startswith(prefix)]
-    return [], f"Keys here: {', '.join(name for name in siblings if '.' not in name)}."
+    return [], f"keys here: {', '.join(name for name in siblings if '.' not in name)}"
 
 
 def _parent(location: Location) -> tuple[str, str]:
@@ -125,7 +123,8 @@ def _missing_hint(path: str) -> str:
     name = path.rpartition(".")[2]
     if field.examples:
         return f"add it, such as `{name}: {_flow(field.examples[0])}`"
-    return f"add `{name}`. {field.description}"
+    description = field.description or ""
+    return f"add `{name}`: {description[:1].lower()}{description[1:].removesuffix('.')}"
 
 
 def _flow(value: Any) -> str:
@@ -139,17 +138,17 @@ def _message(detail: ErrorDetails, words: str = "") -> str:
     """What is wrong; ``words`` would be right, too."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "too_long":
-        return f"has {context['actual_length']} values, but takes {context['max_length']}"
+        return f"must have {context['max_length']} values, not {context['actual_length']}"
     if kind == "string_too_long":
-        return f"has {len(value)} characters, but may have {context['max_length']} at most"
+        return f"must have at most {context['max_length']} characters, not {len(value)}"
     if kind == "too_short":
-        return f"needs at least {context['min_length']} item, and has {context['actual_length']}"
+        return f"must have at least {context['min_length']} item, not {context['actual_length']}"
     if kind == "format":
         return f"{detail['msg']}, not {_shown(value)}"
     if kind == "string_too_short":
         return "must not be empty"
     if kind == "string_pattern_mismatch":
-        return f"{_shown(value)} does not fit the pattern {context['pattern']}"
+        return f"must match {context['pattern']}, not {_shown(value)}"
     if kind == "literal_error":
         return f"must be {_choice(_allowed(detail))}, not {_shown(value)}"
     if kind in _BOUNDS:
@@ -165,15 +164,15 @@ def _hint(detail: ErrorDetails, key: Key | None) -> str:
     if detail["type"] == "literal_error" and isinstance(value, str) and (hint := did_you_mean(value, _allowed(detail))):
         return hint
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
-        return "put it in quotes to make it text"
+        return "put it in quotes"
     if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):
         return f"write {int(value)}" if abs(value) < 2**63 else _default_hint(key)
     if isinstance(value, str) and detail["type"] in ("int_type", "float_type", "bool_type"):
         return "write it without quotes" if _is_bare(value) else _default_hint(key)
     if key is not None and key.opens and detail["type"] in ("list_type", "dict_type"):
         fields = ", ".join(key.opens.model_fields)
-        each = "Write a list; each entry" if detail["type"] == "list_type" else "Write names; what is under each"
-        return f"{each} has the keys {fields}"
+        each = "write a list whose entries have" if detail["type"] == "list_type" else "write names whose mappings have"
+        return f"{each} the keys {fields}"
     return _default_hint(key)
 
 
@@ -181,9 +180,9 @@ def _default_hint(key: Key | None) -> str:
     if key is None:
         return ""
     if key.opens:
-        return f"put its keys under it: {', '.join(key.opens.model_fields)}"
+        return f"write its keys below it: {', '.join(key.opens.model_fields)}"
     default = key.default
-    return "" if default is PydanticUndefined or default == {} else f"left out, it is {_shown(default)}"
+    return "" if default is PydanticUndefined or default == {} else f"default: {_shown(default)}"
 
 
 def _allowed(detail: ErrorDetails) -> list[str]:
@@ -229,9 +228,8 @@ def suggest(parent: str, key: str) -> list[str]:
     siblings = [name for name in beside if "." not in name]
     if not parent:
         siblings.append(beside.setdefault("extends", "extends"))
-    close = get_close_matches(key.lower(), siblings, n=1, cutoff=0.75)
-    answer = elsewhere(parent, key)
-    known = [] if answer.endswith(".") else answer.split()
+    close = closest(key, siblings, cutoff=0.75)
+    known, _ = elsewhere(parent, key)
     own = [path for path in _suffixes(parent, key) if "." in path and path in keys()]
     if own:
         return own[:1]
@@ -243,7 +241,7 @@ def suggest(parent: str, key: str) -> list[str]:
     found = known + [path for path in names if names[path] in wanted and _shared(parent, path) > closer]
     found += [path for path in names if names[path] == key.lower() and path not in found]
     if not found:
-        near = get_close_matches(key.lower(), set(names.values()), n=2, cutoff=0.8)
+        near = closest(key, set(names.values()), 2, 0.8)
         found = [path for path, name in names.items() if name in near]
 
     def rank(path: str) -> tuple[int, int, int]:
@@ -252,9 +250,11 @@ def suggest(parent: str, key: str) -> list[str]:
     return sorted(found, key=rank)[: max(3, len(known))]
 
 
-def elsewhere(parent: str, key: str) -> str:
-    """What ``NAMES`` says of a key, under the longest part of its path that is there; empty when none is."""
-    return next((NAMES[name] for name in _suffixes(parent, key) if name in NAMES), "")
+def elsewhere(parent: str, key: str) -> tuple[list[str], str]:
+    """What another trainer means by a key, under the longest part of its path that is known: the keys to use, or what
+    to do instead. Both are empty for an unknown one."""
+    known = next((name for name in _suffixes(parent, key) if name in KEYS or name in HINTS), "")
+    return KEYS.get(known, []), HINTS.get(known, "")
 
 
 def _suffixes(parent: str, key: str) -> list[str]:

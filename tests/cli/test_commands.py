@@ -180,7 +180,7 @@ def test_train_without_a_spec_file(tmp_path: Path) -> None:
 
 def test_train_with_a_broken_spec(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC + "seeds: 1\n")
-    assert "spec.yaml:4:1: seeds: there is no such key" in refused(asyncrl("train", "spec.yaml", cwd=tmp_path), 2)
+    assert "spec.yaml:4:1: seeds: unknown key" in refused(asyncrl("train", "spec.yaml", cwd=tmp_path), 2)
 
 
 def processes_with(entry: str) -> list[int]:

@@ -47,7 +47,7 @@ def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-d
 def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", BROKEN)
     assert (code, out) == (2, "")
-    assert err.startswith(f"{BROKEN}:3:1: seeds: there is no such key\n    did you mean `seed`?\n")
+    assert err.startswith(f"{BROKEN}:3:1: seeds: unknown key\n    did you mean `seed`?\n")
     assert "Traceback" not in err
     assert "Traceback" in asyncrl("--debug", "validate-spec", BROKEN)[2]
 
@@ -64,7 +64,7 @@ def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert (code, err, document["valid"]) == (2, "", False)
     assert document["problems"][0] == {
         "path": "seeds",
-        "message": "there is no such key",
+        "message": "unknown key",
         "hint": "did you mean `seed`?",
         "severity": "error",
         "file": BROKEN,
@@ -107,7 +107,7 @@ def test_a_spec_from_standard_input(asyncrl, tmp_path: Path, monkeypatch: pytest
     assert asyncrl("validate-spec", "-")[1].startswith("- is valid: quickstart runs")
     given(f"extends: {QUICKSTART}\nstop: {{step: 3}}\n")
     code, out, err = asyncrl("validate-spec", "-")
-    assert (code, out) == (2, "") and err.startswith("-:2:8: stop.step: there is no such key")
+    assert (code, out) == (2, "") and err.startswith("-:2:8: stop.step: unknown key")
     given("x" * 2**20)
     assert "more than 131,072 bytes" in asyncrl("validate-spec", "-")[2]
     monkeypatch.setattr(sys, "stdin", None)

@@ -26,7 +26,7 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from asyncrl_cli.spec.problems import Location, Problem, SpecError
 from asyncrl_cli.spec.schema import json_schema
-from asyncrl_cli.spec.source import read_yaml
+from asyncrl_cli.spec.yaml_nodes import read_yaml
 from tests.spec.mutations import Case, Mutator
 
 LIMIT_S = 2.0

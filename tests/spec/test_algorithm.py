@@ -64,20 +64,20 @@ def test_what_is_said_beside_a_preset_wins_and_what_was_said_below_it_is_dropped
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm.correction.level=token", "algorithm.correction.proximal=behaviour"], "correct for the same twice"),
-        (["algorithm.correction.level=null"], "bounds weights, and level says there are none"),
+        (["algorithm.correction.level=token", "algorithm.correction.proximal=behaviour"], "would correct twice"),
+        (["algorithm.correction.level=null"], "has no effect without level"),
         (["algorithm.correction.preset=icepop", "algorithm.correction.mask_low=6.0"], "is not below mask_high"),
-        (["algorithm.correction.reject_by=k3"], "rejects nothing without a bound"),
+        (["algorithm.correction.reject_by=k3"], "has no effect without a bound"),
         (["algorithm.correction.reject_by=k2", "algorithm.correction.reject_low=0.5"], "k2 has no lower bound"),
         (
             ["algorithm.correction.preset=geometric", "algorithm.correction.reject_low=2.0"],
             "is not above the lower bound",
         ),
         (["algorithm.correction.preset=geometric", "algorithm.correction.reject_by=null"], "without reject_by"),
-        (["rollout.group_size=1"], "one rollout has nothing to be compared with"),
+        (["rollout.group_size=1"], "compares the rollouts of a group"),
         (
             ["rollout.group_size=1", "algorithm.preset=reinforce_pp", "algorithm.uniform_groups=reject"],
-            "reject leaves out every group",
+            "reject excludes every group",
         ),
     ],
 )
@@ -94,14 +94,17 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm.correction.preset=decoupled"], "trained on without correction"),
-        (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "weights have no bound"),
-        (["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"], "groups with equal rewards teach"),
+        (["algorithm.correction.preset=decoupled"], "are not corrected"),
+        (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "without a bound"),
+        (
+            ["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"],
+            "equal rewards have gradients",
+        ),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
         (["algorithm.reference_update_every=5"], "there is no reference"),
-        (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "belongs to loss: clip or gspo"),
-        (["algorithm.gae_lambda=0.9"], "belongs to advantage: gae"),
-        (["algorithm.sequence_divisor=64"], "belongs to aggregation: sequence_sum"),
+        (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "without loss: clip or gspo"),
+        (["algorithm.gae_lambda=0.9"], "without advantage: gae"),
+        (["algorithm.sequence_divisor=64"], "without aggregation: sequence_sum"),
     ],
 )
 def test_choices_without_effect_are_warned_of(overrides: list[str], words: str) -> None:

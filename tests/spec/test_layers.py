@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.spec.layers import Layers, merge, override
 from asyncrl_cli.spec.problems import Location, Problem
-from asyncrl_cli.spec.source import Node
+from asyncrl_cli.spec.yaml_nodes import Node
 
 HERE = Location("here", 1, 1)
 
@@ -43,7 +43,7 @@ def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("a: 1\nextends: gone.yaml\n", 2, "there is no file"),
+        ("a: 1\nextends: gone.yaml\n", 2, "does not exist"),
         ("extends: s.yaml\n", 1, "extends itself: s.yaml → s.yaml"),
         ("extends: [.]\n", 1, "is not a file"),
         ("extends: {a: 1}\n", 1, "must be the path of a spec"),
@@ -100,7 +100,7 @@ def test_the_rest_of_the_file_is_read_when_one_that_it_extends_cannot_be(tmp_pat
     [
         (b"", "the file is empty"),
         (b"# nothing\n", "the file is empty"),
-        (b"- a\n", "no mapping"),
+        (b"- a\n", "not a mapping"),
         (b"a: 1\nb: \xff\n", "not UTF-8"),
     ],
 )

@@ -34,7 +34,7 @@ def test_an_earlier_key_is_refused_with_its_present_name(write: Write, path: str
     with pytest.raises(SpecError) as error:
         load_spec(write(), [f"{path}=1"])
     problems = [problem for problem in error.value.problems if problem.path == path]
-    assert [problem.message for problem in problems] == ["there is no such key"]
+    assert [problem.message for problem in problems] == ["unknown key"]
     assert f" to `{ALL[path]}`" in problems[0].hint or f" by `{ALL[path]}`" in problems[0].hint
 
 

@@ -68,48 +68,48 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "words"),
     [
-        (["model.path=null"], "model", "model.path (a saved one)"),
-        (["model.path=/no/such"], "model.path", "there is no folder /no/such"),
-        (["model.path=~/no/such"], "model.path", "there is no folder"),
+        (["model.path=null"], "model", "model.path (a saved model)"),
+        (["model.path=/no/such"], "model.path", "/no/such is not a folder"),
+        (["model.path=~/no/such"], "model.path", "is not a folder"),
         (["model.path=my model"], "model.path", "neither a folder nor a hub id"),
-        (["model.chat_template=no/such.jinja"], "model.chat_template", "there is no file /"),
+        (["model.chat_template=no/such.jinja"], "model.chat_template", "is not a file"),
         (["task.use=my/tasks.py:reward"], "task.use", "`my.tasks:reward`"),
-        (["task.use=nothing"], "task.use", "Ready tasks: chain_sum, spell_backward"),
-        (["task.use=null"], "task", "Give task.use (one task) or task.mix (several)."),
-        (["task.mix=[{name: a, use: exact}]"], "task.use", "Set one of the two to null."),
+        (["task.use=nothing"], "task.use", "ready tasks are chain_sum, spell_backward"),
+        (["task.use=null"], "task", "give task.use (one task) or task.mix (several)"),
+        (["task.mix=[{name: a, use: exact}]"], "task.use", "set one of the two to null"),
         (["task.use=null", "task.mix=[{name: a, use: exakt}]"], "task.mix.0.use", "did you mean `exact`?"),
         (
             ["task.use=null", "task.mix=[{name: a, use: exact}, {name: a, use: gym/any}]"],
             "task.mix.1.name",
-            "names another task",
+            "the name of another task",
         ),
         (
             ["task.use=null", "task.options={a: 1}", "task.mix=[{name: a, use: exact}]"],
             "task.options",
-            "to its members",
+            "to the members",
         ),
-        (["data.train.path=."], "data.train.path", "is a folder"),
-        (["model.max_length=600"], "model.max_length", "to 1024, or lower rollout.max_response_tokens to 88."),
-        (["model.max_length=256"], "model.max_length", "Raise model.max_length to 1024."),
-        (["rollout.group_size=512"], "rollout.max_running_rollouts", "Raise it to 512 or more"),
-        (["trainer.minibatches=64"], "trainer.minibatches", "Use one of 1, 2, 4, 8, 16, 32."),
-        (["trainer.offload=optimizer"], "trainer.offload", "Set it to none."),
+        (["data.train.path=."], "data.train.path", "is not a folder that `datasets` saved"),
+        (["model.max_length=600"], "model.max_length", "to 1024, or lower rollout.max_response_tokens to 88"),
+        (["model.max_length=256"], "model.max_length", "raise model.max_length to 1024"),
+        (["rollout.group_size=512"], "rollout.max_running_rollouts", "raise it to 512 or more"),
+        (["trainer.minibatches=64"], "trainer.minibatches", "use one of 1, 2, 4, 8, 16, 32"),
+        (["trainer.offload=optimizer"], "trainer.offload", "set it to none"),
         (
             ["trainer.offload=all", "trainer.zero_stage=2", "trainer.gpus_per_rank=1", "rollout.gpus_per_engine=1"],
             "trainer.offload",
-            "Raise trainer.zero_stage to 3",
+            "raise trainer.zero_stage to 3",
         ),
         (["trainer.attention=flash_attention_2"], "trainer.attention", "the trainer is on CPU in float32"),
         (["pipeline.mode=sync", "pipeline.max_staleness=1"], "pipeline.max_staleness", "mode sync means 0, not 1"),
-        (["pipeline.partial_rollouts=true"], "pipeline.partial_rollouts", "is for mode sync"),
+        (["pipeline.partial_rollouts=true"], "pipeline.partial_rollouts", "needs mode sync"),
         (
             ["pipeline.mode=sync", "pipeline.partial_rollouts=true", "pipeline.max_staleness=0"],
             "pipeline.max_staleness",
-            "Set it to 1 or leave it out.",
+            "set it to 1, or remove it",
         ),
         (["pipeline.mode=sync", "pipeline.weight_update=keep"], "pipeline.weight_update", "means drain, not keep"),
-        (["evaluation.prompts=300"], "evaluation.prompts", "Raise data.eval.size to 300"),
-        (["rollout.engine_args={async_scheduling: true}"], "rollout.engine_args.async_scheduling", "Remove it"),
+        (["evaluation.prompts=300"], "evaluation.prompts", "raise data.eval.size to 300"),
+        (["rollout.engine_args={async_scheduling: true}"], "rollout.engine_args.async_scheduling", "remove it"),
         (
             ["rollout.engine_args={pipeline_parallel_size: 2}"],
             "rollout.engine_args.pipeline_parallel_size",
@@ -129,15 +129,15 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (
             ["checkpoints={keep_best: 1, every: 3}", "evaluation.every=4"],
             "checkpoints.keep_best",
-            "every 3 and 4 steps meet at step 12",
+            "first coincide at step 12",
         ),
-        (["pipeline.max_staleness=10"], "pipeline.max_staleness", "Use less than 10"),
+        (["pipeline.max_staleness=10"], "pipeline.max_staleness", "use less than 10"),
         (["pipeline.publish_every=10"], "pipeline.publish_every", "rollouts of the initial weights"),
         (["runs_dir=/dev/null"], "runs_dir", "/dev/null is a file"),
         (["runs_dir=/dev/null/runs"], "runs_dir", "/dev/null is a file"),
         (["task.options={a: [.nan]}"], "task.options.a.0", "must be a finite number"),
         (["rollout.engine_args={a: .inf}"], "rollout.engine_args.a", "must be a finite number"),
-        (["data.train={path: 'hf:', split: train}"], "data.train.path", "names no data set of the hub"),
+        (["data.train={path: 'hf:', split: train}"], "data.train.path", "is not a hub id"),
     ],
 )
 def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: str) -> None:
@@ -184,7 +184,7 @@ def test_the_cache_holds_a_longest_rollout(write: Write) -> None:
         "task: {use: math}\nstop: {steps: 10}\n"
     )
     (problem,) = findings(path, "rollout.kv_cache_mb=7")
-    assert problem.path == "rollout.kv_cache_mb" and "Raise it to 8 or more" in problem.hint
+    assert problem.path == "rollout.kv_cache_mb" and "raise it to 8 or more" in problem.hint
     assert findings(path, "rollout.kv_cache_mb=8") == findings(path) == []
     assert findings(path, "rollout.kv_cache_mb=4", "rollout.dtype=bfloat16", "trainer.dtype=bfloat16") == []
 
@@ -218,8 +218,8 @@ def test_concurrency_that_staleness_can_never_use(write: Write, running: int, wa
     problems = findings(write(), f"rollout.max_running_rollouts={running}")
     assert bool(problems) is warned
     if problems:
-        assert "staleness admits 1280" in problems[0].message
-        assert problems[0].hint == "Lower it to 1280, or raise pipeline.max_staleness to 5."
+        assert "staleness admits at most 1280" in problems[0].message
+        assert problems[0].hint == "lower it to 1280, or raise pipeline.max_staleness to 5"
         assert findings(write(), f"rollout.max_running_rollouts={running}", "pipeline.max_staleness=5") == []
 
 

@@ -1,4 +1,4 @@
-"""Rules of the task, or a mix of tasks, and of its prompts: where they come from, and their order."""
+"""Rules of the task, or a mix of tasks, and of the prompts: where they come from, and in which order."""
 
 from __future__ import annotations
 
@@ -28,33 +28,37 @@ READY_TASKS = {
 }
 """The tasks that come with asyncrl, and their classes."""
 GYM = "gym/"
-"""Begins the name of a reasoning-gym data set."""
+"""Prefix of the name of a reasoning-gym data set."""
+HUB_ID = re.compile(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?")
+SOURCES = (
+    "name a .jsonl, .parquet or .csv file (relative to the spec), a folder that `datasets` saved, `hf:owner/name`, or "
+    "`module:function`"
+)
+SAVED_MARKS = ("dataset_info.json", "dataset_dict.json")
+"""A folder that `datasets` saved has one of these."""
 
 
 @rule
 def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
-    """There is one task, `task.use`, or a `task.mix` of several with names of their own, not both.
-
-    The prompts of a mix come from its members.
-    """
+    """Exactly one of `task.use` and `task.mix` is given. Tasks of a mix have different names, and bring the prompts."""
     task = spec.task
     if task.use is None and not task.mix:
-        yield Problem("task", "says no task", "give task.use (one task) or task.mix (several)")
+        yield Problem("task", "missing", "give task.use (one task) or task.mix (several)")
     if task.mix and task.use is not None:
-        yield Problem("task.use", "is given, and task.mix too", "set one of the two to null")
+        yield Problem("task.use", "cannot be combined with task.mix", "set one of the two to null")
     if task.mix and task.options:
-        yield Problem("task.options", "belongs to task.use, and this is a mix", "give options to its members")
+        yield Problem("task.options", "cannot be combined with task.mix", "give options to the members of the mix")
     names = [member.name for member in task.mix]
     for index, name in enumerate(names):
         if name in names[:index]:
-            yield Problem(f"task.mix.{index}.name", f"`{name}` names another task of the mix too", "use another name")
+            yield Problem(f"task.mix.{index}.name", f"`{name}` is the name of another task, too", "use another name")
         if name in ("mean", "correct"):
-            message = f"`{name}` would give it the metric of all tasks together, reward/{name}"
+            message = f"`{name}` is reserved: the metric reward/{name} covers all tasks together"
             yield Problem(f"task.mix.{index}.name", message, "use another name")
     for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
         if task.mix and split.path is not None:
-            hint = f"give the file to a member, as task.mix.0.{split_name}.path; here only `size` counts"
-            yield Problem(f"data.{split_name}.path", "is given, and the prompts of a mix come from its members", hint)
+            hint = f"give the file to a member, as task.mix.0.{split_name}.path, and only a size here"
+            yield Problem(f"data.{split_name}.path", "cannot be combined with task.mix", hint)
 
 
 @rule
@@ -67,18 +71,11 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
             if not re.fullmatch(MODULE_NAME, use):
                 module, _, name = use.partition(":")
                 dotted = module.removesuffix(".py").strip("./").replace("/", ".")
-                yield Problem(path, f"`{use}` is no module:name", f"write it like an import, as `{dotted}:{name}`")
+                hint = f"write it like an import, as `{dotted}:{name}`"
+                yield Problem(path, f"`{use}` is not of the form module:name", hint)
         elif use not in READY_TASKS and not use.startswith(GYM):
             known = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
             yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, known))
-
-
-SOURCES = (
-    "Name a .jsonl, .parquet or .csv file, or a folder that `datasets` saved; a relative path starts from the spec's "
-    "folder. `hf:owner/name` is a data set of the hub, `module:function` a function."
-)
-SAVED_MARKS = ("dataset_info.json", "dataset_dict.json")
-"""One of these lies in a folder that `datasets` saved."""
 
 
 @rule
@@ -87,21 +84,22 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
     for key, split in all_splits(spec):
         path = split.path
         if path is None and split.size is None and not key.startswith("task.mix."):
-            yield Problem(key, "has neither path nor size", "give a file, or how many prompts the task makes")
+            yield Problem(key, "missing", "give path (a file), or size (how many prompts the task makes)")
         if path is None or not names_a_file(path):
             continue
         kind = kind_of(path)
-        found = "is a folder" if os.path.isdir(path) else "is no folder" if os.path.exists(path) else "does not exist"
-        if kind is None and found != "does not exist":
-            yield Problem(f"{key}.path", f"the name {os.path.basename(path)} does not say what it is", SOURCES)
+        if not os.path.exists(path):
+            yield Problem(f"{key}.path", f"{path} does not exist", SOURCES)
+        elif kind is None:
+            yield Problem(f"{key}.path", f"unknown kind of file: {os.path.basename(path)}", SOURCES)
         elif not (os.path.isdir if kind == "saved" else os.path.isfile)(path):
-            yield Problem(f"{key}.path", f"{path} {found}", SOURCES)
+            yield Problem(f"{key}.path", f"{path} is {'a' if os.path.isdir(path) else 'not a'} folder", SOURCES)
         elif kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
-            yield Problem(f"{key}.path", f"{path} is a folder that `datasets` has not saved", SOURCES)
+            yield Problem(f"{key}.path", f"{path} is not a folder that `datasets` saved", SOURCES)
     train, held_out = spec.data.train, spec.data.eval
     same = (train.path, train.config, train.split) == (held_out.path, held_out.config, held_out.split)
     if train.path is not None and same:
-        yield warning("data.eval.path", "the held-out prompts are trained on", "use a file of its own")
+        yield warning("data.eval.path", "the held-out prompts are also trained on", "use another file")
 
 
 @rule
@@ -114,34 +112,34 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
                 template_columns(split.template)
             except ValueError as error:
                 hint = 'write columns in braces, as in "Q: {question}"; `{{` is a brace'
-                yield Problem(f"{key}.template", f"is no template: {error}", hint)
-        if kind == "hub" and not re.fullmatch(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?", split.path or ""):
-            yield Problem(f"{key}.path", f"`{split.path}` names no data set of the hub", "write it as hf:owner/name")
+                yield Problem(f"{key}.template", f"invalid template: {error}", hint)
+        if kind == "hub" and not HUB_ID.fullmatch(split.path or ""):
+            yield Problem(f"{key}.path", f"`{split.path}` is not a hub id", "write it as hf:owner/name")
         if kind == "hub" and split.split is None:
-            yield Problem(f"{key}.split", "a hub data set needs its split", "set it, for example to `train`")
+            yield Problem(f"{key}.split", "missing: a hub data set needs a split", "set it, for example to `train`")
         if kind != "hub" and split.config is not None:
-            yield Problem(f"{key}.config", "belongs to hub ids (`hf:owner/name`)", "leave it out")
+            yield Problem(f"{key}.config", "only hub data sets (`hf:owner/name`) have a config", "remove it")
         own = key.startswith("evaluation.") and split.path is None
         if own and split.split not in (None, "train", "eval"):
             yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "use `train` or `eval`")
         elif not own and kind not in ("hub", "saved") and split.split is not None:
-            yield Problem(f"{key}.split", "belongs to data sets of `datasets`", "leave it out")
+            yield Problem(f"{key}.split", "only hub and saved data sets have splits", "remove it")
 
 
 @rule
 def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Stages of a curriculum end one after another, each below its `max`; only the last may have no end."""
+    """Stages of a curriculum end one after another, and `min` is not above `max`; only the last may have no end."""
     stages = spec.data.curriculum.stages if spec.data.curriculum else []
     before = 0
     for index, stage in enumerate(stages):
         key = f"data.curriculum.stages.{index}"
         if stage.until_prompt is None:
             if index < len(stages) - 1:
-                hint = "only the last stage may leave it out"
-                yield Problem(f"{key}.until_prompt", "is missing, so the later stages never come", hint)
+                hint = "set it: without an end, the later stages are never reached"
+                yield Problem(f"{key}.until_prompt", "missing", hint)
         elif stage.until_prompt <= before:
             hint = f"it counts from the run's first prompt: use more than {before}"
-            yield Problem(f"{key}.until_prompt", f"the stage before ends at {before} already", hint)
+            yield Problem(f"{key}.until_prompt", f"the stage before already ends at {before}", hint)
         else:
             before = stage.until_prompt
         if stage.min is not None and stage.max is not None and stage.min > stage.max:
@@ -150,11 +148,11 @@ def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Several `samples` of an evaluation set mean `greedy: false`: greedy responses are all the same."""
+    """Several `samples` of an evaluation set need `greedy: false`: all greedy responses are equal."""
     for name, chosen in spec.evaluation.sets.items():
         if chosen.greedy and chosen.samples > 1:
-            hint = "set greedy to false, or leave samples out"
-            yield Problem(f"evaluation.sets.{name}.samples", "greedy responses are all the same", hint)
+            hint = "set greedy to false, or remove samples"
+            yield Problem(f"evaluation.sets.{name}.samples", "all greedy responses are equal", hint)
 
 
 def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:

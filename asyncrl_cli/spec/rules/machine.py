@@ -1,5 +1,4 @@
-"""Rules of devices, engines and their arguments, and of what lies outside the run: its folder, MLflow, and the
-free mappings that others read."""
+"""Rules of devices, engines and their arguments, of the runs folder and MLflow, and of mappings without fixed keys."""
 
 from __future__ import annotations
 
@@ -30,36 +29,36 @@ OWN_ENGINE_ARGS = {
     "enable_chunked_prefill": None,
     "async_scheduling": None,
 }
-"""vLLM arguments that asyncrl sets itself, each with the key to use instead; every `schedul…` argument is one too."""
+"""vLLM arguments that asyncrl sets itself, each with the key to use instead; so is every argument `schedul…`."""
 
 _ONE_ACTOR = "an engine is one process group on one host, with the GPUs of rollout.gpus_per_engine alone"
-_EXACT = "engines must compute with the weights that the trainer publishes, and prove it by log-probs"
+_EXACT = "engines must compute with exactly the weights that the trainer publishes"
 IMPOSSIBLE_ENGINE_ARGS = {
-    "pipeline_parallel_size": ((1,), _ONE_ACTOR, "Use rollout.gpus_per_engine, which is tensor parallelism."),
-    "prefill_context_parallel_size": ((1,), _ONE_ACTOR, "Use rollout.gpus_per_engine."),
-    "nnodes": ((1,), _ONE_ACTOR, "Use rollout.engines for more engines."),
-    "data_parallel_external_lb": ((False,), _ONE_ACTOR, "Use rollout.engines for more engines."),
-    "data_parallel_hybrid_lb": ((False,), _ONE_ACTOR, "Use rollout.engines for more engines."),
+    "pipeline_parallel_size": ((1,), _ONE_ACTOR, "use rollout.gpus_per_engine (tensor parallelism)"),
+    "prefill_context_parallel_size": ((1,), _ONE_ACTOR, "use rollout.gpus_per_engine"),
+    "nnodes": ((1,), _ONE_ACTOR, "use rollout.engines for more engines"),
+    "data_parallel_external_lb": ((False,), _ONE_ACTOR, "use rollout.engines for more engines"),
+    "data_parallel_hybrid_lb": ((False,), _ONE_ACTOR, "use rollout.engines for more engines"),
     "distributed_executor_backend": (
         ("mp", "uni"),
-        "vLLM's other executors ask for GPUs that the engine's own actor already holds",
-        "Remove it, or set it to mp.",
+        "vLLM's other executors request GPUs that the engine's actor already holds",
+        "remove it, or set it to mp",
     ),
-    "quantization": ((), _EXACT, "Remove it; rollout.dtype: bfloat16 halves the memory of float32."),
-    "quantization_config": ((), _EXACT, "Remove it."),
-    "runner": (("auto", "generate"), "only a generating engine can produce rollouts", "Remove it."),
-    "convert": (("auto", "none"), "only a generating engine can produce rollouts", "Remove it."),
-    "skip_tokenizer_init": ((False,), "engines need the tokenizer to stop at rollout.sampling.stop", "Remove it."),
+    "quantization": ((), _EXACT, "remove it; rollout.dtype: bfloat16 halves the memory of float32"),
+    "quantization_config": ((), _EXACT, "remove it"),
+    "runner": (("auto", "generate"), "only a generating engine can produce rollouts", "remove it"),
+    "convert": (("auto", "none"), "only a generating engine can produce rollouts", "remove it"),
+    "skip_tokenizer_init": ((False,), "engines need the tokenizer to stop at rollout.sampling.stop", "remove it"),
 }
-"""vLLM arguments with which no run can work: the values that do no harm, why, and what to do. None is always one."""
+"""vLLM arguments that no run can work with: the values that are allowed, why, and the hint. None is always allowed."""
 
 
 @rule
 def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Trainer and engines compute in one dtype; two widen the gap between their log-probs."""
+    """Trainer and engines compute in the same dtype; different ones widen the gap between their log-probs."""
     if spec.trainer.dtype != spec.rollout.dtype:
-        message = f"engines in {spec.rollout.dtype} and trainer in {spec.trainer.dtype} widen the log-prob gap"
-        yield warning("rollout.dtype", message, f"use {spec.trainer.dtype} in both, if memory allows")
+        message = f"engines in {spec.rollout.dtype} and the trainer in {spec.trainer.dtype} widen the log-prob gap"
+        yield warning("rollout.dtype", message, f"use {spec.trainer.dtype} for both, if memory allows")
 
 
 @rule
@@ -81,27 +80,27 @@ def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def threads(spec: ExperimentSpec) -> Iterator[Problem]:
-    """On this machine's CPUs, ranks and engines have a core for every thread."""
+    """If ranks and engines run on this machine's CPUs, every thread has a core."""
     trainer, rollout, cores = spec.trainer, spec.rollout, os.cpu_count()
     if spec.cluster.address is not None or trainer.gpus_per_rank or rollout.gpus_per_engine or cores is None:
         return
     parts = (trainer.ranks * trainer.threads_per_rank, rollout.engines * rollout.threads_per_engine)
     needed = max(parts) if spec.pipeline.mode == "sync" else sum(parts)
     if needed > cores:
-        message = f"trainer and engines want {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"
+        message = f"trainer and engines need {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"
         path = "trainer.threads_per_rank" if parts[0] > parts[1] else "rollout.threads_per_engine"
-        yield warning(path, message, f"lower threads, ranks or engines until they want {cores} in all")
+        yield warning(path, message, f"lower threads, ranks or engines until they need {cores} together")
 
 
 @rule
 def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.engine_args` leaves alone what asyncrl sets itself, and what no run can work with."""
+    """`rollout.engine_args` has no argument that asyncrl sets itself, and none that no run can work with."""
     for argument, value in spec.rollout.engine_args.items():
         name = argument.strip("-").replace("-", "_").lower()
         path = f"rollout.engine_args.{argument}"
         if name in OWN_ENGINE_ARGS or name.startswith("schedul"):
             key = OWN_ENGINE_ARGS.get(name)
-            hint = f"use {key} instead" if key else "remove it; the pipeline depends on its own value"
+            hint = f"use {key} instead" if key else "remove it; asyncrl depends on its own value"
             yield Problem(path, "asyncrl sets this itself", hint)
         elif name in IMPOSSIBLE_ENGINE_ARGS:
             harmless, reason, hint = IMPOSSIBLE_ENGINE_ARGS[name]
@@ -113,12 +112,12 @@ TRACKING_SCHEMES = (
     *("file", "sqlite", "postgresql", "mysql", "mssql"),
     *("http", "https", "databricks", "databricks-uc", "uc"),
 )
-"""What MLflow's tracking stores begin with; plugins of the environment add their own."""
+"""Schemes of MLflow's tracking stores; installed plugins add theirs."""
 
 
 @rule
 def runs_folder(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`runs_dir` is a folder, or can become one."""
+    """`runs_dir` is a folder, or can be created."""
     for path in (spec.runs_dir, *spec.runs_dir.absolute().parents):
         if os.path.exists(path):
             if not os.path.isdir(path):
@@ -128,19 +127,16 @@ def runs_folder(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def tracking_target(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`tracking.uri` is one that MLflow knows, and `tracking.register_model` goes with `tracking.mlflow`."""
+    """MLflow knows the scheme of `tracking.uri`, and `tracking.register_model` needs `tracking.mlflow`."""
     tracking = spec.tracking
     scheme, separator, _ = (tracking.uri or "").partition(":")
-    if separator and scheme.partition("+")[0] not in (*TRACKING_SCHEMES, *_plugin_schemes()):
-        message = f"MLflow has no tracking store of scheme `{scheme}`"
-        yield Problem("tracking.uri", message, f"use a path, or one of {', '.join(TRACKING_SCHEMES)}")
+    plugins = (entry.name for entry in entry_points(group="mlflow.tracking_store"))
+    if separator and scheme.partition("+")[0] not in (*TRACKING_SCHEMES, *plugins):
+        hint = f"use a path, or one of {', '.join(TRACKING_SCHEMES)}"
+        yield Problem("tracking.uri", f"MLflow has no tracking store of scheme `{scheme}`", hint)
     if tracking.register_model is not None and not tracking.mlflow:
-        message = "a model is registered in MLflow, and tracking.mlflow is false"
-        yield Problem("tracking.register_model", message, "set tracking.mlflow to true, or remove this")
-
-
-def _plugin_schemes() -> list[str]:
-    return [entry.name for entry in entry_points(group="mlflow.tracking_store")]
+        hint = "set tracking.mlflow to true, or remove this key"
+        yield Problem("tracking.register_model", "needs MLflow, and tracking.mlflow is false", hint)
 
 
 @rule
@@ -154,7 +150,7 @@ def finite_values(spec: ExperimentSpec) -> Iterator[Problem]:
     free += [(f"task.mix.{index}.options", member.options) for index, member in enumerate(spec.task.mix)]
     for path, value in free:
         for below in _not_finite(path, value):
-            yield Problem(below, "must be a finite number", "JSON, which records the spec, has no other numbers")
+            yield Problem(below, "must be a finite number", "JSON, which records the spec, has no others")
 
 
 def _not_finite(path: str, value: object) -> Iterator[str]:

@@ -25,7 +25,7 @@ HUB_ID = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 
 
 def _sizes(spec: ExperimentSpec) -> dict[str, int]:
-    """Those of ``SIZES`` that `model.init.config` gives as sizes."""
+    """Those of ``SIZES`` that `model.init.config` gives, and that are sizes."""
     config = spec.model.init.config if spec.model.init else {}
     found = {name: config.get(name) for name in SIZES}
     return {name: size for name, size in found.items() if type(size) is int and 1 <= size <= LARGEST}
@@ -33,11 +33,11 @@ def _sizes(spec: ExperimentSpec) -> dict[str, int]:
 
 @rule
 def one_model(spec: ExperimentSpec) -> Iterator[Problem]:
-    """The model has one source: `model.path` or `model.init`, not both."""
+    """Exactly one of `model.path` and `model.init` is given."""
     if spec.model.path is None and spec.model.init is None:
-        yield Problem("model", "says no model", "give model.path (a saved one) or model.init (a new one)")
+        yield Problem("model", "missing", "give model.path (a saved model) or model.init (a new one)")
     if spec.model.path is not None and spec.model.init is not None:
-        yield Problem("model.path", "is given, and model.init too", "set one of the two to null")
+        yield Problem("model.path", "cannot be combined with model.init", "set one of the two to null")
 
 
 @rule
@@ -46,13 +46,13 @@ def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     path = spec.model.path
     hint = "name a saved model's folder, or a hub id such as `Qwen/Qwen3-0.6B`"
     if path is not None and os.path.isabs(path) and not os.path.isdir(path):
-        yield Problem("model.path", f"there is no folder {path}", hint)
+        yield Problem("model.path", f"{path} is not a folder", hint)
     elif path is not None and not os.path.isabs(path) and not re.fullmatch(HUB_ID, path):
         yield Problem("model.path", f"`{path}` is neither a folder nor a hub id", hint)
     tokenizer = spec.model.init.tokenizer if spec.model.init else CHARACTERS
     if tokenizer != CHARACTERS and not os.path.isdir(tokenizer):
         hint = f"name a saved tokenizer's folder, or `{CHARACTERS}`"
-        yield Problem("model.init.tokenizer", f"there is no folder {tokenizer}", hint)
+        yield Problem("model.init.tokenizer", f"{tokenizer} is not a folder", hint)
 
 
 @rule
@@ -60,12 +60,12 @@ def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.chat_template` is a file."""
     if spec.model.chat_template is not None and not os.path.isfile(spec.model.chat_template):
         hint = "name a Jinja file, or leave it out to use the tokenizer's own template"
-        yield Problem("model.chat_template", f"there is no file {spec.model.chat_template}", hint)
+        yield Problem("model.chat_template", f"{spec.model.chat_template} is not a file", hint)
 
 
 @rule
 def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`model.init.architecture` is one that transformers has a causal language model of."""
+    """transformers has a causal language model of the type `model.init.architecture`."""
     name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
     if spec.model.init and known and name not in known:
         hint = did_you_mean(name, known, "for a small model, use `qwen3` or `llama`")
@@ -75,9 +75,9 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @cache
 def _architectures() -> frozenset[str]:
-    """The types that transformers lists in its source, which importing takes seconds; none when they are not found.
+    """The types in the source of transformers, whose import takes seconds; none if it is not found.
 
-    ``train.model.initial`` asks transformers itself, before a run starts.
+    ``train.model.initial`` asks transformers itself before a run starts.
     """
     package = find_spec("transformers")
     source = Path(package.origin or "").parent / "models/auto/modeling_auto.py" if package else Path()
@@ -101,38 +101,39 @@ def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
-    """In `model.init.config`, heads divide the hidden size (or `head_dim` is given), key-value heads divide heads."""
+    """In `model.init.config`, the heads divide the hidden size (or `head_dim` is given), and the key-value heads divide
+    the heads."""
     yield from head_problems(_sizes(spec))
 
 
 def head_problems(sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """What is wrong with the attention heads of a config, those of an architecture's own defaults included."""
+    """The mistakes in the attention heads of a config, which may include the architecture's defaults."""
     size, heads, kv_heads = map(sizes.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if size and heads and size % heads and not sizes.get("head_dim"):
         hint = f"use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim"
-        yield Problem("model.init.config.hidden_size", f"{size} cannot be split over {heads} heads", hint)
+        yield Problem("model.init.config.hidden_size", f"{size} is not a multiple of {heads} heads", hint)
     if heads and kv_heads and heads % kv_heads:
-        message = f"{kv_heads} key-value heads cannot share {heads} heads"
+        message = f"{kv_heads} does not divide the {heads} heads"
         yield Problem("model.init.config.num_key_value_heads", message, f"use one of {divisors(heads)}")
 
 
 @rule
 def positions(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`model.max_length` is within `max_position_embeddings`, where the config has it."""
+    """`model.max_length` is at most `max_position_embeddings`, if the config has it."""
     yield from position_problems(_sizes(spec), spec.model.max_length)
 
 
 def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Problem]:
-    """Whether sequences of ``max_length`` tokens have too few positions."""
+    """A mistake if the model has fewer positions than ``max_length``."""
     limit = sizes.get("max_position_embeddings")
     if limit is not None and limit < max_length:
-        message = f"{max_length} tokens are more than the model's {limit} positions"
+        message = f"{max_length} is more than the model's {limit} positions"
         yield Problem("model.max_length", message, f"lower it to {limit}, or raise max_position_embeddings")
 
 
 @rule
 def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.kv_cache_mb` holds a sequence of `model.max_length`, as far as `model.init.config` tells its size."""
+    """`rollout.kv_cache_mb` holds a sequence of `model.max_length`, if `model.init.config` defines its size."""
     size, cache = _sizes(spec), spec.rollout.kv_cache_mb
     heads, layers = size.get("num_attention_heads"), size.get("num_hidden_layers")
     if cache is None or heads is None or layers is None or not ("head_dim" in size or "hidden_size" in size):
@@ -142,5 +143,5 @@ def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
     needed = 2 * layers * size.get("num_key_value_heads", heads) * head_dim * item * spec.model.max_length
     if cache * 2**20 < needed:
         hint = f"raise it to {-(-needed // 2**20)} or more, or leave it out"
-        message = f"{cache} MiB hold no sequence of model.max_length {spec.model.max_length}"
+        message = f"{cache} MiB cannot hold a sequence of model.max_length {spec.model.max_length}"
         yield Problem("rollout.kv_cache_mb", message, hint)

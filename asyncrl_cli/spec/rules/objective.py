@@ -15,70 +15,72 @@ GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
 
 @rule
 def correction(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Stale rollouts are corrected: by weights, masks or rejection, or by the clipped ratio being to the policy that
-    sampled them."""
+    """Stale rollouts are corrected: by weights, masks or rejection, or because the clipped ratio is relative to the
+    policy that sampled them. Bounds go with the keys that use them."""
     algorithm, staleness = spec.algorithm, spec.pipeline.max_staleness
     chosen = algorithm.correction
     key = "algorithm.correction"
     corrects = chosen.level is not None or chosen.reject_by is not None
     if chosen.proximal != "behaviour" and not corrects and staleness > 0:
-        message = f"stale rollouts (up to {staleness} versions) are trained on without correction"
+        message = f"null: rollouts that are up to {staleness} versions stale are not corrected"
         yield warning(f"{key}.level", message, "use the preset truncated")
     if chosen.proximal == "behaviour" and chosen.level is not None:
-        message = "the clipped ratio is to the behaviour policy already; weights correct for the same twice"
+        message = "the clipped ratio is already relative to the behaviour policy; weights would correct twice"
         yield Problem(f"{key}.level", message, f"set it to null, or {key}.proximal to recomputed")
     bounds = [bound for bound in ("cap", "mask_low", "mask_high") if getattr(chosen, bound) is not None]
     if bounds and chosen.level is None:
-        yield Problem(f"{key}.{bounds[0]}", "bounds weights, and level says there are none", f"set {key}.level")
+        yield Problem(f"{key}.{bounds[0]}", "has no effect without level", f"set {key}.level, or remove it")
     if chosen.level is not None and not bounds:
-        message = "weights have no bound, so one token can outweigh a batch"
-        yield warning(f"{key}.cap", message, "set it to 2.0")
+        yield warning(f"{key}.cap", "null: without a bound, one token can dominate a batch", "set it to 2.0")
     if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
-        yield Problem(f"{key}.mask_low", f"is not below mask_high ({chosen.mask_high})", "lower it")
+        yield Problem(f"{key}.mask_low", f"{chosen.mask_low} is not below mask_high {chosen.mask_high}", "lower it")
     if chosen.reject_by is not None and chosen.reject_high is None:
-        yield Problem(f"{key}.reject_by", "rejects nothing without a bound", f"set {key}.reject_high")
+        yield Problem(f"{key}.reject_by", "has no effect without a bound", f"set {key}.reject_high")
     if chosen.reject_by == "k1" and chosen.reject_over == "sequence_max":
-        yield Problem(f"{key}.reject_over", "k1 has both signs and no maximum", "set reject_by to k2 or k3")
+        yield Problem(f"{key}.reject_over", "k1 has no maximum: it can be negative", "set reject_by to k2 or k3")
     if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
-        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound: it is 0 or more", "remove it")
+        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound but 0", "remove it")
     if chosen.reject_by is None and (chosen.reject_low is not None or chosen.reject_high is not None):
         bound = "reject_high" if chosen.reject_low is None else "reject_low"
-        yield Problem(f"{key}.{bound}", "bounds nothing without reject_by", f"set {key}.reject_by, or remove it")
+        yield Problem(f"{key}.{bound}", "has no effect without reject_by", f"set {key}.reject_by, or remove it")
     if chosen.reject_by == "k1" and chosen.reject_high is not None:
         low = chosen.reject_low or 1.0 / chosen.reject_high
         if low >= chosen.reject_high:
-            yield Problem(f"{key}.reject_high", f"is not above the lower bound, {low:g}", "raise it above 1")
+            message = f"{chosen.reject_high:g} is not above the lower bound {low:g}"
+            yield Problem(f"{key}.reject_high", message, "raise it above 1")
 
 
 @rule
 def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Groups whose rewards are all equal are left out only where they teach nothing: with a group as the baseline."""
+    """Groups with equal rewards are excluded only if their advantages are 0: with the group as the baseline."""
     algorithm = spec.algorithm
     if algorithm.uniform_groups == "train" or algorithm.advantage in GROUP_BASELINES:
         return
     if spec.rollout.group_size == 1:
-        message = f"the rewards of a group of one are all equal, so {algorithm.uniform_groups} leaves out every group"
+        message = f"the rewards of a group of one are always equal, so {algorithm.uniform_groups} excludes every group"
         yield Problem("algorithm.uniform_groups", message, "set it to train, or raise rollout.group_size")
     elif algorithm.advantage in ("none", GAE) and algorithm.uniform_groups == "skip":
-        message = f"with advantage {algorithm.advantage}, groups with equal rewards teach, and skip leaves them out"
+        message = (
+            f"with advantage {algorithm.advantage}, groups with equal rewards have gradients, and skip excludes them"
+        )
         yield warning("algorithm.uniform_groups", message, "set it to train")
 
 
 @rule
 def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
-    """An advantage relative to a group takes groups of two rollouts or more."""
+    """An advantage relative to the group needs a `group_size` of 2 or more."""
     if spec.algorithm.advantage in GROUP_BASELINES and spec.rollout.group_size < 2:
-        message = f"one rollout has nothing to be compared with, as advantage {spec.algorithm.advantage} does"
+        message = f"advantage {spec.algorithm.advantage} compares the rollouts of a group, and 1 is too few"
         hint = "raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae"
         yield Problem("rollout.group_size", message, hint)
 
 
 @rule
 def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A KL penalty in the loss has a gradient, and a reference is refreshed only where there is one."""
+    """A KL penalty in the loss has a gradient, and a reference is updated only if there is one."""
     algorithm = spec.algorithm
     if algorithm.kl_coef and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
-        message = "k1 in the loss has a gradient of zero in expectation"
+        message = "k1 in the loss has an expected gradient of zero"
         yield warning("algorithm.kl_estimator", message, "use k2 or k3, or kl_placement: reward")
     if algorithm.reference_update_every and not algorithm.kl_coef:
         message = "has no effect: kl_coef is 0, so there is no reference"
@@ -87,7 +89,7 @@ def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Keys that belong to one loss, aggregation or advantage are given only with it."""
+    """Keys of one loss, aggregation or advantage are set only with it."""
     algorithm = spec.algorithm
     for key, belongs, there in (
         ("dual_clip", "loss: clip or gspo", algorithm.loss not in ("cispo", "sapo")),
@@ -98,4 +100,4 @@ def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
     ):
         default = AlgorithmSpec.model_fields[key].get_default(call_default_factory=True)
         if not there and getattr(algorithm, key) != default:
-            yield warning(f"algorithm.{key}", f"has no effect: it belongs to {belongs}", "remove it")
+            yield warning(f"algorithm.{key}", f"has no effect without {belongs}", "remove it")

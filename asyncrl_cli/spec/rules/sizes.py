@@ -12,41 +12,41 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 @rule
 def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A longest prompt and a longest response fit into `model.max_length`."""
+    """The longest prompt and the longest response together fit into `model.max_length`."""
     rollout, limit, total = spec.rollout, spec.model.max_length, longest_rollout(spec)
     if total > limit:
         sum_ = f"{rollout.max_prompt_tokens} prompt + {rollout.max_response_tokens} response tokens"
         hint = f"raise model.max_length to {total}"
         if limit > rollout.max_prompt_tokens:
             hint += f", or lower rollout.max_response_tokens to {limit - rollout.max_prompt_tokens}"
-        yield Problem("model.max_length", f"{sum_} are {total}, more than {limit}", f"{hint}")
+        yield Problem("model.max_length", f"{limit} is less than {sum_}", hint)
 
 
 @rule
 def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.tokens_per_microbatch` has room for a longest rollout."""
+    """`trainer.tokens_per_microbatch` has room for the longest rollout."""
     total, budget = longest_rollout(spec), spec.trainer.tokens_per_microbatch
     if total > budget:
-        message = f"a rollout may have {total} tokens, more than the {budget} of a micro-batch"
+        message = f"{budget} is less than the {total} tokens that a rollout may have"
         yield warning("trainer.tokens_per_microbatch", message, f"raise it to {total} or more")
 
 
 @rule
 def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A run ends, and is checkpointed, at a published version: these steps are multiples of `publish_every`."""
+    """A run ends and writes checkpoints at a published version: these steps are multiples of `publish_every`."""
     every = spec.pipeline.publish_every
     for path, steps in (("stop.steps", spec.stop.steps), ("checkpoints.every", spec.checkpoints.every)):
         if steps % every:
             near = max(every, steps // every * every)
-            yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"make it {near}")
+            yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"use {near}")
 
 
 @rule
 def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A group fits into what an engine runs at once."""
+    """An engine can run all rollouts of a group at the same time."""
     group, running = spec.rollout.group_size, spec.rollout.max_running_rollouts
     if group > running:
-        message = f"an engine runs {running} rollouts at once, fewer than one group of {group}"
+        message = f"{running} is less than rollout.group_size {group}"
         yield Problem("rollout.max_running_rollouts", message, f"raise it to {group} or more")
 
 
@@ -55,45 +55,45 @@ def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
     """`trainer.minibatches` divides `pipeline.groups_per_step`."""
     parts, groups = spec.trainer.minibatches, spec.pipeline.groups_per_step
     if groups % parts:
-        message = f"{groups} groups per step cannot be split into {parts} equal minibatches"
+        message = f"{parts} does not divide pipeline.groups_per_step {groups}"
         yield Problem("trainer.minibatches", message, f"use one of {divisors(groups)}")
 
 
 @rule
 def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Every minibatch has a rollout for every rank."""
+    """Every minibatch has at least one rollout for every rank."""
     rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size // spec.trainer.minibatches
     if 0 < rollouts < spec.trainer.ranks:
-        message = f"a minibatch of {rollouts} rollouts leaves some of {spec.trainer.ranks} ranks without any"
-        yield Problem("trainer.ranks", message, f"use {rollouts} ranks at most, or fewer minibatches")
+        message = f"{spec.trainer.ranks} is more than the {rollouts} rollouts of a minibatch"
+        yield Problem("trainer.ranks", message, f"lower it to {rollouts}, or use fewer minibatches")
 
 
 @rule
 def offload(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.offload` is for GPU ranks; `optimizer` takes ZeRO 1 or more, `all` takes ZeRO 3."""
+    """`trainer.offload` needs GPU ranks; `optimizer` needs ZeRO 1 or higher, and `all` ZeRO 3."""
     trainer = spec.trainer
     least = {"none": 0, "optimizer": 1, "all": 3}[trainer.offload]
     if least and not trainer.gpus_per_rank:
-        message = f"`{trainer.offload}` moves nothing: ranks without a GPU have all in the CPU's memory"
+        message = f"`{trainer.offload}` has no effect: ranks without a GPU are in CPU memory anyway"
         yield Problem("trainer.offload", message, "set it to none")
     elif trainer.zero_stage < least:
-        message = f"`{trainer.offload}` takes ZeRO {least}, and trainer.zero_stage is {trainer.zero_stage}"
+        message = f"`{trainer.offload}` needs ZeRO {least}, and trainer.zero_stage is {trainer.zero_stage}"
         yield Problem("trainer.offload", message, f"raise trainer.zero_stage to {least}, or offload less")
 
 
 @rule
 def attention(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.attention` `flash_attention_2` takes GPU ranks and bfloat16."""
+    """`trainer.attention: flash_attention_2` needs GPU ranks and bfloat16."""
     trainer = spec.trainer
     if trainer.attention == "flash_attention_2" and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
         where = "GPU" if trainer.gpus_per_rank else "CPU"
-        message = f"flash_attention_2 takes a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
+        message = f"flash_attention_2 needs a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
         yield Problem("trainer.attention", message, "use sdpa")
 
 
 @rule
 def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`sync` means staleness 0 (unless with `partial_rollouts`), `one_step_off` staleness 1, and both
+    """Mode `sync` has staleness 0 (except with `partial_rollouts`), `one_step_off` staleness 1, and both have
     `weight_update: drain`."""
     pipeline = spec.pipeline
     preset = {"sync": 0, "one_step_off": 1}.get(pipeline.mode)
@@ -101,33 +101,34 @@ def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     if pipeline.max_staleness != preset and not pipeline.partial_rollouts:
         message = f"mode {pipeline.mode} means {preset}, not {pipeline.max_staleness}"
-        hint = f"set it to {preset} or leave it out, or use mode: async"
+        hint = f"set it to {preset}, remove it, or use mode: async"
         yield Problem("pipeline.max_staleness", message, hint)
     if pipeline.weight_update != "drain":
         message = f"mode {pipeline.mode} means drain, not {pipeline.weight_update}"
-        yield Problem("pipeline.weight_update", message, "set it to drain or leave it out, or use mode: async")
+        yield Problem("pipeline.weight_update", message, "set it to drain, remove it, or use mode: async")
 
 
 @rule
 def partial_rollouts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`partial_rollouts` is for mode `sync`, with a `max_staleness` of 1 or more."""
+    """`partial_rollouts` needs mode `sync`, and a `max_staleness` of 1 or more."""
     pipeline = spec.pipeline
     if pipeline.partial_rollouts and pipeline.mode != "sync":
-        message = f"is for mode sync; mode {pipeline.mode} goes on generating while the trainer trains"
-        yield Problem("pipeline.partial_rollouts", message, "leave it out, or use mode: sync")
+        message = f"needs mode sync: mode {pipeline.mode} never stops generating"
+        yield Problem("pipeline.partial_rollouts", message, "remove it, or use mode: sync")
     elif pipeline.partial_rollouts and pipeline.max_staleness == 0:
-        message = "0 lets no rollout go on after the batch it began with, as partial_rollouts wants"
-        yield Problem("pipeline.max_staleness", message, "set it to 1 or leave it out")
+        message = "0 lets no rollout continue under the next weights, as partial_rollouts needs"
+        yield Problem("pipeline.max_staleness", message, "set it to 1, or remove it")
 
 
 @rule
 def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Engines run no more rollouts than staleness admits: (S + 1) · publish_every · groups_per_step · group_size."""
+    """Engines can run at most the rollouts that staleness admits: (max_staleness + 1) · publish_every ·
+    groups_per_step · group_size."""
     pipeline, rollout = spec.pipeline, spec.rollout
     capacity = rollout.engines * rollout.max_running_rollouts
     admitted = (pipeline.max_staleness + 1) * pipeline.publish_every * pipeline.groups_per_step * rollout.group_size
     if capacity > admitted:
-        message = f"the engines could run {capacity} rollouts, but staleness admits {admitted} at most"
+        message = f"the engines can run {capacity} rollouts, but staleness admits at most {admitted}"
         share = -(-admitted // rollout.engines)
         staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
         hint = f"lower it to {max(share, rollout.group_size)}"
@@ -136,15 +137,15 @@ def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 TRIAL_STEPS = 8
-"""A run of fewer steps is a trial, which nobody expects to show asynchrony."""
+"""A run of fewer steps is a trial, and gets no warnings about asynchrony."""
 
 
 @rule
 def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
-    """What happens every so many steps happens before `stop.steps`."""
+    """Intervals in steps are not longer than `stop.steps`."""
     steps = spec.stop.steps
     for path, every, event in (
-        ("evaluation.every", spec.evaluation.every, "nothing is evaluated while training"),
+        ("evaluation.every", spec.evaluation.every, "nothing is evaluated during training"),
         ("checkpoints.every", spec.checkpoints.every, "no checkpoint is written before the end"),
     ):
         if every > steps:
@@ -153,21 +154,21 @@ def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def versions(spec: ExperimentSpec) -> Iterator[Problem]:
-    """New weights are published while the run lasts, and `max_staleness` bounds it."""
+    """New weights are published before the run ends, and `max_staleness` is small enough to have an effect."""
     steps, every, staleness = spec.stop.steps, spec.pipeline.publish_every, spec.pipeline.max_staleness
     if steps < TRIAL_STEPS:
         return
     if every >= steps:
-        message = f"all {steps} steps train on rollouts of the initial weights"
-        yield warning("pipeline.publish_every", message, f"lower it: {every} is not less than stop.steps")
+        message = f"{every} is not less than stop.steps {steps}: all steps train on rollouts of the initial weights"
+        yield warning("pipeline.publish_every", message, "lower it")
     elif staleness * every >= steps:
-        message = f"bounds nothing: the run has {steps} steps, and may train all of them on its first rollouts"
+        message = f"has no effect: all {steps} steps may train on the first rollouts"
         yield warning("pipeline.max_staleness", message, f"use less than {-(-steps // every)}, or more steps")
 
 
 @rule
 def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`checkpoints.keep_best` needs checkpoints at steps that are evaluated."""
+    """`checkpoints.keep_best` needs checkpoints at steps with an evaluation."""
     checkpoints, evaluated = spec.checkpoints, spec.evaluation.every
     if not checkpoints.keep_best:
         return
@@ -177,24 +178,24 @@ def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
             return
     common = math.lcm(checkpoints.every, evaluated)
     if common >= spec.stop.steps:
-        message = f"no checkpoint before the last is evaluated: every {checkpoints.every} and {evaluated} steps meet "
+        message = f"has no effect: checkpoints (every {checkpoints.every} steps) and evaluations (every {evaluated}) "
         hint = "make checkpoints.every a multiple of evaluation.every"
-        yield warning("checkpoints.keep_best", f"{message}at step {common}", hint)
+        yield warning("checkpoints.keep_best", f"{message}first coincide at step {common}", hint)
 
 
 @rule
 def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
-    """The learning rate's warm-up ends within the run."""
+    """The warm-up of the learning rate ends before the run does."""
     updates = spec.stop.steps * spec.trainer.epochs * spec.trainer.minibatches
     if spec.trainer.schedule.warmup_updates > updates:
-        message = f"the run ends after {updates} updates, before the warm-up does"
+        message = f"longer than the run, which has {updates} updates"
         yield warning("trainer.schedule.warmup_updates", message, f"use fewer than {updates}")
 
 
 @rule
 def evaluation_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`evaluation.prompts` are there in `data.eval`."""
+    """`evaluation.prompts` is at most `data.eval.size`."""
     wanted, there = spec.evaluation.prompts, spec.data.eval.size
     if wanted is not None and there is not None and wanted > there:
         hint = f"raise data.eval.size to {wanted}, or lower this"
-        yield warning("evaluation.prompts", f"there are only {there} held-out prompts, not {wanted}", hint)
+        yield warning("evaluation.prompts", f"{wanted} is more than the {there} held-out prompts", hint)

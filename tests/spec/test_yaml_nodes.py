@@ -7,7 +7,7 @@ import math
 import pytest
 
 from asyncrl_cli.spec.problems import Location, Problem
-from asyncrl_cli.spec.source import Node, read_yaml
+from asyncrl_cli.spec.yaml_nodes import Node, read_yaml
 
 
 def read(text: str) -> tuple[Node | None, list[Problem]]:
@@ -66,7 +66,7 @@ def test_locations_of_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("text", "path", "line", "column", "words"),
     [
-        ("a: 1\nb: 2\na: 3\n", "a", 3, 1, "written twice, first at s.yaml:1:1"),
+        ("a: 1\nb: 2\na: 3\n", "a", 3, 1, "duplicate key, first at s.yaml:1:1"),
         ("a: {1: x}\n", "a", 1, 5, "keys must be text"),
         ("a: {[1]: x}\n", "a", 1, 5, "keys must be text"),
         ('a: "\\ud800"\n', "a", 1, 4, "half of a surrogate pair"),
@@ -78,9 +78,9 @@ def test_locations_of_keys_and_values() -> None:
         ("a: &x [*x]\n", "a.0", 1, 4, "contains itself"),
         ("a: !mine 3\n", "a", 1, 4, "tag `!mine`"),
         ("a: !!int five\n", "a", 1, 4, "cannot be read as int"),
-        ("<<: 3\n", "", 1, 5, "`<<` takes a mapping"),
+        ("<<: 3\n", "", 1, 5, "`<<` needs a mapping"),
         ("a: ${env:NO_SUCH_THING}\n", "a", 1, 4, "NO_SUCH_THING is not set"),
-        ("a: ${env:}\n", "a", 1, 4, "not finished"),
+        ("a: ${env:}\n", "a", 1, 4, "unfinished variable"),
     ],
 )
 def test_mistakes_have_a_location(text: str, path: str, line: int, column: int, words: str) -> None:
@@ -92,44 +92,44 @@ def test_mistakes_have_a_location(text: str, path: str, line: int, column: int, 
 @pytest.mark.parametrize(
     ("text", "line", "column", "hint"),
     [
-        ('name: "x\nseed: 1\nmodel:\n  a: 2\n', 1, 7, "Add the closing quote."),
-        ('name: "x\nseed: 1\nother: "y"\n', 1, 7, "Add the closing quote in its own line."),
-        ("a: 'x\n# c\n---\n", 1, 4, "Add the closing quote."),
-        ("a: 1\nb: [1, 2\nc: 3\n", 2, 4, "Add `]` after its last entry."),
-        ("a: {b: 1\nc: 2\n", 1, 4, "Add `}` after its last entry."),
-        ("a: {\n  b: 1\n  c: 2\n}\n", 3, 4, "Separate entries with commas"),
-        ("a: {b: 1 c: 2}\n", 1, 11, "Separate entries with commas"),
+        ('name: "x\nseed: 1\nmodel:\n  a: 2\n', 1, 7, "add the closing quote"),
+        ('name: "x\nseed: 1\nother: "y"\n', 1, 7, "add the closing quote in this line"),
+        ("a: 'x\n# c\n---\n", 1, 4, "add the closing quote"),
+        ("a: 1\nb: [1, 2\nc: 3\n", 2, 4, "add `]` after its last entry"),
+        ("a: {b: 1\nc: 2\n", 1, 4, "add `}` after its last entry"),
+        ("a: {\n  b: 1\n  c: 2\n}\n", 3, 4, "separate entries with commas"),
+        ("a: {b: 1 c: 2}\n", 1, 11, "separate entries with commas"),
         ("a: [1, 2}\n", 1, 9, "close `[` with `]`"),
         ("a: [1, 2]]\n", 1, 10, "put the value in quotes"),
         ("a: {b: ${env:HOME}}\n", 1, 9, '"${env:NAME}"'),
-        ("a: b: c\n", 1, 5, 'Write `a: {b: c}` for a section, or `a: "b: c"` for a text.'),
-        ("stop: steps: 140\n", 1, 12, "Write `stop: {steps: 140}`"),
-        ("model:\n  path: x\n   max_length: 3\n", 3, 4, "Indent it like the other keys"),
-        ("model:\n    path: x\n  max_length: 3\n", 3, 3, "Indent it like the other keys"),
-        ("rollout:\n  engines=1\n  group_size: 8\n", 2, 3, "Write `engines: 1`."),
-        ("rollout:\n  group_size: 8\n  engines=1\n", 3, 3, "Write `engines: 1`."),
-        ("seed 0\nname: x\n", 1, 1, "Write `seed: 0`."),
-        ("name: x\nseed:0\nstop: 1\n", 2, 1, "Write `seed: 0`."),
-        ("a: 1\n" + "k" * 2000 + ": 1\n", 2, 1, "Shorten it."),
-        ("a:\n\tb: 1\n", 2, 1, "Indent with spaces."),
-        ("a:\n  b: 1\n\tc: 2\n", 3, 1, "Indent with spaces."),
-        ("a: @x\n", 1, 4, "Put the value in quotes."),
-        ("a: `x`\n", 1, 4, "Put the value in quotes."),
-        ("a: *x\n", 1, 4, "If it is text, put it in quotes."),
-        ("a: **\n", 1, 4, "Put the value in quotes."),
-        ("a: & b\n", 1, 4, "Put the value in quotes."),
-        ("a: !x!y 1\n", 1, 4, "Put the value in quotes."),
-        ("a: &x 1\nb: &x 2\n", 2, 4, "Use another name."),
-        ("a: |x\n", 1, 4, "Begin the text on the next line"),
-        ("a: - 1\n", 1, 4, "Write the list as `[a, b]`"),
+        ("a: b: c\n", 1, 5, 'write `a: {b: c}` for a section, or `a: "b: c"` for a text'),
+        ("stop: steps: 140\n", 1, 12, "write `stop: {steps: 140}`"),
+        ("model:\n  path: x\n   max_length: 3\n", 3, 4, "indent it like the other keys"),
+        ("model:\n    path: x\n  max_length: 3\n", 3, 3, "indent it like the other keys"),
+        ("rollout:\n  engines=1\n  group_size: 8\n", 2, 3, "write `engines: 1`"),
+        ("rollout:\n  group_size: 8\n  engines=1\n", 3, 3, "write `engines: 1`"),
+        ("seed 0\nname: x\n", 1, 1, "write `seed: 0`"),
+        ("name: x\nseed:0\nstop: 1\n", 2, 1, "write `seed: 0`"),
+        ("a: 1\n" + "k" * 2000 + ": 1\n", 2, 1, "shorten it"),
+        ("a:\n\tb: 1\n", 2, 1, "indent with spaces"),
+        ("a:\n  b: 1\n\tc: 2\n", 3, 1, "indent with spaces"),
+        ("a: @x\n", 1, 4, "put the value in quotes"),
+        ("a: `x`\n", 1, 4, "put the value in quotes"),
+        ("a: *x\n", 1, 4, "if it is text, put it in quotes"),
+        ("a: **\n", 1, 4, "put the value in quotes"),
+        ("a: & b\n", 1, 4, "put the value in quotes"),
+        ("a: !x!y 1\n", 1, 4, "put the value in quotes"),
+        ("a: &x 1\nb: &x 2\n", 2, 4, "use another name"),
+        ("a: |x\n", 1, 4, "start the text on the next line"),
+        ("a: - 1\n", 1, 4, "write the list as `[a, b]`"),
         ("a: 1\n---\nb: 2\n", 2, 1, "remove the `---`"),
-        ("a: 1\n...\nb\n", 3, 1, "Remove lines that begin with"),
-        ('a: "x" y\n', 1, 8, "Put the whole value in one pair of quotes"),
+        ("a: 1\n...\nb\n", 3, 1, "remove lines that start with"),
+        ('a: "x" y\n', 1, 8, "put the whole value in one pair of quotes"),
         ("a: 'it's'\n", 1, 8, "write '' for an apostrophe"),
-        ('a: "\\d"\n', 1, 6, "Write two backslashes"),
-        ("a:\n  b: 2\n  - 1\n", 3, 3, "Put it under a key of its own"),
-        ("a: , b\n", 1, 4, "Put the value in quotes."),
-        (": 1\n", 1, 1, "Write the key before it."),
+        ('a: "\\d"\n', 1, 6, "write two backslashes"),
+        ("a:\n  b: 2\n  - 1\n", 3, 3, "put it under a key of its own"),
+        ("a: , b\n", 1, 4, "put the value in quotes"),
+        (": 1\n", 1, 1, "write the key before it"),
     ],
 )
 def test_yaml_mistakes_are_explained(text: str, line: int, column: int, hint: str) -> None:
@@ -157,7 +157,7 @@ def test_escaped_surrogate_pairs_are_one_character() -> None:
 def test_long_runs_of_dollars_and_variables_are_read_at_once() -> None:
     assert plain(f"a: {'$' * 100_000}") == {"a": "$" * 100_000}
     _, problems = read(f"a: '{'${env:A:-' * 10_000}'")
-    assert "not finished" in problems[0].message
+    assert "unfinished variable" in problems[0].message
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

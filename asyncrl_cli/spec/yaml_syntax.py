@@ -1,4 +1,4 @@
-"""What the YAML parser could not read, explained with the location to look at and what to write instead."""
+"""Explains what the YAML parser could not read: where to look, and what to write instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import yaml
 
 _CLOSING = {"[": "]", "{": "}"}
-_QUOTE_IT = "Put the value in quotes."
+_QUOTE_IT = "put the value in quotes"
 _KEY_AND_VALUE = re.compile(r"(- )?([\w./-]+?)\s*(?:=|:|\s)\s*(\S.*)")
 _BREAK = re.compile(r"\r\n|[\n\r\x85\u2028\u2029]")
 
@@ -23,7 +23,7 @@ class Mistake(NamedTuple):
 
 
 def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
-    """The parser's error in ``text``, in the words of somebody who writes a spec."""
+    """The parser's error in ``text``, in words for the author of a spec."""
     at = error.problem_mark or error.context_mark
     problem, context = error.problem or "", error.context or ""
     if at is None:
@@ -37,12 +37,12 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
     if "\t" in here.indentation or "'\\t'" in problem:
         return here.mistake("a tab in the indentation", "indent with spaces")
     if text[max(at.index - 1, 0) :].startswith("${env:"):
-        return here.mistake("`${env:` stands between brackets", 'there it needs quotes: "${env:NAME}"')
+        return here.mistake("`${env:` between brackets needs quotes", 'write "${env:NAME}"')
     if "quoted scalar" in context:
         if "escape" in problem:
             hint = r"write two backslashes (\\), or put the text in single quotes"
-            return here.mistake("this backslash begins no escape that YAML knows", hint)
-        return opened.mistake("this quote is not closed", "add the closing quote")
+            return here.mistake("unknown escape", hint)
+        return opened.mistake("unclosed quote", "add the closing quote")
     if "flow" in context:
         return _bracket(opened, here)
     if "mapping values are not allowed" in problem or "expected <block end>" in problem:
@@ -76,9 +76,9 @@ def _bracket(opened: _Spot, here: _Spot) -> Mistake:
     bracket = opened.character
     closing = _CLOSING.get(bracket, "]")
     if here.line == opened.line or len(here.indentation) > len(opened.indentation):
-        message = f"a comma or `{closing}` is missing before this"
+        message = f"missing comma or `{closing}`"
         return here.mistake(message, f"separate entries with commas, and close `{bracket}` with `{closing}`")
-    return opened.mistake(f"this `{bracket}` is not closed", f"add `{closing}` after its last entry")
+    return opened.mistake(f"unclosed `{bracket}`", f"add `{closing}` after its last entry")
 
 
 def _open_quote(text: str, index: int) -> Mistake | None:
@@ -92,8 +92,8 @@ def _open_quote(text: str, index: int) -> Mistake | None:
         pass  # The text is known to be wrong: what counts is the last token before that.
     if last is None or text[last.start_mark.index] not in ("'", '"') or last.start_mark.line == last.end_mark.line:
         return None
-    message = f"this quote is closed only in line {last.end_mark.line + 1}"
-    return Mistake(message, "add the closing quote in its own line", last.start_mark.line, last.start_mark.column)
+    message = f"unclosed quote: the next one is in line {last.end_mark.line + 1}"
+    return Mistake(message, "add the closing quote in this line", last.start_mark.line, last.start_mark.column)
 
 
 def _colon(text: str, here: _Spot) -> Mistake:
@@ -103,7 +103,7 @@ def _colon(text: str, here: _Spot) -> Mistake:
         key, value = first[1].strip("\"'"), here.text[first.end() :].strip()
         quote = "'" if '"' in value else '"'
         hint = f"write `{key}: {{{value}}}` for a section, or `{key}: {quote}{value}{quote}` for a text"
-        return here.mistake("a second colon in one line", hint if len(hint) < 200 else _QUOTE_IT)
+        return here.mistake("second colon in one line", hint if len(hint) < 200 else _QUOTE_IT)
     above = _BREAK.split(text[: here.index - here.column])[:-1]
     for number in range(len(above) - 1, -1, -1):
         line = above[number].strip()
@@ -112,14 +112,14 @@ def _colon(text: str, here: _Spot) -> Mistake:
                 start = len(above[number]) - len(above[number].lstrip())
                 return Mistake(*_no_value(line), number, start)
             break
-    message = "this line is indented more than the keys above"
+    message = "line is indented more than the keys above"
     return Mistake(message, "indent it like the other keys of its section", here.line, len(here.indentation))
 
 
 def _no_colon(key: _Spot) -> Mistake:
     line = key.text[key.column :].strip()
     if len(line) > 1000:
-        return key.mistake("a key of more than 1,000 characters", "shorten it")
+        return key.mistake("key of more than 1,000 characters", "shorten it")
     return key.mistake(*_no_value(line))
 
 
@@ -134,35 +134,35 @@ def _no_value(line: str) -> tuple[str, str]:
 def _after_block(here: _Spot, found: str) -> Mistake:
     """What follows a finished value or section and belongs to neither."""
     if found in ("<block mapping start>", "<block sequence start>", "?"):
-        message = "the indentation of this line fits none of the sections above"
+        message = "indentation matches none of the sections above"
         return here.mistake(message, "indent it like the other keys of its section")
     if found == "-":
-        return here.mistake("a list entry stands among keys", "put it under a key of its own, and indent it")
+        return here.mistake("list entry among keys", "put it under a key of its own, and indent it")
     if found in ("]", "}", ","):
-        return here.mistake(f"`{found}` belongs to no open bracket", "remove it, or put the value in quotes")
+        return here.mistake(f"`{found}` without an opening bracket", "remove it, or put the value in quotes")
     if found == ":":
-        return here.mistake("no key stands before this colon", "write the key before it")
+        return here.mistake("missing key before the colon", "write the key before it")
     hint = "put the whole value in one pair of quotes; in single quotes, write '' for an apostrophe"
-    return here.mistake("the value has ended before this", hint)
+    return here.mistake("text after the end of the value", hint)
 
 
 def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> Mistake:
     """What a value may not begin with, and what may stand only once."""
     if "found undefined alias" in problem:
         name = problem.rpartition("'")[0].rpartition("'")[2]
-        return here.mistake(f"`*{name}` refers to no anchor `&{name}` above", "if it is text, put it in quotes")
+        return here.mistake(f"`*{name}` has no anchor `&{name}` above it", "if it is text, put it in quotes")
     if "duplicate anchor" in context:
-        return here.mistake(f"this anchor is set in line {opened.line + 1} already", "use another name")
+        return here.mistake(f"duplicate anchor, first in line {opened.line + 1}", "use another name")
     if "sequence entries are not allowed" in problem:
-        hint = "write the list as `[a, b]`, or begin each `- entry` on a line of its own"
-        return here.mistake("a list cannot begin in the line of its key", hint)
+        hint = "write the list as `[a, b]`, or start each `- entry` on a line of its own"
+        return here.mistake("a list cannot start in the line of its key", hint)
     if "block scalar" in context:
-        hint = f"begin the text on the next line, or put the value in quotes if `{opened.character}` belongs to it"
-        return opened.mistake(f"text stands behind `{opened.character}`", hint)
+        hint = f"start the text on the next line, or put the value in quotes if `{opened.character}` belongs to it"
+        return opened.mistake(f"text after `{opened.character}`", hint)
     if "single document" in context:
-        return here.mistake("a second YAML document begins here", "a spec is one document: remove the `---`")
+        return here.mistake("second YAML document", "a spec is one document: remove the `---`")
     if "document start" in problem or "directive" in context + problem or "YAML document" in problem:
-        hint = "remove lines that begin with `%`, `---` or `...`"
-        return here.mistake("this stands outside the document", hint)
+        hint = "remove lines that start with `%`, `---` or `...`"
+        return here.mistake("text outside the document", hint)
     spot = opened if "scanning" in context and "token" not in context else here
-    return spot.mistake(f"a value cannot begin with `{spot.character}`", _QUOTE_IT)
+    return spot.mistake(f"a value cannot start with `{spot.character}`", _QUOTE_IT)

@@ -2,8 +2,8 @@
 
 Scalars follow YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text. `${env:NAME}` and
 `${env:NAME:-default}` stand for environment variables; a value that held one is read again afterwards, so that
-numbers work, and `$${env:` writes a literal `${env:`. Problems are collected, never raised: the reader goes on
-behind a mistake, with the text as it stands.
+numbers work, and `$${env:` writes a literal `${env:`. Problems are collected, never raised: the reader continues
+behind a mistake, with the text as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 
 from asyncrl_cli.core.secrets import hide, remember
 from asyncrl_cli.spec.problems import Location, Problem
-from asyncrl_cli.spec.syntax import explain_syntax
+from asyncrl_cli.spec.yaml_syntax import explain_syntax
 
 MAX_VALUES = 10_000
 """Values of one document, aliases written out: without a limit, a kilobyte of nested aliases makes billions."""
@@ -130,7 +130,7 @@ class Node:
 
 
 def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = "") -> Node | None:
-    """Read one YAML document; None when it has no structure to speak of (the problems say why).
+    """Read one YAML document; None if its structure cannot be read (``problems`` says why).
 
     ``origin`` names the file; with a command-line option as origin, that option is the location of every node.
     ``path`` is the dotted path the document's root stands at.
@@ -150,7 +150,7 @@ def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = 
         reader.report(path, f"not valid YAML: {mistake.message}", location, mistake.hint)
     except _TooLarge as error:
         location = reader.location(error.mark.line, error.mark.column)
-        reader.report(path, str(error), location, "write fewer levels and aliases; data belongs in files")
+        reader.report(path, str(error), location, "use fewer levels and aliases, or put data into files")
     return None
 
 
@@ -175,7 +175,7 @@ class _Reader:
         if len(self.open) >= MAX_DEPTH:
             raise _TooLarge(_TOO_DEEP, source.start_mark)
         if any(source is parent for parent in self.open):
-            self.report(path, "this alias contains itself", location)
+            self.report(path, "alias contains itself", location)
             return Node(None, location)
         self.open.append(source)
         try:
@@ -200,13 +200,13 @@ class _Reader:
                     shown, hint = f"`{key.value}`", "put it in quotes, or remove it"
                 else:
                     shown, hint = "a list or mapping", "remove one pair of brackets, or put the whole value in quotes"
-                self.report(path, f"{shown} as a key: keys must be text", location, hint)
+                self.report(path, f"keys must be text, not {shown}", location, hint)
             else:
                 name = self.characters(key.value, path, location)
                 below = f"{path}.{name}" if path else name
                 if name in own:
                     first = own[name].key_location
-                    self.report(below, f"written twice, first at {first}", location, "keep one of the two")
+                    self.report(below, f"duplicate key, first at {first}", location, "remove one of the two")
                 own[name] = replace(self.node(value, below), key_location=location)
         return {**merged, **own}
 
@@ -217,7 +217,7 @@ class _Reader:
             if isinstance(node.value, dict):
                 yield from node.value.items()
             else:
-                self.report(path, "`<<` takes a mapping, or a list of mappings", node.location)
+                self.report(path, "`<<` needs a mapping, or a list of mappings", node.location)
 
     def scalar(self, tag: str, text: str, path: str, location: Location) -> tuple[Scalar, bool]:
         """A scalar's value, and whether environment variables were put into it."""
@@ -226,7 +226,7 @@ class _Reader:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
         expanded = self.characters(expanded, path, location)
         if tag not in SCALARS and tag != _TAG + "str":
-            self.report(path, f"the tag `{tag}` means nothing here", location, "remove it")
+            self.report(path, f"unknown tag `{tag}`", location, "remove it")
         try:
             value = _convert(tag, expanded)
         except ValueError:
@@ -243,7 +243,7 @@ class _Reader:
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self.report(path, "holds half of a surrogate pair, which is not a character", location, "remove it")
+            self.report(path, "half of a surrogate pair is not a character", location, "remove it")
             return text.encode("utf-8", "replace").decode()
 
     def expand(self, text: str, path: str, location: Location) -> tuple[str, bool]:
@@ -256,11 +256,11 @@ class _Reader:
             if len(dollars) > 1:
                 return match[0][1:]
             if name is None:
-                self.report(path, "`${env:` begins a variable that is not finished", location, "write ${env:NAME}")
+                self.report(path, "unfinished variable after `${env:`", location, "write ${env:NAME}")
                 return match[0]
             if name not in os.environ and default is None:
-                hint = f"export it, or give a default: ${{env:{name}:-default}}"
-                self.report(path, f"the environment variable {name} is not set", location, hint)
+                hint = f"export it, or write a default: ${{env:{name}:-default}}"
+                self.report(path, f"environment variable {name} is not set", location, hint)
                 return match[0]
             substituted = True
             found = os.environ.get(name, default or "")
@@ -271,7 +271,7 @@ class _Reader:
 
 
 def _convert(tag: str, text: str) -> Scalar:
-    """A scalar's value. ValueError when its tag promises what its text does not keep."""
+    """A scalar's value. ValueError if its text does not fit its tag."""
     kind = tag.removeprefix(_TAG)
     if kind in ("null", "bool", "int", "float") and not SCALARS[tag].match(text):
         raise ValueError(text)
