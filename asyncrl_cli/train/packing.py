@@ -13,15 +13,14 @@ The plan depends on the lengths alone and is the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.generation import Rollout, TokenSequence
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.advantages import overlong_penalty, uniform_groups
@@ -32,61 +31,40 @@ DUMMY_TOKENS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One sequence of a rollout as the trainer needs it. Arrays are of the response's length.
+    """One token sequence of a rollout, up to the last token that the policy sampled.
 
     Args:
-        prompt_ids: token ids, at least one.
-        response_ids: token ids that follow the prompt.
-        behaviour_logprobs: float32; log-probability each response token was sampled with.
-        versions_behind: int16; how many versions older than the one that trains it a token's version is.
-        on_policy: bool; true where the trainer starts the step with the very weights a token was sampled with.
+        tokens: prompt and response; what is not ``CONTEXT`` counts in the loss.
+        version: the weight version that trains it.
+        on_policy: whether the trainer starts the step with the very weights that the tokens of ``version`` were
+            sampled with.
         rollout: index of the rollout in the step, from which the row has its reward.
-        loss_mask: bool; false for response tokens that the policy did not sample (an environment's tokens
-            between two turns). None: all count.
     """
 
-    prompt_ids: Sequence[int] | NDArray[np.int32]
-    response_ids: Sequence[int] | NDArray[np.int32]
-    behaviour_logprobs: NDArray[np.float32]
-    versions_behind: NDArray[np.int16]
-    on_policy: NDArray[np.bool_]
+    tokens: TokenSequence
+    version: int
+    on_policy: bool
     rollout: int
-    loss_mask: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         """Tokens of prompt and response together."""
-        return len(self.prompt_ids) + len(self.response_ids)
-
-    @property
-    def loss_tokens(self) -> int:
-        """Tokens that count in the loss."""
-        return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
+        return len(self.tokens.ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedRows:
-    """A micro-batch, padded on the right. Entry [r, t] of every matrix is about token ``input_ids[r, t]``.
+    """A micro-batch, padded on the right. Entry [r, t] of every matrix [rows, T] is about token ``input_ids[r, t]``.
 
     A model's logits at t − 1 predict token t, so log-probs for these matrices have nothing in column 0 (a
     prompt's first token, where the mask is false). T is the longest row.
-
-    Args:
-        input_ids: int64, [rows, T]; the pad token after a row's end.
-        attention_mask: int64, [rows, T]; 1 up to a row's end.
-        response_mask: bool, [rows, T]; true where a token counts in the loss.
-        behaviour_logprobs: float32, [rows, T]; 0 outside the response.
-        versions_behind: int16, [rows, T]; 0 outside the response.
-        on_policy: bool, [rows, T]; false outside the response.
-        rollouts: int64, [rows]; 0 in the row of an empty micro-batch.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    behaviour_logprobs: Tensor
-    versions_behind: Tensor
-    on_policy: Tensor
-    rollouts: Tensor
+    input_ids: Tensor  # int64; 0 after a row's end
+    response_mask: Tensor  # bool; true where a token counts in the loss
+    behaviour_logprobs: Tensor  # float32; log-prob that a token was sampled with
+    versions_behind: Tensor  # int16; how many versions older than the one that trains it a token is; 0 outside the mask
+    on_policy: Tensor  # bool; whether the weights at the start of the step are those a token was sampled with
+    rollouts: Tensor  # int64, [rows]; 0 in the row of an empty micro-batch
 
     def to(self, device: torch.device | str) -> PaddedRows:
         """The same on another device."""
@@ -115,7 +93,7 @@ def longest_response(rollout: Rollout) -> int:
 
 
 def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -> list[list[TrainingRow]]:
-    """The rows of each group that have something to teach, in the order of rollouts and their sequences.
+    """The rows of each group that there is something to learn from, in the order of rollouts and their sequences.
 
     A token is on-policy when the trainer's weights at the start of the step are the very ones it was sampled
     with: those of its version, which the trainer has only in the first step after a publish. With ``keep``
@@ -131,51 +109,30 @@ def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -
         A list for each group; empty where all rewards are equal and the spec skips such groups. A row's ``rollout``
         is its index in ``rewards.flatten()``.
     """
+    skipped = uniform_groups(rewards) if spec.algorithm.uniform_groups == "skip" else rewards.new_zeros(len(rewards))
+    return [[] if skipped[index] else list(_rows(batch, index, spec)) for index in range(len(batch.groups))]
+
+
+def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[TrainingRow]:
+    rollouts = batch.groups[group].rollouts
     at_a_version = batch.step % spec.pipeline.publish_every == 0
-    leaves_out = uniform_groups(rewards) if spec.algorithm.uniform_groups == "skip" else rewards.new_zeros(len(rewards))
-    rows: list[list[TrainingRow]] = []
-    for index, group in enumerate(batch.groups):
-        rows.append([])
-        if leaves_out[index]:
+    for index, rollout in enumerate(rollouts):
+        if spec.algorithm.mask_truncated and not rollout.finished:
             continue
-        for member, rollout in enumerate(group.rollouts):
-            if spec.algorithm.mask_truncated and not rollout.finished:
+        for sequence in rollout.sequences:
+            if not (sampled := sequence.sampled).any():
                 continue
-            for sequence in rollout.sequences:
-                if sequence.sampled.any():
-                    rows[-1].append(
-                        _row(
-                            sequence,
-                            index * rewards.shape[1] + member,
-                            batch.version,
-                            at_a_version,
-                            keeps_cache=spec.pipeline.weight_update == "keep",
-                        )
-                    )
-    return rows
-
-
-def _row(sequence: Rollout, rollout: int, version: int, at_a_version: bool, keeps_cache: bool) -> TrainingRow:
-    sampled = sequence.sampled
-    current = (sequence.versions == version) & at_a_version
-    all_current = current[sampled].all()
-    # Context before the first sampled token is its prompt; what came after the last one is not read.
-    first, last = np.flatnonzero(sampled)[[0, -1]]
-    response = slice(first, last + 1)
-    return TrainingRow(
-        prompt_ids=(*sequence.prompt_ids, *sequence.ids[:first].tolist()),
-        response_ids=sequence.ids[response],
-        behaviour_logprobs=sequence.logprobs[response],
-        versions_behind=np.where(sampled, version - sequence.versions, 0)[response].astype(np.int16),
-        on_policy=(current & (all_current or not keeps_cache))[response],
-        rollout=rollout,
-        loss_mask=sampled[response],
-    )
+            same_cache = spec.pipeline.weight_update != "keep" or bool(
+                (sequence.versions[sampled] == batch.version).all()
+            )
+            read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # nothing follows from later tokens
+            tokens = TokenSequence.context(sequence.prompt_ids).extended(read)
+            yield TrainingRow(tokens, batch.version, exact, group * len(rollouts) + index)
 
 
 def count_tokens(rows: Sequence[TrainingRow]) -> int:
     """Tokens of the rows that count in the loss."""
-    return sum(row.loss_tokens for row in rows)
+    return sum(int(row.tokens.sampled.sum()) for row in rows)
 
 
 def plan_microbatches(
@@ -188,7 +145,7 @@ def plan_microbatches(
     order, each into the first micro-batch with room (first-fit decreasing). Padded, no other grouping of these
     rows needs fewer, as the first row of each is its longest; packed, the best one may need 2 in 11 fewer (G. Dósa,
     2007). A rank with fewer micro-batches than another halves its largest ones, which costs nothing, and gets
-    empty ones only when no rows are left to part.
+    empty ones only when no rows are left to split.
 
     Args:
         lengths: tokens of each row, prompt and response together.
@@ -252,52 +209,28 @@ def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, pa
         microbatches[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
 
 
-def pad_rows(rows: Sequence[TrainingRow], pad_id: int) -> PaddedRows:
-    """Build a micro-batch's tensors, on the CPU.
+def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
+    """A micro-batch's tensors, on the CPU.
 
-    Args:
-        rows: the micro-batch. None: one row of two pad tokens, attended to so that the forward pass is
-            ordinary, in which nothing counts.
-        pad_id: token id after a row's end.
-
-    Returns:
-        The tensors; ``PaddedRows`` has their shapes.
-
-    Raises:
-        ValueError: a row has no prompt, or arrays that are not of its response's length.
+    Without rows: one row of two tokens, so that the forward pass is ordinary, in which nothing counts. Raises
+    ``ValueError`` when a row begins with a sampled token, which would have no context.
     """
-    for index, row in enumerate(rows):
-        _check(index, row)
     shape = (max(1, len(rows)), max(map(len, rows), default=DUMMY_TOKENS))
-    input_ids = np.full(shape, pad_id, dtype=np.int64)
-    attention_mask = np.zeros(shape, dtype=np.int64)
-    response_mask = np.zeros(shape, dtype=np.bool_)
-    behaviour_logprobs = np.zeros(shape, dtype=np.float32)
-    versions_behind = np.zeros(shape, dtype=np.int16)
-    on_policy = np.zeros(shape, dtype=np.bool_)
-    rollouts = np.zeros(shape[0], dtype=np.int64)
-    if not rows:
-        attention_mask[:] = 1
+    input_ids = np.zeros(shape, np.int64)
+    response_mask = np.zeros(shape, np.bool_)
+    behaviour_logprobs = np.zeros(shape, np.float32)
+    versions_behind = np.zeros(shape, np.int16)
+    on_policy = np.zeros(shape, np.bool_)
+    rollouts = np.zeros(shape[0], np.int64)
     for index, row in enumerate(rows):
-        response = slice(len(row.prompt_ids), len(row))
-        input_ids[index, : response.start] = row.prompt_ids
-        input_ids[index, response] = row.response_ids
-        attention_mask[index, : response.stop] = 1
-        response_mask[index, response] = True if row.loss_mask is None else row.loss_mask
-        behaviour_logprobs[index, response] = row.behaviour_logprobs
-        versions_behind[index, response] = row.versions_behind
-        on_policy[index, response] = row.on_policy
+        tokens, sampled, end = row.tokens, row.tokens.sampled, len(row)
+        if sampled[0]:
+            raise ValueError(f"row {index} has no prompt: its first response token would have no context")
+        input_ids[index, :end] = tokens.ids
+        response_mask[index, :end] = sampled
+        behaviour_logprobs[index, :end] = tokens.logprobs
+        versions_behind[index, :end] = np.where(sampled, row.version - tokens.versions, 0)
+        on_policy[index, :end] = row.on_policy & (tokens.versions == row.version)
         rollouts[index] = row.rollout
-    arrays = (input_ids, attention_mask, response_mask, behaviour_logprobs, versions_behind, on_policy, rollouts)
+    arrays = (input_ids, response_mask, behaviour_logprobs, versions_behind, on_policy, rollouts)
     return PaddedRows(*map(torch.from_numpy, arrays))
-
-
-def _check(index: int, row: TrainingRow) -> None:
-    if len(row.prompt_ids) < 1:
-        raise ValueError(f"row {index} has no prompt: its first response token would have no context")
-    for name in ("behaviour_logprobs", "versions_behind", "on_policy", "loss_mask"):
-        values = getattr(row, name)
-        if values is not None and values.shape != (len(row.response_ids),):
-            raise ValueError(
-                f"row {index}: {name} has shape {values.shape} for {len(row.response_ids)} response tokens"
-            )

@@ -114,5 +114,5 @@ def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
     trainer = learner.spec.trainer
     lengths = [len(row) for row in rows]
     plan = plan_microbatches(lengths, trainer.tokens_per_microbatch, trainer.ranks, trainer.packing)
-    padded = [pad_rows([rows[index] for index in indices], pad_id=0) for indices in plan[learner.rank]]
+    padded = [pad_rows([rows[index] for index in indices]) for indices in plan[learner.rank]]
     return Minibatch(rows, [microbatch.to(learner.engine.device) for microbatch in padded])

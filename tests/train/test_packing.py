@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.records.generation import CONTEXT, TokenSequence
 from asyncrl_cli.train.packing import TrainingRow, pad_rows, plan_microbatches
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
@@ -96,17 +97,19 @@ def test_numbers_below_one_are_refused(arguments: tuple[Any, ...]) -> None:
         plan_microbatches(*arguments)
 
 
-def row(prompt: int, response: int, seed: int = 0, loss_mask: list[bool] | None = None) -> TrainingRow:
+def row(prompt: int, response: int, seed: int = 0, sampled: list[bool] | None = None) -> TrainingRow:
     generator = np.random.default_rng(seed)
-    return TrainingRow(
-        prompt_ids=generator.integers(1, 1000, prompt).tolist(),
-        response_ids=generator.integers(1, 1000, response).astype(np.int32),
-        behaviour_logprobs=-generator.random(response).astype(np.float32),
-        versions_behind=generator.integers(0, 9, response).astype(np.int16),
-        on_policy=generator.random(response) < 0.5,
-        rollout=int(generator.integers(100)),
-        loss_mask=None if loss_mask is None else np.array(loss_mask),
+    versions = generator.integers(0, 10, response).astype(np.int32)
+    if sampled is not None:
+        versions[~np.array(sampled)] = CONTEXT
+    tokens = TokenSequence.context(generator.integers(1, 1000, prompt)).extended(
+        TokenSequence(
+            generator.integers(1, 1000, response).astype(np.int32),
+            -generator.random(response).astype(np.float32),
+            versions,
+        )
     )
+    return TrainingRow(tokens, 9, bool(generator.random() < 0.5), int(generator.integers(100)))
 
 
 @settings(deadline=None)
@@ -116,45 +119,45 @@ def row(prompt: int, response: int, seed: int = 0, loss_mask: list[bool] | None 
 )
 def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
     rows = [row(prompt, response, seed + i) for i, (prompt, response) in enumerate(sizes)]
-    padded = pad_rows(rows, pad_id=0)
+    padded = pad_rows(rows)
     shape = (len(rows), max(map(len, rows)))
-    assert padded.input_ids.dtype == padded.attention_mask.dtype == torch.int64
-    assert padded.rollouts.dtype == torch.int64
+    assert padded.input_ids.dtype == padded.rollouts.dtype == torch.int64
     assert padded.behaviour_logprobs.dtype == torch.float32
     assert padded.versions_behind.dtype == torch.int16
     assert padded.response_mask.dtype == padded.on_policy.dtype == torch.bool
-    for index, one in enumerate(rows):
-        ids = padded.input_ids[index]
+    for index, (one, (prompt, _)) in enumerate(zip(rows, sizes, strict=True)):
+        ids, versions = padded.input_ids[index], one.tokens.versions[prompt:]
         assert ids.shape == shape[1:]
-        assert ids[padded.attention_mask[index] == 1].tolist() == [*one.prompt_ids, *one.response_ids]
+        assert ids[: len(one)].tolist() == one.tokens.ids.tolist()
         assert not ids[len(one) :].any()
         mask = padded.response_mask[index]
-        assert mask.nonzero().flatten().tolist() == list(range(len(one.prompt_ids), len(one)))
-        for name in ("behaviour_logprobs", "versions_behind", "on_policy"):
+        assert mask.nonzero().flatten().tolist() == list(range(prompt, len(one)))
+        for name, expected in (
+            ("behaviour_logprobs", one.tokens.logprobs[prompt:]),
+            ("versions_behind", 9 - versions),
+            ("on_policy", one.on_policy & (versions == 9)),
+        ):
             values = getattr(padded, name)[index]
-            np.testing.assert_array_equal(values[mask].numpy(), getattr(one, name))
+            np.testing.assert_array_equal(values[mask].numpy(), expected)
             assert not values[~mask].any()
         assert padded.rollouts[index].item() == one.rollout
 
 
 def test_tokens_the_policy_did_not_sample_do_not_count() -> None:
-    padded = pad_rows([row(2, 3, loss_mask=[True, False, True])], pad_id=7)
+    padded = pad_rows([row(2, 3, sampled=[True, False, True])])
     assert padded.response_mask.tolist() == [[False, False, True, False, True]]
+    assert padded.versions_behind[0, 3] == 0
+    assert not padded.on_policy[0, 3]
 
 
 def test_an_empty_microbatch_is_a_row_that_counts_for_nothing() -> None:
-    padded = pad_rows([], pad_id=7)
-    assert padded.input_ids.tolist() == [[7, 7]]
-    assert padded.attention_mask.tolist() == [[1, 1]]
+    padded = pad_rows([])
+    assert padded.input_ids.tolist() == [[0, 0]]
     assert not padded.response_mask.any()
     assert padded.rollouts.tolist() == [0]
-    assert padded.to("cpu").input_ids.tolist() == [[7, 7]]
+    assert padded.to("cpu").input_ids.tolist() == [[0, 0]]
 
 
-def test_rows_that_do_not_fit_together_are_refused() -> None:
-    good = row(2, 3)
+def test_rows_without_a_prompt_are_refused() -> None:
     with pytest.raises(ValueError, match="row 1 has no prompt"):
-        pad_rows([good, row(0, 3)], pad_id=0)
-    bad = TrainingRow([1], [2, 3], np.zeros(1, np.float32), np.zeros(2, np.int16), np.zeros(2, np.bool_), 0)
-    with pytest.raises(ValueError, match="row 0: behaviour_logprobs has shape"):
-        pad_rows([bad], pad_id=0)
+        pad_rows([row(2, 3), row(0, 3)])

@@ -21,7 +21,7 @@ from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.packing import TrainingRow, shaped_rewards, training_rows
+from asyncrl_cli.train.packing import TrainingRow, count_tokens, pad_rows, shaped_rewards, training_rows
 from asyncrl_cli.train.step import Learner, train_batch
 
 CONFIG = {
@@ -74,49 +74,47 @@ def rows_of(batch: TrainingBatch, spec: ExperimentSpec) -> list[TrainingRow]:
     return [row for rows in training_rows(batch, shaped_rewards(batch, spec), spec) for row in rows]
 
 
-def test_rows_are_sequences_from_the_first_sampled_token_to_the_last() -> None:
+def test_rows_are_sequences_up_to_the_last_sampled_token() -> None:
     rows = rows_of(BATCH, experiment())
     root, single, short = ROLLOUTS[:3]
     trained = [root, root.branches[0], single, short]
-    spans = [(2, 8), (1, 3), (0, 2), (3, 4)]
-    for row, of, (first, last) in zip(rows, trained, spans, strict=True):
-        assert [*row.prompt_ids, *row.response_ids] == [*of.prompt_ids, *of.ids[:last]]
-        assert len(row.response_ids) == last - first
-        np.testing.assert_array_equal(row.behaviour_logprobs, of.logprobs[first:last])
-        np.testing.assert_array_equal(row.loss_mask, of.sampled[first:last])
-    assert [row.loss_tokens for row in rows] == [4, 2, 2, 1]
+    for row, of, last in zip(rows, trained, (8, 3, 2, 4), strict=True):
+        assert row.tokens.ids.tolist() == [*of.prompt_ids, *of.ids[:last]]
+        response = row.tokens.slice(len(of.prompt_ids), None)
+        np.testing.assert_array_equal(response.logprobs, of.logprobs[:last])
+        np.testing.assert_array_equal(response.sampled, of.sampled[:last])
+    assert [count_tokens([row]) for row in rows] == [4, 2, 2, 1]
     assert [row.rollout for row in rows] == [0, 0, 1, 2]
-    assert rows[0].versions_behind.tolist() == [1, 1, 0, 0, 0, 0]
+    assert pad_rows(rows[:1]).versions_behind.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
     ("update", "expected"),
     [
-        ("keep", [[0, 0, 0, 0, 0, 0], [1, 1], [0, 0], [1]]),
-        ("recompute", [[0, 0, 0, 0, 1, 1], [1, 1], [0, 1], [1]]),
+        ("keep", [[0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]]),
+        ("recompute", [[0, 0, 0, 0, 0, 0, 1, 1], [0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1]]),
     ],
 )
 def test_only_sampled_tokens_are_on_policy(update: str, expected: list[list[int]]) -> None:
     spec = experiment(pipeline={"weight_update": update})
-    assert [row.on_policy.tolist() for row in rows_of(BATCH, spec)] == expected
-    # Given tokens between those of the version do not make a sequence stale.
+    assert [pad_rows([row]).on_policy[0].int().tolist() for row in rows_of(BATCH, spec)] == expected
+    # Context tokens between those of the version do not make a sequence stale.
     current = TrainingGroup(0, "a", 4, (episode("0-0", (G, 4, G, 4)), ROLLOUTS[1]), (1.0, 0.0))
-    assert rows_of(replace(BATCH, groups=(current,)), spec)[0].on_policy.tolist() == [True, False, True]
+    (row, *_) = rows_of(replace(BATCH, groups=(current,)), spec)
+    assert pad_rows([row]).on_policy.tolist() == [[False, True, False, True]]
 
 
 @given(st.lists(st.sampled_from([G, 2, 3]), min_size=1, max_size=12))
-def test_whatever_was_given_the_sampled_tokens_are_the_ones_that_count(drawn: list[int]) -> None:
+def test_whatever_the_context_the_sampled_tokens_are_the_ones_that_count(drawn: list[int]) -> None:
     versions = (G, *(version for version in drawn if version != 3), *(version for version in drawn if version == 3))
     one = sequence("0-0", versions)
     group = TrainingGroup(0, "a", 2, (one, ROLLOUTS[1]), (1.0, 0.0))
     *rows, _ = rows_of(replace(BATCH, groups=(group,)), experiment())
     if one.sampled.any():
         (row,) = rows
-        assert row.loss_mask is not None
-        assert row.response_ids[row.loss_mask].tolist() == one.ids[one.sampled].tolist()
-        assert row.behaviour_logprobs[row.loss_mask].tolist() == one.logprobs[one.sampled].tolist()
-        assert row.loss_mask[[0, -1]].all()
-        assert len(row.prompt_ids) >= 1
+        assert row.tokens.ids[row.tokens.sampled].tolist() == one.ids[one.sampled].tolist()
+        assert row.tokens.logprobs[row.tokens.sampled].tolist() == one.logprobs[one.sampled].tolist()
+        assert row.tokens.sampled[[0, -1]].tolist() == [False, True]
     else:
         assert rows == []
 
