@@ -1,4 +1,4 @@
-"""DeepSpeed under Ray: the process group, the engine's settings, whole weights out of sharded ones."""
+"""DeepSpeed under Ray: the process group, the engine's settings, full weights out of sharded ones."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
             # One device. Without it DeepSpeed counts NUMA nodes by running numactl, for every micro-batch.
             "LOCAL_SIZE": "1",
             "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
-            # Threads that wait for each other sleep. Where something else runs on their cores, spinning takes from the
-            # one that is waited for: a warm start of a minute took ten beside another.
+            # Waiting threads sleep. If they spin while other work runs on their cores, they take time from the thread
+            # that they wait for: a warm start of a minute took ten beside another.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
     if spec.cluster.address is None:
@@ -47,15 +47,15 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
 def join_process_group(
     rank: int, ranks: int, address: str, port: int, gpu: bool, listener: socket.socket | None = None
 ) -> None:
-    """Meet the other ranks; returns when all are there.
+    """Join the process group; returns when all ranks have.
 
-    ``listener``: rank 0's, which holds the port until here. A free port that nobody holds may be somebody's by now: the
-    kernel deals it out to the next connection.
+    ``listener``: rank 0's socket, which has held the port until here: a free port that is not held may by now belong to
+    another connection.
     """
     import deepspeed
 
-    # An all-reduce of DeepSpeed's own for CPUs: it is compiled at the first start, which takes a compiler and
-    # half a minute, and its named segments stay behind in /dev/shm when a rank is killed. Gloo does the same.
+    # Before ``init_distributed``, which would load it: DeepSpeed's own all-reduce for CPUs is compiled at the first
+    # start (a compiler, half a minute) and leaves named segments in /dev/shm when a rank is killed. Gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR=address, MASTER_PORT=str(port))
     backend = "nccl" if gpu else "gloo"
@@ -74,12 +74,12 @@ def join_process_group(
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches.
 
-    With bfloat16 weights DeepSpeed keeps float32 ones beside them, which the optimizer updates; gradients add up in
-    float32, too, where a rank keeps a part of them (ZeRO 2 and 3).
+    With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates; gradients add up in float32,
+    too, where a rank has a part of them (ZeRO 2 and 3).
 
     ``load_universal``: whether the checkpoint that the engine will load is a universal one.
     """
-    # DeepSpeed's own linear layer, in Python, lets go of gathered weights between the passes. One rank gathers none.
+    # DeepSpeed's own linear layer, in Python, frees gathered weights between the passes. One rank gathers none.
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
         "memory_efficient_linear": trainer.ranks > 1,
@@ -104,12 +104,13 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
 
 
 def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine round the policy, with its adapters. With ZeRO-3 no rank ever holds the whole model.
+    """The DeepSpeed engine around the policy, with its adapters. With ZeRO-3 no rank ever holds the full model.
 
     ``load_universal``: whether the checkpoint that it will load is a universal one. Raises ``LoraError`` and
     ``PolicyError``; collective.
     """
     model = load_model(spec.trainer, model_dir)
+    # Before ``initialize``: the optimizer gets only what has a gradient, which are then the adapters.
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
     policy = Policy(model, spec.rollout.sampling.temperature, spec.trainer.packing)
@@ -119,9 +120,9 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 
 
 def start_critic(trainer: TrainerSpec, model_dir: str, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine round a critic whose transformer has the weights in ``model_dir``; collective.
+    """The DeepSpeed engine around a critic whose transformer has the weights in ``model_dir``; collective.
 
-    It stands beside the policy's, and is trained with the same micro-batches.
+    It is trained with the policy's micro-batches.
     """
     model = ValueModel(load_model(trainer, model_dir).base_model, trainer.packing)
     return initialize(model, trainer, load_universal)
@@ -132,13 +133,13 @@ def load_model(trainer: TrainerSpec, model_dir: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    # Read by from_pretrained while the object lives.
+    # from_pretrained shards the model only while this object exists.
     sharding = HfDeepSpeedConfig(deepspeed_settings(trainer)) if trainer.zero_stage == 3 else None
     model = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=getattr(torch, trainer.dtype),
         attn_implementation=trainer.attention,
-        local_files_only=_is_local(model_dir),
+        local_files_only=os.path.isdir(model_dir),
     )
     del sharding
     if trainer.gradient_checkpointing:
@@ -147,17 +148,17 @@ def load_model(trainer: TrainerSpec, model_dir: str) -> Any:
 
 
 def recompute_activations(model: Any) -> None:
-    """Keep only what goes into a layer, and compute the rest again in the backward pass."""
+    """Store only the inputs of layers, and compute the rest again in the backward pass."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # it asks for this; what is in it keeps its dropout off
+            module.training = True  # the layer checks this; the modules in it have their dropout off
 
 
 def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine round a module, with the spec's optimizer for what wants a gradient; collective.
+    """The DeepSpeed engine around a module, with the spec's optimizer for what requires a gradient; collective.
 
     ``load_universal``: whether the checkpoint that it will load is a universal one.
     """
@@ -169,14 +170,15 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
         betas=trainer.optimizer.betas,
         eps=trainer.optimizer.eps,
         weight_decay=trainer.optimizer.weight_decay,
-        fused=True,  # the others make copies of a rank's whole share of the weights
+        fused=True,  # other variants copy all of a rank's weights
     )
+    # Before DeepSpeed puts its hooks on the modules (decision 0019).
     if trainer.zero_stage == 3:
         _gather_by_layer(module)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=deepspeed_settings(trainer, load_universal)
     )
-    _restore_rotary_frequencies(module)
+    _restore_rotary_frequencies(module)  # after DeepSpeed has rounded them
     return engine
 
 
@@ -187,13 +189,13 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
 
 
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The whole parameter's shape, also while ZeRO-3 keeps only a shard of it here."""
+    """The full parameter's shape, also while ZeRO-3 has only a shard of it here."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
 def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[None]:
-    """Whole parameters for the length of the block; a collective call under ZeRO-3."""
+    """Full parameters inside the block; a collective call under ZeRO-3."""
     if zero_stage < 3:
         yield
         return
@@ -203,8 +205,8 @@ def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[
         yield
 
 
-def whole_weights(model: torch.nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
-    """The weights of a model, each whole while it is the one at hand. Collective: all ranks take all of them."""
+def full_weights(model: torch.nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
+    """The weights of a model, each complete until the next is taken. Collective: all ranks take all of them."""
     for weight in plain_weights(model):
         with gathered(weight.parts, zero_stage), torch.no_grad():
             yield weight
@@ -213,8 +215,8 @@ def whole_weights(model: torch.nn.Module, zero_stage: int) -> Iterator[PlainWeig
 def _gather_by_layer(module: torch.nn.Module) -> None:
     """Have ZeRO-3 gather a transformer's layer at once.
 
-    Its hooks round every small module cost an eighth of a small model's time, and experts that one rank uses and
-    another does not would be gathered by the one alone, which waits for ever.
+    Hooks around every small module cost an eighth of a small model's time. And a rank would gather alone the experts
+    that only its tokens use, and wait without end for the others.
     """
     from deepspeed.utils import set_z3_leaf_modules
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -225,14 +227,13 @@ def _gather_by_layer(module: torch.nn.Module) -> None:
 
 
 def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
-    """Give position embeddings their float32 frequencies back.
+    """Restore the float32 frequencies of position embeddings.
 
-    With bfloat16 weights DeepSpeed rounds these, too, when it shards a model and when it takes one over. An engine
-    keeps them, so at position 1000 the two could turn by angles a radian apart. Raises ``PolicyError`` where they
-    cannot be had.
+    With bfloat16 weights DeepSpeed rounds these, too, when it shards or wraps a model. An engine does not, so at
+    position 1000 their rotations could differ by a radian. Raises ``PolicyError`` where they cannot be computed.
     """
     for part in module.modules():
-        # One each, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
+        # One per module, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
         rounded = {name: buffer for name, buffer in part.named_buffers(recurse=False) if name.endswith("inv_freq")}
         if rounded and hasattr(part, "config"):
             exact = dict(type(part)(config=part.config).named_buffers(recurse=False))
@@ -244,7 +245,3 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
                 "be computed again",
                 hint="set trainer.dtype to float32, or use another model",
             )
-
-
-def _is_local(model_dir: str) -> bool:
-    return os.path.isdir(model_dir)

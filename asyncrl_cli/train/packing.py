@@ -122,9 +122,8 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
         for sequence in rollout.sequences:
             if not (sampled := sequence.sampled).any():
                 continue
-            same_cache = spec.pipeline.weight_update != "keep" or bool(
-                (sequence.versions[sampled] == batch.version).all()
-            )
+            one_version = bool((sequence.versions[sampled] == batch.version).all())
+            exact = at_a_version and (one_version or spec.pipeline.weight_update != "keep")
             read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # nothing follows from later tokens
             tokens = TokenSequence.context(sequence.prompt_ids).extended(read)
             yield TrainingRow(tokens, batch.version, exact, group * len(rollouts) + index)

@@ -1,8 +1,4 @@
-"""The learning rate over optimizer updates, as a factor of its peak.
-
-Invariant: no update of a run has a learning rate of zero. Warm-up starts at 1 / warmup, not at 0, and the
-final fraction is where the curve arrives after the last update.
-"""
+"""The learning rate over optimizer updates, as a factor of its peak."""
 
 from __future__ import annotations
 
@@ -13,31 +9,22 @@ Kind = Literal["constant", "linear", "cosine"]
 
 
 def factor(update: int, total_updates: int, warmup: int, kind: Kind, final_fraction: float) -> float:
-    """Learning rate of one optimizer update, divided by the peak.
+    """Learning rate of one optimizer update, divided by the peak: in (0, 1] for every update < total_updates.
 
     Warm-up: (update + 1) / warmup while update < warmup. Then, with p = (update − warmup) / (total_updates −
     warmup) and f = final_fraction: 1 (``constant``), 1 − (1 − f)·p (``linear``), or
     f + (1 − f)·(1 + cos πp) / 2 (``cosine``: Loshchilov and Hutter, arXiv 1608.03983, eq. 5, one cycle).
 
+    Invariant: no update of a run has a learning rate of zero. Warm-up starts at 1 / warmup, not at 0, and the
+    final fraction is where the curve arrives after the last update.
+
     Args:
         update: updates done before this one, from 0. From ``total_updates`` on the factor stays at its end.
-        total_updates: updates of the whole run.
+        total_updates: updates of the whole run, at least 1.
         warmup: updates of linear warm-up; 0 is none.
         kind: shape after warm-up.
         final_fraction: where ``linear`` and ``cosine`` end, in [0, 1].
-
-    Returns:
-        A number in (0, 1] for every update < total_updates.
-
-    Raises:
-        ValueError: for a number or kind out of range.
     """
-    if update < 0 or total_updates < 1 or warmup < 0:
-        raise ValueError("update and warmup must be at least 0, total_updates at least 1")
-    if not 0.0 <= final_fraction <= 1.0:
-        raise ValueError(f"final_fraction is in [0, 1], not {final_fraction}")
-    if kind not in ("constant", "linear", "cosine"):
-        raise ValueError(f"kind is constant, linear or cosine, not {kind!r}")
     if update < warmup:
         return (update + 1) / warmup
     if kind == "constant":

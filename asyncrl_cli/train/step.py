@@ -2,6 +2,8 @@
 
 Every rank runs this with the same batch and plans the same micro-batches, so all of them make the same
 number of collective calls. Losses of micro-batches add up to the mean of their minibatch exactly.
+
+Read ``train_batch`` from top to bottom, then old_logprobs.py and update.py; algorithms/__init__.py lists the formulas.
 """
 
 from __future__ import annotations
@@ -81,9 +83,11 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
         updates += 1
-        if not minibatch.rows:  # every group was uniform: there is nothing to learn, on any rank
+        # Skipped by all ranks or by none: ``rows`` are those of all ranks, and what follows is collective.
+        if not minibatch.rows:  # every group was uniform: there is nothing to learn
             continue
         if learner.critic is not None:
+            # After ``precompute``, so that this step's advantages are those of the critic before its update.
             metrics |= update_critic(learner.critic, spec, minibatch, factor)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue
@@ -96,7 +100,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         first = False
         metrics["train/updates"] += 1
         metrics["train/gradient_norm"] = result.norm
-    if sums is not None:
+    if sums is not None:  # the same on all ranks: an update is skipped by all of them or by none
         metrics |= reduce_over_ranks(sums, learner.engine.device).summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
     return StepReport(metrics, time.monotonic() - started, trained), updates

@@ -1,4 +1,4 @@
-"""One optimizer update of the policy, or of the critic, from a minibatch whose advantages are given."""
+"""One optimizer update of the policy, or of the critic, from a minibatch whose advantages are known."""
 
 from __future__ import annotations
 
@@ -58,9 +58,11 @@ def update_policy(
     are the old ones.
     """
     algorithm = objective.algorithm
-    denominator = _denominator(spec, minibatch) / spec.trainer.ranks  # DeepSpeed averages gradients over ranks
+    # Of the whole minibatch, so that micro-batches add up to its mean; DeepSpeed averages gradients over the ranks.
+    denominator = _denominator(spec, minibatch) / spec.trainer.ranks
     total: UpdateSums | None = None
     for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
+        # At the boundary DeepSpeed reduces gradients over the ranks, which all have as many micro-batches (packing.py).
         engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
         mask = padded.response_mask
         logprobs, entropies = engine(padded.input_ids, mask, "train" if algorithm.entropy_coef else "measure")
@@ -84,6 +86,7 @@ def update_policy(
             entropies=entropies,
             entropy_coef=algorithm.entropy_coef,
         )
+        # Even if this rank's rows all count for nothing: the others wait in the collective calls of this pass.
         nonfinite_guard.backward(engine, loss)
         sums = UpdateSums(loss.detach().double(), losses, corrections, engine_gap)
         total = sums if total is None else total + sums

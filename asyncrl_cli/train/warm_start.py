@@ -24,6 +24,7 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.prompt import Message, normalized
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
+from asyncrl_cli.train import schedule
 from asyncrl_cli.train.model.initial import without_progress_bars
 from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
@@ -85,14 +86,6 @@ def warm_start(
     with without_progress_bars():
         model.save_pretrained(directory_out)
     tokenizer.save_pretrained(directory_out)
-
-
-def learning_rate_factor(update: int, updates: int, warmup: int) -> float:
-    """The schedule's factor for the update with this number, counted from 0: linear up to 1, then a cosine."""
-    if update < warmup:
-        return (update + 1) / warmup
-    done = (update - warmup) / max(1, updates - warmup)
-    return FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +165,7 @@ def _train(
     optimizers = _optimizers(model, spec)
     model.train()
     for update, examples in enumerate(updates):
-        factor = learning_rate_factor(update, spec.steps, spec.warmup_steps)
+        factor = schedule.factor(update, spec.steps, spec.warmup_steps, "cosine", FINAL_FRACTION)
         loss = _accumulate_gradients(model, examples, pad_id)
         if not math.isfinite(loss):
             raise WarmStartError(

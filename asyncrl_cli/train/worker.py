@@ -1,7 +1,7 @@
-"""The Ray actor of one trainer rank: a thin shell round the DeepSpeed engine.
+"""The Ray actor of one trainer rank: a thin shell around the DeepSpeed engine.
 
-Every rank is called alike, with the same batch; each plans the same micro-batches and takes its share, so
-no rank needs to be told what to do. Calls that move weights are collective: all ranks get them.
+Every rank gets the same calls with the same batch; each plans the same micro-batches and takes its share, so the ranks
+need no messages beside their collective calls. Calls that move weights are collective: all ranks get them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TrainerWorker:
     def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:
         """Join the other ranks and load the model, or a checkpoint's state over it.
 
-        Modules of the user's own functions are sought in ``search_path``. Raises ``RunError`` when a trainer of this
-        spec cannot load the checkpoint, and ``UserError`` when a function cannot be imported.
+        Modules of the user's own functions are looked up in ``search_path`` first. Raises ``RunError`` when a trainer
+        of this spec cannot load the checkpoint, and ``UserError`` when a function cannot be imported.
         """
         import torch
 
@@ -79,11 +79,13 @@ class TrainerWorker:
             sources = {part: checkpoints.find_source(saved, trainer, part) for part in parts}
         load_universal = any(source.is_universal for source in sources.values())
         if load_universal and self._rank == 0:
+            # Before rank 0 joins: the other ranks wait for it in the next line, and read what it made (decision 0011).
             for source in sources.values():
-                checkpoints.to_universal(source)  # the other ranks wait for this one in the next line
+                checkpoints.to_universal(source)
         listener = self._listener if self._rank == 0 else None
         ds.join_process_group(self._rank, trainer.ranks, address, port, trainer.gpus_per_rank > 0, listener)
         objective = Objective.of(self._spec.algorithm, Path(search_path))
+        # The engines of policy and critic are collective: all ranks start them in this order.
         self._engine = ds.start_engine(self._spec, model_dir, load_universal)
         self._model = self._engine.module.model
         reference = load_reference(self._spec, model_dir, self._engine)
@@ -94,6 +96,7 @@ class TrainerWorker:
         tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
         vocabulary = self._model.config.get_text_config().vocab_size
         self._probe_ids = probe_ids(tokenizer, vocabulary, min(PROBE_TOKENS, self._spec.model.max_length - 1))
+        # Last: it restores the random-number states, from which the models above may have drawn. Policy, then critic.
         for part, source in sources.items():
             engine = critic if critic is not None and part == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
@@ -106,13 +109,17 @@ class TrainerWorker:
         from asyncrl_cli.train.model.reference import Copy
         from asyncrl_cli.train.step import train_batch
 
+        # Before the first update: the reference of this step is the policy at its start.
         if isinstance(reference := self._learner.reference, Copy):
             reference.before_step(batch.step, self._model, self._spec.trainer.zero_stage)
         report, self._updates = train_batch(self._learner, batch, self._updates)
         return report
 
     def publish(self, version: int) -> Publication | None:
-        """Write the weights into the mapping, and what proves them. Rank 0 returns the publication."""
+        """Write the weights into the mapping, with what proves them. Rank 0 returns the publication.
+
+        The publisher calls this only when no engine reads the mapping: there is one buffer, not two (decision 0002).
+        """
         import torch
 
         from asyncrl_cli.train import deepspeed_engine as ds
@@ -127,12 +134,14 @@ class TrainerWorker:
                 )
             )
         targets = dict(self._mapping.tensors()) if self._rank == 0 else {}
-        for weight in ds.whole_weights(self._model, self._spec.trainer.zero_stage):
+        # All ranks take all weights, in this order: under ZeRO-3 each is gathered from all of them.
+        for weight in ds.full_weights(self._model, self._spec.trainer.zero_stage):
             if self._rank == 0:
                 targets[weight.name].copy_(weight.merged())
-        probe_ids, logprobs = self._probe()
+        probe_ids, logprobs = self._probe()  # on all ranks: the forward pass is collective (decision 0003)
         if self._rank != 0:
             return None
+        # After the last copy: the checksum is of what engines will read.
         return Publication(version, self._mapping.checksum(), self._mapping.describe(), probe_ids, logprobs)
 
     def save_model(self, folder: str) -> None:
@@ -141,7 +150,8 @@ class TrainerWorker:
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
         state = {}
-        for weight in ds.whole_weights(self._model, self._spec.trainer.zero_stage):
+        # Collective, as in ``publish``: ranks that write nothing take part.
+        for weight in ds.full_weights(self._model, self._spec.trainer.zero_stage):
             if self._rank == 0:
                 state[weight.name] = weight.merged().to(weight.parameter.dtype).cpu().clone()
         if self._rank == 0:
@@ -153,6 +163,7 @@ class TrainerWorker:
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
         from asyncrl_cli.train.model.reference import Copy
 
+        # Policy, then critic, on every rank: DeepSpeed's saving has barriers.
         save_state(self._engine, Path(folder), self._rank, self._updates)
         if self._learner.critic is not None:
             save_state(self._learner.critic, Path(folder) / CRITIC, self._rank, self._updates)
@@ -167,6 +178,7 @@ class TrainerWorker:
         mask[:, 0] = False
         device = self._engine.device
         policy = self._engine.module
+        # An engine's log-probs of a prompt, which the probe is, are not divided by the temperature.
         temperature, policy.temperature = policy.temperature, 1.0
         try:
             with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,13 +50,3 @@ def test_shapes(final: float) -> None:
         assert factor(update, 25, 5, "cosine", final) == pytest.approx(
             final + (1 - final) * math.cos(math.pi * progress / 2) ** 2
         )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [(-1, 1, 0, "linear", 0.0), (0, 0, 0, "linear", 0.0), (0, 1, -1, "linear", 0.0),
-     (0, 1, 0, "linear", 1.5), (0, 1, 0, "linear", -0.1), (0, 1, 0, "step", 0.0)],
-)  # fmt: skip
-def test_refuses_what_is_out_of_range(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r" (is|must be) "):
-        factor(*arguments)

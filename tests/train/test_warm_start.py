@@ -23,7 +23,6 @@ from asyncrl_cli.train.warm_start import (
     _optimizers,
     _tokenized,
     collate,
-    learning_rate_factor,
     warm_start,
 )
 
@@ -178,16 +177,6 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_the_rest(tmp_path: Path, tie
     assert all("proj" in name for name in muon)
     assert "model.embed_tokens.weight" in adamw
     assert ("lm_head.weight" in adamw) != tied
-
-
-def test_the_schedule_warms_up_and_falls_to_a_twentieth() -> None:
-    factors = [learning_rate_factor(update, 100, 10) for update in range(100)]
-    assert factors[0] == pytest.approx(0.1)
-    assert factors[9] == factors[10] == 1.0
-    assert factors[10:] == sorted(factors[10:], reverse=True)
-    assert factors[-1] == pytest.approx(0.05, abs=0.002)
-    assert learning_rate_factor(0, 1, 0) == 1.0
-    assert learning_rate_factor(2, 3, 30) == pytest.approx(0.1)
 
 
 def test_tasks_and_demonstrations_that_cannot_be_used(initial: Path, tmp_path: Path) -> None:

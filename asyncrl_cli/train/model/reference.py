@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.runs.checkpoints import STATE
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.deepspeed_engine import whole_weights
+from asyncrl_cli.train.deepspeed_engine import full_weights
 from asyncrl_cli.train.model.lora import without_adapters
 from asyncrl_cli.train.model.policy import Policy
 
@@ -60,7 +60,7 @@ class Copy:
         if not self._every or step % self._every or not step:
             return
         own = dict(self._policy.model.named_parameters())
-        for weight in whole_weights(model, zero_stage):
+        for weight in full_weights(model, zero_stage):
             own[weight.name].copy_(weight.merged())
 
     def save(self, folder: Path) -> None:
