@@ -8,12 +8,14 @@ told can be lost. What is told twice, because the answer got lost on its way, ch
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.buffer.journal import Journal
-from asyncrl_cli.buffer.ledger import SNAPSHOT_FORMAT, Batch, LateGroups, Ledger, LedgerError
+from asyncrl_cli.buffer.ledger import Batch, LateGroups, Ledger, LedgerError
+from asyncrl_cli.journal import progress
+from asyncrl_cli.journal.rollout_rows import read_rollouts
 from asyncrl_cli.journal.schema import JournalError, sound
 from asyncrl_cli.records.generation import Rollout, Segment, group_and_index
 from asyncrl_cli.records.groups import (
@@ -67,26 +69,19 @@ class DurableLedger:
         self._settings = settings
         self._finished: set[tuple[int, int]] = set()  # group and index of running rollouts that are recorded completely
         with sound(path, LedgerError):
-            meta = self.journal.meta()
+            meta = self.journal.read(progress.meta)
             self._base: Mapping[str, Any] = meta.get("base", base or {})
             self.journal.described({"base": self._base, "settings": asdict(settings)})
-            rows = self.journal.ledger_rows()
+            recorded = self.journal.read(progress.ledger_state)
             start = self._base.get("step", 0)
+            state = replace(
+                recorded,
+                step=max(recorded.step, start),
+                version=max(recorded.version, start // settings.publish_every),
+                next_id=max(recorded.next_id, self._base.get("next_group", 0)),
+            )
             try:
-                self.ledger = Ledger.restore(
-                    {
-                        "format": SNAPSHOT_FORMAT,
-                        "groups_per_step": settings.groups_per_step,
-                        "publish_every": settings.publish_every,
-                        "max_staleness": settings.max_staleness,
-                        "on_stale": settings.on_stale,
-                        "total_steps": settings.total_steps,
-                        **rows,
-                        "step": max(rows["step"], start),
-                        "version": max(rows["version"], start // settings.publish_every),
-                        "next_id": max(rows["next_id"], self._base.get("next_group", 0)),
-                    }
-                )
+                self.ledger = Ledger.restore(settings, state)
             except LateGroups as late:
                 if meta["settings"]["on_stale"] != "train":
                     raise
@@ -95,8 +90,8 @@ class DurableLedger:
                     location=str(path),
                     hint="resume without this change; it is possible once these groups are trained",
                 ) from None
-            self._rewards = {group_id: self.journal.rewards(group_id) for group_id in self.ledger.running}
-            self._serial = self.journal.serial()
+            self._rewards = {group_id: self._recorded_rewards(group_id) for group_id in self.ledger.running}
+            self._serial = self.journal.read(progress.newest_serial)
 
     def start(self, kind: str, note: str) -> None:
         """Note that this process begins to write: ``train``, ``resume`` or ``restart``, and by which settings."""
@@ -114,16 +109,16 @@ class DurableLedger:
         return Opening(
             step=self.ledger.step,
             version=self.ledger.version,
-            trained=max(self.journal.trained_steps(), self._base.get("step", 0)),
-            checksum=self.journal.checksum(self.ledger.version),
+            trained=max(self.journal.read(progress.steps_trained), self._base.get("step", 0)),
+            checksum=self.journal.read(progress.checksum, self.ledger.version),
             serial=self._serial,
-            loader=self.journal.loader() or self._base.get("loader"),
+            loader=self.journal.read(progress.loader_position) or self._base.get("loader"),
             groups=groups,
             waiting=tuple(prompt_from(row) for row in self._waiting()),
-            evaluated=self.journal.accuracies(),
+            evaluated=self.journal.read(progress.accuracies),
             counts=self.ledger.counts(),
-            evaluations=self.journal.evaluations(),
-            solved=self.journal.solved(CORRECT) if self._settings.note_solved else {},
+            evaluations=self.journal.read(progress.evaluations_done),
+            solved=self.journal.read(progress.solved_streaks) if self._settings.note_solved else {},
         )
 
     def admit(self, candidates: Sequence[Candidate]) -> Admitted:
@@ -237,15 +232,22 @@ class DurableLedger:
         journal's thread: it reads nothing but the file.
         """
         return {
-            "next_group": max(self.journal.next_group(), self._base.get("next_group", 0)),
-            "loader": self.journal.loader() or self._base.get("loader"),
-            "prompts": [*(asdict(prompt) for prompt in self.journal.untrained_prompts(step)), *self._waiting()],
+            "next_group": max(self.journal.read(progress.next_group), self._base.get("next_group", 0)),
+            "loader": self.journal.read(progress.loader_position) or self._base.get("loader"),
+            "prompts": [
+                *(asdict(prompt) for prompt in self.journal.read(progress.untrained_prompts, step)),
+                *self._waiting(),
+            ],
         }
 
     def _waiting(self) -> Sequence[Mapping[str, Any]]:
         # They have the journal's first serials.
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
-        return prompts[self.journal.serial() :]
+        return prompts[self.journal.read(progress.newest_serial) :]
+
+    def _recorded_rewards(self, group_id: int) -> dict[int, float]:
+        rollouts = self.journal.read(read_rollouts, group_id)
+        return {index: row.reward for index, row in rollouts.items() if row.reward is not None}
 
     def _is_unfinished(self, sequence_id: str) -> bool:
         group_id, index = group_and_index(sequence_id)

@@ -18,21 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl_cli.buffer.journal_file import OUTSTANDING, JournalFile, Statement
+from asyncrl_cli.buffer.journal_file import JournalFile, Statement
 from asyncrl_cli.buffer.ledger import Batch, GroupEntry
 from asyncrl_cli.buffer.storable import fault_in, printable, refusal
-from asyncrl_cli.journal.rollout_rows import (
-    check_count,
-    columns_of,
-    key_crc,
-    prompt_columns,
-    read_group,
-    read_rollouts,
-    rollout_of,
-    row_crc,
-    sequences_of,
-)
-from asyncrl_cli.journal.schema import explained
+from asyncrl_cli.journal.progress import kept_checkpoints
+from asyncrl_cli.journal.rollout_rows import columns_of, key_crc, open_groups, prompt_columns, row_crc
 from asyncrl_cli.records.generation import (
     CONTEXT,
     EngineRequest,
@@ -42,7 +32,6 @@ from asyncrl_cli.records.generation import (
     sequence_of,
 )
 from asyncrl_cli.records.groups import (
-    Admission,
     BufferSettings,
     Candidate,
     OpenGroup,
@@ -244,7 +233,7 @@ class Journal(JournalFile):
     def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
         """What lies on disk when this process begins, as folder and unix time of its saving by step: a kill can come
         between a checkpoint and its row, and people remove or restore folders. How long a save took is not known."""
-        known = {step for (step,) in self._rows("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
+        known = self.read(kept_checkpoints)
         for step, (folder, saved_at) in on_disk.items():
             if step not in known:
                 self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 0.0, NULL)", step, saved_at, folder)
@@ -283,35 +272,19 @@ class Journal(JournalFile):
         return noted
 
     def open_groups(self) -> tuple[OpenGroup, ...]:
-        """The running groups, in admission order."""
-        opened = []
-        for (group_id,) in self._rows(f"SELECT id FROM groups WHERE {OUTSTANDING} AND state = 'running' ORDER BY id"):
-            with explained(self._path):
-                group = read_group(self._connection, group_id)
-                rollouts = read_rollouts(self._connection, group_id)
-            scored: set[int] = set()
-            unscored: dict[int, Rollout] = {}
-            prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
-            for index, row in rollouts.items():
-                if row.reward is not None:
-                    scored.add(index)
-                    continue
-                with explained(self._path):
-                    sequences = sequences_of(self._connection, group_id, index)
-                    check_count(group_id, index, row, sequences)
-                if row.finish_reason is not None:
-                    unscored[index] = rollout_of(group_id, index, group.prompt_ids, sequences, row.finish_reason)
-                    continue
-                prefixes[index] = sequences
-                self._in_part.setdefault(group_id, {})[index] = {
+        """The running groups, in admission order. Call it before the first event: ``grown`` continues their tokens."""
+        groups = self.read(open_groups)
+        for group in groups:
+            self._in_part[group.admission.group_id] = {
+                index: {
                     branch: {
                         part.start: _Piece(part.start, part.end, part.version, columns_of(part)[-1]) for part in parts
                     }
-                    for branch, parts in sequences.items()
+                    for branch, parts in branches.items()
                 }
-            admission = Admission(group_id, group.version, group.prompt, group.prompt_ids)
-            opened.append(OpenGroup(admission, frozenset(scored), unscored, prefixes))
-        return tuple(opened)
+                for index, branches in group.prefixes.items()
+            }
+        return groups
 
     def _note_segment(self, group_id: int, index: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
         start, version, *_, crc = columns

@@ -6,26 +6,25 @@ one that the process has seen or written, so a buffer that was replaced cannot w
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from sqlite3 import Connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from asyncrl_cli.journal.rollout_rows import prompt_of, read_batch, read_rollouts, row_crc
+from asyncrl_cli.journal.progress import OUTSTANDING
+from asyncrl_cli.journal.rollout_rows import read_batch, row_crc
 from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading, open_for_writing, sound
-from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Statement = tuple[str, tuple[Any, ...]]
 
 PRUNED_AT_ONCE = 64
 """Groups whose tokens one commit may drop, so that pruning never holds up an acknowledgement for long."""
-
-# SQLite takes a partial index only for a query that repeats the index's own condition.
-OUTSTANDING = "state IN ('running', 'finished')"
-_DROPPED = "state IN ('rejected', 'requeued')"
 
 
 class JournalFile:
@@ -86,97 +85,15 @@ class JournalFile:
 
     # -- reading back, for the writer's own use
 
-    def meta(self) -> dict[str, Any]:
-        """What ``described`` said."""
-        return {key: json.loads(value) for key, value in self._rows("SELECT key, value FROM meta")}
-
-    def ledger_rows(self) -> dict[str, Any]:
-        """What the ledger's state follows from, by the keys of ``Ledger.snapshot`` that history decides."""
-        (step,) = self._row("SELECT coalesce(max(step) + 1, 0) FROM batches")
-        (version,) = self._row("SELECT coalesce(max(version), 0) FROM publishes")
-        (late,) = self._row("SELECT coalesce(sum(late), 0) FROM batches")
-        dropped = self._rows(f"SELECT state, reason, count(*) FROM groups WHERE {_DROPPED} GROUP BY state, reason")
-        outstanding: dict[str, list[list[int]]] = {"running": [], "finished": []}
-        for state, *row in self._rows(f"SELECT state, id, version FROM groups WHERE {OUTSTANDING} ORDER BY id"):
-            outstanding[state].append(row)
-        return {
-            "step": step,
-            "version": version,
-            "next_id": self.next_group(),
-            "late": late,
-            "requeued": sum(count for state, _, count in dropped if state == "requeued"),
-            "rejections": {reason: count for state, reason, count in dropped if state == "rejected"},
-            **outstanding,
-        }
-
-    def next_group(self) -> int:
-        """The index of the next group."""
-        (next_id,) = self._row("SELECT coalesce(max(id) + 1, 0) FROM groups")
-        return int(next_id)
-
-    def trained_steps(self) -> int:
-        """The first step that has not been reported as trained."""
-        (step,) = self._row("SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL")
-        return int(step)
-
-    def checksum(self, version: int) -> str | None:
-        """The checksum of a published version's bytes."""
-        found = self._rows("SELECT checksum FROM publishes WHERE version = ?", version)
-        return str(found[0][0]) if found else None
-
-    def loader(self) -> dict[str, int] | None:
-        """Where the data loader stands after the newest admission that moved it."""
-        found = self._rows("SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1")
-        return {"epoch": found[0][0], "position": found[0][1]} if found else None
-
-    def serial(self) -> int:
-        """The serial of the newest prompt admitted; 0 before the first."""
-        found = self._rows("SELECT serial FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1")
-        return int(found[0][0]) if found else 0
-
-    def accuracies(self) -> dict[int, float]:
-        """Greedy held-out accuracy by step."""
-        return dict(self._rows("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
-
-    def evaluations(self) -> frozenset[tuple[int, str]]:
-        """Step and kind of every evaluation."""
-        return frozenset(self._rows("SELECT step, kind FROM evaluations"))
-
-    def solved(self, correct: float) -> dict[str, int]:
-        """By uid, in how many groups in a row up to the newest no rollout had a reward below ``correct``."""
-        in_a_row: dict[str, int] = {}
-        for uid, lowest in self._rows(
-            """
-            SELECT g.uid, min(r.reward) FROM groups g JOIN rollouts r ON r.group_id = g.id
-            WHERE g.state IN ('finished', 'taken') OR (g.state = 'rejected' AND g.reason = 'uniform')
-            GROUP BY g.id ORDER BY g.id
-            """
-        ):
-            if lowest >= correct:
-                in_a_row[uid] = in_a_row.get(uid, 0) + 1
-            else:
-                in_a_row.pop(uid, None)
-        return in_a_row
-
-    def untrained_prompts(self, step: int) -> list[Prompt]:
-        """The prompts of groups that are admitted and not trained before ``step``, in admission order."""
-        rows = self._rows(
-            "SELECT uid, prompt, fields FROM groups WHERE id IN "
-            f"(SELECT id FROM groups WHERE {OUTSTANDING} UNION ALL SELECT id FROM groups WHERE step >= ?) ORDER BY id",
-            step,
-        )
-        return [prompt_of(*row) for row in rows]
-
-    def rewards(self, group_id: int) -> dict[int, float]:
-        """The rewards that a group's rollouts have, by index."""
+    def read(self, query: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What a query of ``journal`` gives on this connection, as of the last commit. Raises ``JournalError``."""
         with explained(self._path):
-            rollouts = read_rollouts(self._connection, group_id)
-        return {index: row.reward for index, row in rollouts.items() if row.reward is not None}
+            return query(self._connection, *arguments, **named)
 
     def batch(self, step: int) -> TrainingBatch:
         """The batch of a step, as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
-        with explained(self._path), sound(self._path):
-            return read_batch(self._connection, step)
+        with sound(self._path):
+            return self.read(read_batch, step)
 
     def _newest_start(self) -> int:
         (start,) = self._row("SELECT coalesce(max(id), 0) FROM starts")

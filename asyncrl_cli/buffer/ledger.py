@@ -72,14 +72,11 @@ that makes ``async`` with S = 0 equal to ``sync`` for k > 1, too. docs/decisions
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from asyncrl_cli.records.groups import Counts, OnStale
-
-SNAPSHOT_FORMAT = 2
-"""Raised when the keys of a snapshot change their meaning."""
+from asyncrl_cli.records.groups import BufferSettings, Counts, LedgerState, OnStale
 
 
 class LedgerError(RuntimeError):
@@ -160,37 +157,17 @@ class Ledger:
     With n groups outstanding an event costs O(log n) comparisons and one memory move, ``next_batch``
     O(B + D log n), where D <= S + 1 is the number of different deadlines among the running groups.
 
-    Args:
-        groups_per_step: B, groups in a batch.
-        publish_every: k, steps between two versions.
-        max_staleness: S, versions a trained group may lag behind.
-        on_stale: ``wait`` for a running group that would miss its deadline, ``requeue`` its prompt, or
-            ``train`` it late and count it.
-        total_steps: steps of the whole run; no group is admitted that they cannot consume. None: no end.
-
-    Raises:
-        ValueError: for a number or policy out of range.
+    Raises ``ValueError`` for settings out of range.
     """
 
-    def __init__(
-        self,
-        groups_per_step: int,
-        publish_every: int,
-        max_staleness: int,
-        on_stale: OnStale = "wait",
-        total_steps: int | None = None,
-    ) -> None:
-        if groups_per_step < 1 or publish_every < 1 or max_staleness < 0:
+    def __init__(self, settings: BufferSettings) -> None:
+        if settings.groups_per_step < 1 or settings.publish_every < 1 or settings.max_staleness < 0:
             raise ValueError("groups_per_step and publish_every are at least 1, max_staleness at least 0")
-        if on_stale not in get_args(OnStale):
-            raise ValueError(f"on_stale is one of {', '.join(get_args(OnStale))}, not {on_stale!r}")
-        if total_steps is not None and total_steps < 0:
+        if settings.on_stale not in get_args(OnStale):
+            raise ValueError(f"on_stale is one of {', '.join(get_args(OnStale))}, not {settings.on_stale!r}")
+        if settings.total_steps < 0:
             raise ValueError("total_steps is at least 0")
-        self.groups_per_step = groups_per_step
-        self.publish_every = publish_every
-        self.max_staleness = max_staleness
-        self.on_stale: OnStale = on_stale
-        self.total_steps = total_steps
+        self.settings = settings
         self._step = 0
         self._version = 0
         self._next_id = 0
@@ -216,7 +193,7 @@ class Ledger:
     @property
     def admitted(self) -> int:
         """A: groups admitted and not rejected, taken ones included."""
-        return self._step * self.groups_per_step + len(self._running) + len(self._finished)
+        return self._step * self.settings.groups_per_step + len(self._running) + len(self._finished)
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -236,12 +213,12 @@ class Ledger:
     @property
     def publish_due(self) -> bool:
         """True from the taking of a version's last batch until ``publish``."""
-        return self._step == (self._version + 1) * self.publish_every
+        return self._step == (self._version + 1) * self.settings.publish_every
 
     @property
     def done(self) -> bool:
         """True when ``total_steps`` batches are taken."""
-        return self.total_steps is not None and self._step >= self.total_steps
+        return self._step >= self.settings.total_steps
 
     def entry(self, group_id: int) -> GroupEntry:
         """The entry of a running or finished group.
@@ -258,7 +235,7 @@ class Ledger:
         return Counts(
             running=len(self._running),
             finished=len(self._finished),
-            taken=self._step * self.groups_per_step,
+            taken=self._step * self.settings.groups_per_step,
             rejected=sum(self._rejections.values()),
             requeued=self._requeued,
             late=self._late,
@@ -268,10 +245,8 @@ class Ledger:
 
     def room(self) -> int:
         """Groups that may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, never below 0."""
-        steps = (self._version + 1 + self.max_staleness) * self.publish_every
-        if self.total_steps is not None:
-            steps = min(steps, self.total_steps)
-        return max(0, steps * self.groups_per_step - self.admitted)
+        steps = (self._version + 1 + self.settings.max_staleness) * self.settings.publish_every
+        return max(0, min(steps, self.settings.total_steps) * self.settings.groups_per_step - self.admitted)
 
     def admit(self) -> GroupEntry:
         """Start a group at the current version.
@@ -316,7 +291,7 @@ class Ledger:
         (max over d of run(d) − places(d)), and those of the earliest deadlines; once all are requeued
         ``next_batch`` has a batch. With S = 0 there are none, as a replacement would be due as early.
         """
-        if self.on_stale != "requeue" or self.max_staleness == 0:
+        if self.settings.on_stale != "requeue" or self.settings.max_staleness == 0:
             return ()
         upcoming = self.next_batch()
         return upcoming.missing if isinstance(upcoming, Blocked) else ()
@@ -340,7 +315,7 @@ class Ledger:
 
     def next_batch(self) -> Batch | Blocked:
         """The batch of step t, or what it waits for. Changes nothing."""
-        finished, needed = len(self._finished), self.groups_per_step
+        finished, needed = len(self._finished), self.settings.groups_per_step
         if self.done:
             return Blocked("done", finished, needed)
         if self.publish_due:
@@ -370,7 +345,7 @@ class Ledger:
         self._finished = [group_id for group_id in self._finished if group_id not in leaving]
         for group_id in batch.group_ids:
             del self._version_of[group_id]
-        self._late += sum(lag > self.max_staleness for lag in batch.staleness)
+        self._late += sum(lag > self.settings.max_staleness for lag in batch.staleness)
         self._step += 1
 
     def publish(self) -> None:
@@ -385,59 +360,40 @@ class Ledger:
     def check_publish(self) -> None:
         """Raise ``LedgerError`` as ``publish`` would."""
         if not self.publish_due:
-            due = (self._version + 1) * self.publish_every
+            due = (self._version + 1) * self.settings.publish_every
             raise LedgerError(f"version {self._version + 1} is due at step {due}, not {self._step}")
 
     # -- restart
 
-    def snapshot(self) -> dict[str, Any]:
-        """The whole state as JSON-able values; ``restore`` gives a ledger that behaves the same.
-
-        Running and finished groups are pairs of index and version, in admission order.
-        """
-        return {
-            "format": SNAPSHOT_FORMAT,
-            "groups_per_step": self.groups_per_step,
-            "publish_every": self.publish_every,
-            "max_staleness": self.max_staleness,
-            "on_stale": self.on_stale,
-            "total_steps": self.total_steps,
-            "step": self._step,
-            "version": self._version,
-            "next_id": self._next_id,
-            "running": [[group_id, self._version_of[group_id]] for group_id in self._running],
-            "finished": [[group_id, self._version_of[group_id]] for group_id in self._finished],
-            "rejections": dict(self._rejections),
-            "requeued": self._requeued,
-            "late": self._late,
-        }
+    def snapshot(self) -> LedgerState:
+        """The whole state beside the settings; ``restore`` gives a ledger that behaves the same."""
+        return LedgerState(
+            step=self._step,
+            version=self._version,
+            next_id=self._next_id,
+            running=tuple((group_id, self._version_of[group_id]) for group_id in self._running),
+            finished=tuple((group_id, self._version_of[group_id]) for group_id in self._finished),
+            rejections=dict(self._rejections),
+            requeued=self._requeued,
+            late=self._late,
+        )
 
     @classmethod
-    def restore(cls, state: Mapping[str, Any]) -> Ledger:
-        """The ledger of a snapshot.
+    def restore(cls, settings: BufferSettings, state: LedgerState) -> Ledger:
+        """The ledger of a snapshot, under these settings.
 
         Raises:
-            LedgerError: the snapshot is of another format or contradicts itself.
-            LateGroups: it breaks the claim above, which ``wait`` and ``requeue`` rest on.
-            KeyError: a key is missing.
+            LedgerError: the snapshot contradicts itself.
+            LateGroups: it violates the claim above, which ``wait`` and ``requeue`` rest on.
         """
-        if state["format"] != SNAPSHOT_FORMAT:
-            raise LedgerError(f"snapshot format {state['format']} is not {SNAPSHOT_FORMAT}")
-        ledger = cls(
-            state["groups_per_step"],
-            state["publish_every"],
-            state["max_staleness"],
-            state["on_stale"],
-            state["total_steps"],
-        )
-        ledger._step, ledger._version, ledger._next_id = state["step"], state["version"], state["next_id"]
-        outstanding = [*state["running"], *state["finished"]]
-        ledger._version_of = dict(outstanding)
-        ledger._running = sorted(group_id for group_id, _ in state["running"])
-        ledger._finished = sorted(group_id for group_id, _ in state["finished"])
-        ledger._rejections = dict(state["rejections"])
-        ledger._requeued, ledger._late = state["requeued"], state["late"]
-        ledger._check_restored(len(outstanding))
+        ledger = cls(settings)
+        ledger._step, ledger._version, ledger._next_id = state.step, state.version, state.next_id
+        ledger._version_of = dict([*state.running, *state.finished])
+        ledger._running = sorted(group_id for group_id, _ in state.running)
+        ledger._finished = sorted(group_id for group_id, _ in state.finished)
+        ledger._rejections = dict(state.rejections)
+        ledger._requeued, ledger._late = state.requeued, state.late
+        ledger._check_restored(len(state.running) + len(state.finished))
         return ledger
 
     # -- the rules
@@ -450,7 +406,7 @@ class Ledger:
         return self.entry(group_id)
 
     def _deadline(self, group_id: int) -> int:
-        return self._version_of[group_id] + self.max_staleness
+        return self._version_of[group_id] + self.settings.max_staleness
 
     def _batch(self, group_ids: Sequence[int]) -> Batch:
         versions = tuple(self._version_of[group_id] for group_id in group_ids)
@@ -469,36 +425,35 @@ class Ledger:
         while start < len(group_ids):
             deadline = self._deadline(group_ids[start])
             start = bisect_right(group_ids, deadline, lo=start, key=self._deadline)
-            places = self.groups_per_step * ((deadline + 1) * self.publish_every - self._step - 1)
+            places = self.settings.groups_per_step * ((deadline + 1) * self.settings.publish_every - self._step - 1)
             worst = max(worst, start - places)
         return worst
 
     def _missing(self) -> tuple[int, ...]:
         """Running groups without which the next batch may not be taken, given B finished ones."""
-        if self.max_staleness == 0:
-            oldest = sorted(self._running[: self.groups_per_step] + self._finished[: self.groups_per_step])
-            return tuple(
-                group_id for group_id in oldest[: self.groups_per_step] if _index(self._running, group_id) is not None
-            )
-        if self.on_stale == "train":
+        if self.settings.max_staleness == 0:
+            needed = self.settings.groups_per_step
+            oldest = sorted(self._running[:needed] + self._finished[:needed])[:needed]
+            return tuple(group_id for group_id in oldest if _index(self._running, group_id) is not None)
+        if self.settings.on_stale == "train":
             return ()
         return tuple(self._running[: self._overflow(self._running)])
 
     def _check(self, batch: Batch) -> None:
         """Whether the rules allow this batch now; it need not be the one ``next_batch`` would choose."""
         ids = batch.group_ids
-        if len(ids) != self.groups_per_step or list(ids) != sorted(set(ids)):
-            raise LedgerError(f"a batch has {self.groups_per_step} different groups in admission order")
+        if len(ids) != self.settings.groups_per_step or list(ids) != sorted(set(ids)):
+            raise LedgerError(f"a batch has {self.settings.groups_per_step} different groups in admission order")
         if unfinished := [group_id for group_id in ids if _index(self._finished, group_id) is None]:
             raise LedgerError(f"groups {unfinished} have not finished, or are gone")
         if batch != self._batch(ids):
             raise LedgerError("the batch's versions are not the ledger's")
         leaving = set(ids)
         behind = sorted(group_id for group_id in self._version_of if group_id not in leaving)
-        if self.max_staleness == 0:
+        if self.settings.max_staleness == 0:
             if behind and behind[0] < ids[-1]:
                 raise LedgerError(f"with max_staleness 0 group {behind[0]} comes before group {ids[-1]}")
-        elif self.on_stale != "train" and self._overflow(behind):
+        elif self.settings.on_stale != "train" and self._overflow(behind):
             raise LedgerError(f"the batch leaves behind groups that would miss their deadline: {behind[0]} first")
 
     def _check_restored(self, outstanding: int) -> None:
@@ -507,12 +462,14 @@ class Ledger:
             len(self._version_of) == outstanding
             and all(group_id < self._next_id for group_id in self._version_of)
             and versions == sorted(versions)
-            and self._version * self.publish_every <= self._step <= (self._version + 1) * self.publish_every
+            and self._version * self.settings.publish_every
+            <= self._step
+            <= (self._version + 1) * self.settings.publish_every
         )
         if not sound:
             raise LedgerError("the snapshot contradicts itself")
-        if self.on_stale != "train":
-            overflow = self._overflow(sorted(self._version_of)) - self.groups_per_step
+        if self.settings.on_stale != "train":
+            overflow = self._overflow(sorted(self._version_of)) - self.settings.groups_per_step
             if overflow > 0:
                 raise LateGroups(f"{overflow} of the groups that are not trained yet can no longer meet their deadline")
 

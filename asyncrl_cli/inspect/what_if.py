@@ -166,13 +166,10 @@ class _Simulation:
     """
 
     def __init__(self, work: Workload, max_staleness: int, engines: Engines) -> None:
-        settings = work.settings
         self._work = work
         self._shared = engines == "saturated"
         self._progress = 0.0
-        self._ledger = Ledger(
-            settings.groups_per_step, settings.publish_every, max_staleness, settings.on_stale, settings.total_steps
-        )
+        self._ledger = Ledger(replace(work.settings, max_staleness=max_staleness))
         self._now = 0.0
         self._started = 0
         self._ends: list[tuple[float, int, bool]] = []
@@ -194,7 +191,9 @@ class _Simulation:
                 self._ledger.publish()
                 self._fill()
             self._pass(step.other_s)
-        return Outcome(self._ledger.max_staleness, waited, self._now, sum(staleness) / len(staleness), max(staleness))
+        return Outcome(
+            self._ledger.settings.max_staleness, waited, self._now, sum(staleness) / len(staleness), max(staleness)
+        )
 
     def _next_batch(self) -> Batch:
         while not isinstance(upcoming := self._ledger.next_batch(), Batch):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncrl_cli.journal.rollout_rows import prompt_of
-from asyncrl_cli.records.groups import BufferSettings
+from asyncrl_cli.records.groups import BufferSettings, LedgerState
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import CORRECT
 
@@ -102,21 +102,24 @@ def kept_checkpoints(connection: sqlite3.Connection) -> set[int]:
 # -- groups and their prompts
 
 
-def ledger_rows(connection: sqlite3.Connection) -> dict[str, Any]:
-    """What the ledger's state follows from, by the keys of ``Ledger.snapshot`` that history decides."""
-    outstanding: dict[str, list[list[int]]] = {"running": [], "finished": []}
-    for state, *row in connection.execute(f"SELECT state, id, version FROM groups WHERE {OUTSTANDING} ORDER BY id"):
-        outstanding[state].append(row)
+def ledger_state(connection: sqlite3.Connection) -> LedgerState:
+    """The ledger's state, as the rows have it."""
+    outstanding: dict[str, list[tuple[int, int]]] = {"running": [], "finished": []}
+    for state, group_id, version in connection.execute(
+        f"SELECT state, id, version FROM groups WHERE {OUTSTANDING} ORDER BY id"
+    ):
+        outstanding[state].append((group_id, version))
     dropped = dropped_groups(connection)
-    return {
-        "step": steps_taken(connection),
-        "version": newest_version(connection),
-        "next_id": next_group(connection),
-        "late": _number(connection, "SELECT coalesce(sum(late), 0) FROM batches"),
-        "requeued": sum(dropped["requeued"].values()),
-        "rejections": dropped["rejected"],
-        **outstanding,
-    }
+    return LedgerState(
+        step=steps_taken(connection),
+        version=newest_version(connection),
+        next_id=next_group(connection),
+        running=tuple(outstanding["running"]),
+        finished=tuple(outstanding["finished"]),
+        rejections=dropped["rejected"],
+        requeued=sum(dropped["requeued"].values()),
+        late=_number(connection, "SELECT coalesce(sum(late), 0) FROM batches"),
+    )
 
 
 def dropped_groups(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:

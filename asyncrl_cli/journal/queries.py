@@ -14,19 +14,16 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any, Literal, TypeVar, get_args
 
-import numpy as np
-
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped_groups, progress
-from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts, sequences_of
+from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, segments_of
 from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading
-from asyncrl_cli.records.generation import Segment, training_rollout_id
+from asyncrl_cli.records.generation import Segment, branch_id, training_rollout_id
 from asyncrl_cli.records.prompt import Prompt
 
 T = TypeVar("T")
@@ -370,24 +367,12 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
             failure=row_of.failure,
             metrics=row_of.measured(),
             recorded_at=row_of.recorded_at,
-            segments=_segments(connection, group_id, index),
+            segments=tuple(
+                segment
+                for branch, sequence in joined(segments_of(connection, group_id, index)).items()
+                for segment in sequence.segments(branch_id(training_rollout_id(group_id, index), branch))
+            ),
         )
         for index, row_of in read_rollouts(connection, group_id).items()
     ]
     return GroupRecord(GroupRow(*row), group.prompt, group.prompt_ids, tuple(rollouts))
-
-
-def _segments(connection: sqlite3.Connection, group_id: int, index: int) -> tuple[Segment, ...]:
-    """A rollout's segments; those that were recorded piece by piece under one version are joined."""
-    joined = []
-    for sequence in sequences_of(connection, group_id, index).values():
-        for _, pieces in groupby(sequence, key=lambda segment: segment.version):
-            first, *more = pieces
-            joined.append(
-                replace(
-                    first,
-                    ids=np.concatenate([first.ids, *(segment.ids for segment in more)]),
-                    logprobs=np.concatenate([first.logprobs, *(segment.logprobs for segment in more)]),
-                )
-            )
-    return tuple(joined)

@@ -11,20 +11,26 @@ import sqlite3
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from asyncrl_cli.records.generation import CONTEXT, Rollout, Segment, branch_id, training_rollout_id
-from asyncrl_cli.records.groups import Candidate
+from asyncrl_cli.records.generation import (
+    FinishReason,
+    Rollout,
+    Segment,
+    TokenSequence,
+    branch_id,
+    training_rollout_id,
+)
+from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup
 from asyncrl_cli.records.prompt import Prompt, prompt_from
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
-class GroupRow(NamedTuple):
+class RecordedPrompt(NamedTuple):
     """The prompt of a group, and the version at which it was admitted."""
 
     version: int
@@ -78,18 +84,17 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
         raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
     rollouts = []
     for index, row in rows.items():
-        sequences = sequences_of(connection, group_id, index)
-        if row.tokens and not sequences and _is_pruned(connection, group_id):
+        branches = segments_of(connection, group_id, index)
+        if row.tokens and not branches and _is_pruned(connection, group_id):
             raise LookupError(f"the tokens of step {step} are pruned")
-        check_count(group_id, index, row, sequences)
-        rollouts.append(rollout_of(group_id, index, group.prompt_ids, sequences, row.finish_reason))
+        rollouts.append(rollout_of(training_rollout_id(group_id, index), row, branches, group.prompt_ids))
     measured = tuple(row.measured() for row in rows.values())
     return TrainingGroup(
         group_id, group.prompt.uid, group.version, tuple(rollouts), tuple(rewards), measured if any(measured) else ()
     )
 
 
-def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
+def read_group(connection: sqlite3.Connection, group_id: int) -> RecordedPrompt:
     """What is recorded of a group's prompt. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
     row = connection.execute(
         "SELECT uid, prompt, fields, prompt_ids, version, serial, epoch, position, crc FROM groups WHERE id = ?",
@@ -101,7 +106,7 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
     if crc is not None and row_crc(group_id, *columns) != crc:
         raise _malformed(f"the prompt of group {group_id} has another checksum")
     uid, content, fields, prompt_ids, version, *_ = columns
-    return GroupRow(version, prompt_of(uid, content, fields), tuple(np.frombuffer(prompt_ids, TOKENS).tolist()))
+    return RecordedPrompt(version, prompt_of(uid, content, fields), tuple(np.frombuffer(prompt_ids, TOKENS).tolist()))
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
@@ -119,7 +124,54 @@ def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, Ro
     return rollouts
 
 
-def sequences_of(connection: sqlite3.Connection, group_id: int, index: int) -> dict[int, tuple[Segment, ...]]:
+def open_groups(connection: sqlite3.Connection) -> tuple[OpenGroup, ...]:
+    """The running groups, in admission order. Raises ``sqlite3.DatabaseError`` for damage."""
+    found = connection.execute(
+        "SELECT id FROM groups WHERE state IN ('running', 'finished') AND state = 'running' ORDER BY id"
+    ).fetchall()
+    return tuple(_open_group(connection, group_id) for (group_id,) in found)
+
+
+def _open_group(connection: sqlite3.Connection, group_id: int) -> OpenGroup:
+    group = read_group(connection, group_id)
+    scored: set[int] = set()
+    unscored: dict[int, Rollout] = {}
+    prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
+    for index, row in read_rollouts(connection, group_id).items():
+        name = training_rollout_id(group_id, index)
+        if row.reward is not None:
+            scored.add(index)
+        elif row.finish_reason is not None:
+            unscored[index] = rollout_of(name, row, segments_of(connection, group_id, index), group.prompt_ids)
+        else:
+            prefixes[index] = segments_of(connection, group_id, index)
+            joined(prefixes[index], name, row.tokens)  # for its checks
+    admission = Admission(group_id, group.version, group.prompt, group.prompt_ids)
+    return OpenGroup(admission, frozenset(scored), unscored, prefixes)
+
+
+def rollout_of(
+    rollout_id: str, row: RolloutRow, branches: Mapping[int, Sequence[Segment]], prompt_ids: tuple[int, ...]
+) -> Rollout:
+    """A finished rollout with its branches, which are said to have ended as it did: how is not recorded of them.
+
+    Its text is left empty. Raises ``sqlite3.DatabaseError`` for damage.
+    """
+    sequences = joined(branches, rollout_id, row.tokens)
+    root, *others = (
+        Rollout(
+            *sequences.get(branch, TokenSequence.context()).arrays,
+            rollout_id=branch_id(rollout_id, branch),
+            prompt_ids=prompt_ids,
+            text="",
+            finish_reason=cast("FinishReason", row.finish_reason),
+        )
+        for branch in sorted({0, *sequences})
+    )
+    return replace(root, branches=tuple(others)) if others else root
+
+
+def segments_of(connection: sqlite3.Connection, group_id: int, index: int) -> dict[int, tuple[Segment, ...]]:
     """The recorded segments of a rollout's sequences, by branch. Raises ``sqlite3.DatabaseError`` for damaged ones."""
     name = training_rollout_id(group_id, index)
     rows = connection.execute(
@@ -127,29 +179,29 @@ def sequences_of(connection: sqlite3.Connection, group_id: int, index: int) -> d
         "WHERE group_id = ? AND rollout_index = ? ORDER BY branch, start",
         (group_id, index),
     )
-    sequences = {}
-    for branch, of_branch in groupby(rows, key=lambda row: row[0]):
-        segments = []
-        end = 0
-        for _, start, version, tokens, logprobs, crc, keyed in of_branch:
-            key = (group_id, index, branch, start, version)
-            if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
-                raise _malformed(f"the tokens of rollout {name} have another checksum")
-            if start != end:
-                raise _malformed(f"tokens of rollout {name} before its token {start} are missing")
-            ids = np.frombuffer(tokens, TOKENS)
-            end = start + len(ids)
-            segments.append(Segment(branch_id(name, branch), start, version, ids, np.frombuffer(logprobs, LOGPROBS)))
-        sequences[branch] = tuple(segments)
+    found: dict[int, list[Segment]] = {}
+    for branch, start, version, tokens, logprobs, crc, keyed in rows:
+        key = (group_id, index, branch, start, version)
+        if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
+            raise _malformed(f"the tokens of rollout {name} have another checksum")
+        ids, values = np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS)
+        found.setdefault(branch, []).append(Segment(branch_id(name, branch), start, version, ids, values))
+    return {branch: tuple(segments) for branch, segments in found.items()}
+
+
+def joined(
+    branches: Mapping[int, Sequence[Segment]], rollout_id: str = "", tokens: int | None = None
+) -> dict[int, TokenSequence]:
+    """Segments as sequences, by branch. Raises ``sqlite3.DatabaseError`` for gaps, for versions that fall, and unless
+    so many ``tokens`` were sampled, if the number is given."""
+    try:
+        sequences = {branch: TokenSequence.join(segments) for branch, segments in branches.items()}
+    except ValueError as error:
+        raise _malformed(str(error)) from error
+    held = sum(int(sequence.sampled.sum()) for sequence in sequences.values())
+    if tokens is not None and held != tokens:
+        raise _malformed(f"rollout {rollout_id} has {held} of its {tokens} tokens")
     return sequences
-
-
-def check_count(group_id: int, index: int, row: RolloutRow, sequences: Mapping[int, Sequence[Segment]]) -> None:
-    """Raise ``sqlite3.DatabaseError`` unless these are all the sampled tokens of a rollout."""
-    held = sum(len(part.ids) for parts in sequences.values() for part in parts if part.version != CONTEXT)
-    if held != row.tokens:
-        name = training_rollout_id(group_id, index)
-        raise _malformed(f"rollout {name} has {held} of its {row.tokens} tokens")
 
 
 def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
@@ -212,34 +264,6 @@ def _crc(tokens: bytes, logprobs: bytes) -> int:
 
 def _malformed(what: str) -> sqlite3.DatabaseError:
     return sqlite3.DatabaseError(f"malformed: {what}")
-
-
-def rollout_of(
-    group_id: int,
-    index: int,
-    prompt_ids: tuple[int, ...],
-    sequences: Mapping[int, Sequence[Segment]],
-    finish_reason: Any,
-) -> Rollout:
-    """A rollout with its branches, which are said to have ended as it did: how is not recorded of them."""
-    name = training_rollout_id(group_id, index)
-    root, *branches = (
-        _sequence(branch_id(name, branch), prompt_ids, sequences.get(branch, ()), finish_reason)
-        for branch in sorted({0, *sequences})
-    )
-    return replace(root, branches=tuple(branches)) if branches else root
-
-
-def _sequence(name: str, prompt_ids: tuple[int, ...], segments: Sequence[Segment], finish_reason: Any) -> Rollout:
-    return Rollout(
-        rollout_id=name,
-        prompt_ids=prompt_ids,
-        ids=np.concatenate([np.empty(0, np.int32), *(s.ids for s in segments)]),
-        logprobs=np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in segments)]),
-        versions=np.repeat(np.asarray([s.version for s in segments], np.int32), [len(s.ids) for s in segments]),
-        text="",
-        finish_reason=finish_reason,
-    )
 
 
 def prompt_of(uid: str, content: str, fields: str) -> Prompt:

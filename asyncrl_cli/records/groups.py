@@ -16,7 +16,7 @@ OnStale = Literal["wait", "requeue", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Groups by what became of them; ``running + finished + taken`` is A."""
+    """Groups by what became of them; running, finished and taken ones together were admitted and not rejected."""
 
     running: int
     finished: int
@@ -28,7 +28,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    """The numbers of the spec that the buffer works by."""
+    """The numbers of the spec that the buffer works by. The first five are the ledger's: B, k and S of its proof, what
+    becomes of a group that would be too stale, and the steps of the whole run, which bound admission."""
 
     groups_per_step: int
     publish_every: int
@@ -39,6 +40,21 @@ class BufferSettings:
     reject_uniform: bool
     note_solved: bool = False
     """Whether an opening says which prompts are solved, for which the whole history is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """What the ledger knows beside its settings. ``running`` and ``finished`` groups are pairs of index and version, in
+    admission order; ``rejections`` counts groups by reason."""
+
+    step: int
+    version: int
+    next_id: int
+    running: tuple[tuple[int, int], ...]
+    finished: tuple[tuple[int, int], ...]
+    rejections: Mapping[str, int]
+    requeued: int
+    late: int
 
 
 @dataclass(frozen=True, slots=True)

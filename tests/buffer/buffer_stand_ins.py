@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
-from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord
+from asyncrl_cli.records.groups import BufferSettings, Candidate, OnStale, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
 
@@ -26,6 +27,18 @@ SETTINGS = BufferSettings(
     group_size=2,
     reject_uniform=True,
 )
+
+
+def made_ledger(
+    groups_per_step: int = 1,
+    publish_every: int = 1,
+    max_staleness: int = 0,
+    on_stale: OnStale = "wait",
+    total_steps: int | None = None,
+) -> Ledger:
+    """A ledger by these settings; without ``total_steps`` its run has no end that matters."""
+    steps = 10**9 if total_steps is None else total_steps
+    return Ledger(BufferSettings(groups_per_step, publish_every, max_staleness, on_stale, steps, 1, False))
 
 
 def candidates(first: int, count: int) -> list[Candidate]:

@@ -10,6 +10,7 @@ import pytest
 from buffer_stand_ins import SETTINGS, candidates, commit, group_outcomes, group_rollouts, publish_record
 
 from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE, JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import Report, staleness_report
@@ -34,7 +35,7 @@ def opened(path: Path, settings: BufferSettings) -> DurableLedger:
 
 
 def fill(book: DurableLedger) -> None:
-    book.admit(candidates(book.journal.serial() + 1, 99))
+    book.admit(candidates(book.journal.read(newest_serial) + 1, 99))
     commit(book)
 
 
@@ -74,7 +75,7 @@ def test_a_strict_policy_is_refused_while_groups_are_late(path: Path, policy: On
     with pytest.raises(JournalError, match=f"cannot change from train to {policy} now: [0-9]+ of the groups") as caught:
         DurableLedger(path, by(policy))
     assert "resume without this change" in caught.value.hint
-    assert DurableLedger(path, by("train")).ledger.on_stale == "train", "as before"
+    assert DurableLedger(path, by("train")).ledger.settings.on_stale == "train", "as before"
 
 
 def test_each_step_is_judged_by_the_settings_that_it_was_taken_by(path: Path) -> None:

@@ -239,7 +239,7 @@ class Crashes(RuleBasedStateMachine):
             argument = [segment for segment in argument if _rollout_of(segment.rollout_id) in self.known.recorded]
         self._repeat([(method, argument)])
 
-    @precondition(lambda self: self.known.ledger["next_id"])
+    @precondition(lambda self: self.known.ledger.next_id)
     @rule()
     def the_run_dies(self) -> None:
         """Everything but the file is lost. The next driver begins where the journal stands."""
@@ -295,7 +295,7 @@ class Crashes(RuleBasedStateMachine):
         """The opening of a journal that has just been opened: everything acknowledged, and nothing else."""
         opening, known = self.book.opening(), self.known
         assert self.book.ledger.snapshot() == known.ledger
-        assert (opening.step, opening.version) == (known.ledger["step"], known.ledger["version"])
+        assert (opening.step, opening.version) == (known.ledger.step, known.ledger.version)
         assert opening.serial == known.serial
         assert opening.loader == ({"epoch": 0, "position": known.serial} if known.serial else None)
         assert [group.admission.group_id for group in opening.groups] == list(self.book.ledger.running)
@@ -315,7 +315,7 @@ class Crashes(RuleBasedStateMachine):
                     for one, prefix in known.prefixes.items()
                     if _rollout_of(one) == name
                 }
-            assert self.book.journal.rewards(group_id) == {
+            assert self.book._recorded_rewards(group_id) == {
                 group_and_index(name)[1]: outcome.reward
                 for name, outcome in known.outcomes.items()
                 if group_and_index(name)[0] == group_id

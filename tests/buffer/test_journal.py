@@ -31,6 +31,7 @@ from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal import schema
 from asyncrl_cli.journal.events import events
+from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
 from asyncrl_cli.records.generation import CONTEXT
@@ -58,7 +59,7 @@ def book_with_steps(path: Path, steps: int) -> DurableLedger:
 
 
 def _fill(book: DurableLedger) -> tuple[int, ...]:
-    book.admit(candidates(book.journal.serial() + 1, 9))
+    book.admit(candidates(book.journal.read(newest_serial) + 1, 9))
     return book.ledger.running
 
 
@@ -201,7 +202,7 @@ def test_a_batch_that_never_was_cannot_be_read(path: Path) -> None:
     [
         lambda book: book.opening(),
         lambda book: book.fallback(0),
-        lambda book: book.journal.ledger_rows(),
+        lambda book: book.journal.read(ledger_state),
         lambda book: book.journal.prune(1),
         lambda book: book.journal.batch(0),
     ],

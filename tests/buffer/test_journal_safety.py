@@ -16,10 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.journal import Journal
-from asyncrl_cli.buffer.journal_file import JournalFile
-from asyncrl_cli.journal import queries, schema
+from asyncrl_cli.journal import progress, queries, schema
 from asyncrl_cli.journal.history import history
+from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
 from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check, open_for_writing
 from asyncrl_cli.records.groups import Candidate, Outcome
@@ -43,7 +42,7 @@ def opened(path: Path, kind: str = "train") -> DurableLedger:
 def one_step(book: DurableLedger) -> None:
     """The next two groups are trained; more are running."""
     at = book.ledger.step
-    book.admit(candidates(book.journal.serial() + 1, 9))
+    book.admit(candidates(book.journal.read(newest_serial) + 1, 9))
     finish(book, *book.ledger.running[:2])
     assert book.take(at) is None
     book.publish(publish_record(at + 1, at + 1))
@@ -88,16 +87,16 @@ def test_no_earlier_writer_commits_between_what_a_new_one_reads_and_its_start(
     assert old.take(1) is None
     refused = []
 
-    def while_reading(journal: Journal) -> int:
+    def while_reading(connection: sqlite3.Connection) -> int:
         with pytest.raises(JournalError, match="locked") as caught:
             commit(old)
         refused.append(caught)
-        return JournalFile.serial(journal)  # the last that is read
+        return newest_serial(connection)  # the last that is read
 
-    monkeypatch.setattr(Journal, "serial", while_reading)
+    monkeypatch.setattr(progress, "newest_serial", while_reading)
     new = DurableLedger.begin(path, SETTINGS, "resume", "")
     assert refused
-    assert new.ledger.step == new.journal.ledger_rows()["step"] == 1
+    assert new.ledger.step == new.journal.read(ledger_state).step == 1
     old.journal.failed("engine", "engine-0", "a message")
     with pytest.raises(JournalError, match="another process has begun"):
         commit(old)
@@ -295,7 +294,7 @@ def folder_of(path: Path, step: int) -> Path:
 def recorded(path: Path) -> dict[int, bool]:
     """Every checkpoint in the journal, and whether it is there still."""
     with queries.snapshot(path) as connection:
-        return {at.step: at.removed_at is None for at in history(connection).checkpoints}
+        return {at.after_step: at.removed_at is None for at in history(connection).checkpoints}
 
 
 def test_checkpoints_in_the_journal_are_those_on_disk(path: Path) -> None:

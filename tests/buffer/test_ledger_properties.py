@@ -6,8 +6,9 @@ so that the two have to agree.
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
+from buffer_stand_ins import made_ledger
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,7 +29,7 @@ class Histories(RuleBasedStateMachine):
     )
     def start(self, groups: int, every: int, staleness: int, on_stale: OnStale, total: int | None) -> None:
         self.B, self.k, self.S, self.T = groups, every, staleness, total
-        self.ledger = Ledger(groups, every, staleness, on_stale, total)
+        self.ledger = made_ledger(groups, every, staleness, on_stale, total)
         self.entries: dict[int, GroupEntry] = {}
         self.taken: list[Batch] = []
         self.gone: set[int] = set()
@@ -74,7 +75,7 @@ class Histories(RuleBasedStateMachine):
         assert len(batch.group_ids) == self.B
         assert not self.gone.intersection(batch.group_ids)
         assert batch.group_versions == tuple(self.entries[g].version for g in batch.group_ids)
-        if self.ledger.on_stale != "train":
+        if self.ledger.settings.on_stale != "train":
             assert max(batch.staleness) <= self.S
             assert all(self.entries[g].deadline >= batch.version for g in batch.group_ids)
         if self.S == 0:
@@ -103,14 +104,14 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        twin = Ledger.restore(json.loads(json.dumps(self.ledger.snapshot())))
+        twin = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
         assert vars(twin) == vars(self.ledger)
         self.ledger = twin
 
     @rule()
     def nothing_is_stuck(self) -> None:
         """If every running group ended now, and new ones too, the run would come to its next step."""
-        twin = Ledger.restore(self.ledger.snapshot())
+        twin = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
         if twin.publish_due:
             twin.publish()
         for group_id in twin.running:
@@ -131,12 +132,12 @@ class Histories(RuleBasedStateMachine):
 
     # -- what always holds
 
-    @precondition(lambda self: self.ledger.on_stale == "train")
+    @precondition(lambda self: self.ledger.settings.on_stale == "train")
     @rule()
     def another_policy_is_refused_or_keeps_the_bound(self) -> None:
         late = [d for d in range(self.ledger.version + self.S + 1) if self._due_by(d) > self._places_by(d)]
         try:
-            twin = Ledger.restore(self.ledger.snapshot() | {"on_stale": "wait"})
+            twin = Ledger.restore(replace(self.ledger.settings, on_stale="wait"), self.ledger.snapshot())
         except LateGroups:
             assert late
             return
@@ -181,7 +182,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def demand_can_be_met(self) -> None:
-        if self.ledger.on_stale == "train":
+        if self.ledger.settings.on_stale == "train":
             return
         v, t = self.ledger.version, self.ledger.step
         assert v * self.k <= t <= (v + 1) * self.k
@@ -199,7 +200,7 @@ class Histories(RuleBasedStateMachine):
         upcoming = ledger.next_batch()
         if self.S == 0 or (isinstance(upcoming, Blocked) and upcoming.kind in ("done", "publish")):
             return
-        met = ledger.on_stale == "train" or all(
+        met = ledger.settings.on_stale == "train" or all(
             self._due(ledger.finished, d)
             >= self._due(ledger.finished, d)
             + self._due(ledger.running, d)
@@ -225,7 +226,7 @@ TestHistories.settings = settings(
 
 def batches_without_staleness(every: int, uniform: set[int], order: list[float]) -> list[tuple[int, ...]]:
     """The batches when rollouts finish in the given order and the groups in ``uniform`` are rejected."""
-    ledger = Ledger(groups_per_step=3, publish_every=every, max_staleness=0, total_steps=6)
+    ledger = made_ledger(groups_per_step=3, publish_every=every, max_staleness=0, total_steps=6)
     batches: list[tuple[int, ...]] = []
     while not ledger.done:
         while ledger.room():

@@ -29,6 +29,7 @@ from asyncrl_cli.inspect.report.trainer_time import activity, enough_finished, t
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.step_timeline import step_spans
+from asyncrl_cli.records.groups import BufferSettings
 from tests.buffer.recorded_run import STARTED, RecordedRun, settings
 from tests.inspect.made_runs import SITUATIONS, made_run
 from tests.inspect.quickstart_run import quickstart_run
@@ -107,7 +108,7 @@ def test_waiting_for_due_groups_is_what_the_ledger_calls_missing(
 ) -> None:
     """Against the real ledger: from the time that ``enough_finished`` says on, it lacks due groups and no others."""
     steps, now = 6, 0
-    ledger = Ledger(per_step, every, bound, "wait", steps)
+    ledger = Ledger(BufferSettings(per_step, every, bound, "wait", steps, 1, False))
     ends: dict[int, int] = {}
     finished: list[tuple[int, int]] = []
     taken_by: dict[int, int] = {}

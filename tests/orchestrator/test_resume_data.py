@@ -13,6 +13,7 @@ from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.jsonl import read_jsonl
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.launch import Experiment, Start
@@ -95,7 +96,7 @@ def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
     book = DurableLedger.begin(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100), "resume", "")
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     loader.restore(book.opening().loader or {})
-    for serial in range(book.journal.serial() + 1, book.journal.serial() + 1 + count):
+    for serial in range(book.journal.read(newest_serial) + 1, book.journal.read(newest_serial) + 1 + count):
         book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
     book.journal.commit(book.journal.noted())
     book.journal.close()
