@@ -46,7 +46,7 @@ from asyncrl_cli.records.generation import (
     sequence_of,
     training_rollout_id,
 )
-from asyncrl_cli.records.groups import BufferSettings, Candidate, OnStale, Outcome, Settled
+from asyncrl_cli.records.groups import BufferSettings, Candidate, LedgerState, OnStale, Outcome, Settled
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 
@@ -54,7 +54,7 @@ from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 class Known:
     """What the driver has told, and what has become of it."""
 
-    ledger: dict[str, Any]
+    ledger: LedgerState
     serial: int = 0
     recorded: dict[str, Rollout] = field(default_factory=dict)
     prefixes: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
