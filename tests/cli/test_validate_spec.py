@@ -38,8 +38,8 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert asyncrl("validate-spec", QUICKSTART) == (
         0,
-        f"{QUICKSTART} is valid: quickstart runs 140 steps of 32 groups of 8 rollouts, async with staleness 2 at most, "
-        "with 1 engine on CPU and 1 trainer rank on CPU.\n",
+        f"{QUICKSTART} is valid: quickstart runs 140 steps of 32 groups of 8 rollouts, async with staleness of at most "
+        "2, with 1 engine on CPU and 1 trainer rank on CPU\n",
         "",
     )
 
@@ -47,7 +47,7 @@ def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-d
 def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", BROKEN)
     assert (code, out) == (2, "")
-    assert err.startswith(f"{BROKEN}:3:1: seeds: unknown key\n    did you mean `seed`?\n")
+    assert err.startswith(f"error: seeds: unknown key\n --> {BROKEN}:3:1\nhint: did you mean `seed`?\n")
     assert "Traceback" not in err
     assert "Traceback" in asyncrl("--debug", "validate-spec", BROKEN)[2]
 
@@ -55,7 +55,7 @@ def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: i
 def test_warnings_do_not_fail(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", QUICKSTART, "--set", "algorithm.correction.preset=decoupled")
     assert code == 0 and "is valid" in out
-    assert err.startswith("--set algorithm.correction.preset: warning: algorithm.correction.level: stale rollouts")
+    assert err.startswith("warning: algorithm.correction.level: no correction for rollouts")
 
 
 def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
@@ -107,7 +107,7 @@ def test_a_spec_from_standard_input(asyncrl, tmp_path: Path, monkeypatch: pytest
     assert asyncrl("validate-spec", "-")[1].startswith("- is valid: quickstart runs")
     given(f"extends: {QUICKSTART}\nstop: {{step: 3}}\n")
     code, out, err = asyncrl("validate-spec", "-")
-    assert (code, out) == (2, "") and err.startswith("-:2:8: stop.step: unknown key")
+    assert (code, out) == (2, "") and err.startswith("error: stop.step: unknown key\n --> -:2:8\n")
     given("x" * 2**20)
     assert "more than 131,072 bytes" in asyncrl("validate-spec", "-")[2]
     monkeypatch.setattr(sys, "stdin", None)

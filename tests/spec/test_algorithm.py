@@ -94,7 +94,7 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm.correction.preset=decoupled"], "are not corrected"),
+        (["algorithm.correction.preset=decoupled"], "no correction for rollouts"),
         (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "without a bound"),
         (
             ["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"],

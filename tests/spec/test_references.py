@@ -93,7 +93,7 @@ def test_a_run_keeps_what_it_is_made_of_and_takes_a_new_secret(
     with pytest.raises(SpecError) as error:
         load_spec(again)
     assert "tracking.uri: environment variable API_KEY is not set" in str(error.value)
-    assert "Export it" in str(error.value) and error.value.exit_code == 2
+    assert "export it" in str(error.value) and error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
     key = "algorithm.correction"
     corrects = chosen.level is not None or chosen.reject_by is not None
     if chosen.proximal != "behaviour" and not corrects and staleness > 0:
-        message = f"null: rollouts that are up to {staleness} versions stale are not corrected"
+        message = f"no correction for rollouts that are up to {staleness} versions stale"
         yield warning(f"{key}.level", message, "use the preset truncated")
     if chosen.proximal == "behaviour" and chosen.level is not None:
         message = "the clipped ratio is already relative to the behaviour policy; weights would correct twice"
@@ -31,7 +31,7 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
     if bounds and chosen.level is None:
         yield Problem(f"{key}.{bounds[0]}", "has no effect without level", f"set {key}.level, or remove it")
     if chosen.level is not None and not bounds:
-        yield warning(f"{key}.cap", "null: without a bound, one token can dominate a batch", "set it to 2.0")
+        yield warning(f"{key}.cap", "missing: without a bound, one token can dominate a batch", "set it to 2.0")
     if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
         yield Problem(f"{key}.mask_low", f"{chosen.mask_low} is not below mask_high {chosen.mask_high}", "lower it")
     if chosen.reject_by is not None and chosen.reject_high is None:
