@@ -1,94 +1,142 @@
-"""One place that the run reports to: state and metrics on disk, the view on screen, MLflow, Ray's metrics.
+"""The one place that a run reports to: state and metrics in its folder, and a list of monitors.
 
-Nothing here may hold the run up or end it: files and output are written by threads, and the tracker is only told that
-there is more to send.
+Invariant: nothing here delays the run or ends it. Files are written by a thread. A monitor's calls either return at
+once (the project's own, which have threads or processes for what takes long) or are made on a thread of the monitor's
+own. One that raises, or that does not keep up, is switched off with one warning and a row in ``LOG``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
-from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
-from asyncrl_cli.monitors.notify import Notifier
-from asyncrl_cli.monitors.ray_metrics import RayMetrics
-from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.core.background import Background
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.inspect.resolved import resolved_spec, setting
+from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.recorder import Recorder
 
+LOG = "logs/monitors.jsonl"
+"""Why monitors were switched off, with tracebacks; in the run's folder."""
+CALLS = 1000
+"""Calls that may wait for a monitor's thread."""
+PATIENCE_S: Mapping[str, float] = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
+"""Seconds that the end of a run waits for the threads of monitors, by how it ended."""
 
-class View(Protocol):
-    """What a person sees of a run."""
+Call = Callable[[Monitor], object]
 
-    def status(self, text: str) -> None:
-        """What the run is doing while it starts or ends."""
 
-    def doing(self, text: str, counts: Counts) -> None:
-        """What the loop is doing, and what is in the buffer."""
+class _Member:
+    """A monitor of the list; with a thread of its own unless its calls return at once."""
 
-    def warn(self, text: str) -> None:
-        """Something failed or takes long, and the run goes on."""
+    def __init__(self, monitor: Monitor, in_thread: bool, switched_off: Callable[[str, str, str], None]) -> None:
+        self.monitor = monitor
+        self.name = monitor.name or type(monitor).__name__
+        self.note = ""
+        self._off = False
+        self._switched_off = switched_off
+        self._thread = Background(f"monitor-{self.name}", CALLS) if in_thread else None
 
-    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+    def tell(self, call: Call) -> None:
+        """Make a call, or have the thread make it."""
+        if self._thread is None:
+            self._call(call)
+        elif not self._off and not self._thread.submit(partial(self._call, call)):
+            self._switch_off(f"it does not keep up: {CALLS} calls wait for it")
 
-    def evaluated(self, result: EvaluationResult) -> None:
-        """An evaluation is done."""
+    def finish(self, ending: Ending) -> None:
+        """The monitor's last call."""
+
+        def call(monitor: Monitor) -> None:
+            self.note = monitor.finish(ending) or ""
+
+        self.tell(call)
+
+    def close(self, patience_s: float) -> None:
+        """Wait for the thread."""
+        if self._thread is not None and not self._thread.close(patience_s) and not self._off:
+            self._switch_off("it has not finished in time")
+
+    def _call(self, call: Call) -> None:
+        if self._off:
+            return
+        try:
+            call(self.monitor)
+        except BaseException as error:  # SystemExit, too: a monitor must not end its thread unseen, or the run
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._switch_off(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+    def _switch_off(self, reason: str, trace: str = "") -> None:
+        self._off = True  # first: the warning goes to all monitors
+        self._switched_off(self.name, reason, trace)
 
 
 class Reporter:
-    """Passes what happens on to everyone who wants to know."""
+    """Passes what happens on to the run's folder and to all monitors."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        view: View,
-        tracker: TrackerClient | None,
-        notifier: Notifier | None = None,
-        ray_metrics: RayMetrics | None = None,
-    ) -> None:
+    def __init__(self, recorder: Recorder, console: Monitor) -> None:
         self._recorder = recorder
-        self._view = view
-        self._tracker = tracker
-        self._notifier = notifier
-        self._ray_metrics = ray_metrics
+        self._members: list[_Member] = []
+        self._run: RunInfo | None = None
         self.accuracy_before: dict[str, float] = dict(recorder.state.accuracy_before)
         self.accuracy: dict[str, float] = dict(recorder.state.accuracy)
+        self.notes: dict[str, str] = {}
+        """What monitors that have finished say, by their names."""
+        self.join(console)
+
+    def join(self, monitor: Monitor, in_thread: bool = False) -> None:
+        """Have a monitor told from now on: ``in_thread`` unless its calls return at once."""
+        if self._run is None:
+            run, spec = self._recorder.run, resolved_spec(self._recorder.run)
+            self._run = RunInfo(run.run_id, run.path, setting(spec, "stop.steps", self._recorder.state.steps), spec)
+        member = _Member(monitor, in_thread, self._switched_off)
+        self._members.append(member)
+        info = self._run
+        member.tell(lambda monitor: monitor.started(info))
+
+    def finish(self, ending: Ending, only: Collection[Monitor] | None = None) -> None:
+        """The run has ended: tell all monitors, or those given, and forget them. Takes as long as they wait
+        themselves, and ``PATIENCE_S`` for those with threads together."""
+        ended = [member for member in self._members if only is None or member.monitor in only]
+        for member in reversed(ended):  # the console joined first, and shows what the others warn of
+            member.finish(ending)
+        deadline = time.monotonic() + PATIENCE_S[ending.phase]
+        for member in ended:
+            member.close(max(0.0, deadline - time.monotonic()))
+        self._members = [member for member in self._members if member not in ended]
+        self.notes |= {member.name: member.note for member in ended if member.note}
 
     def status(self, text: str) -> None:
         """What the run is doing while it starts or ends."""
-        self._view.status(text)
+        self._tell(lambda monitor: monitor.status(text))
 
     def doing(self, text: str, counts: Counts) -> None:
         """What the loop is doing, and what is in the buffer."""
-        self._view.doing(text, counts)
-        if self._ray_metrics is not None:
-            self._ray_metrics.doing(counts)
+        self._tell(lambda monitor: monitor.doing(text, counts))
 
     def warn(self, text: str) -> None:
-        """Something failed or takes long, and the run goes on."""
-        self._view.warn(text)
+        """Something failed or takes long, and the run continues."""
+        self._tell(lambda monitor: monitor.warn(text))
 
     def faulted(self, kind: str) -> None:
         """A fault of this kind is about to be recorded."""
-        if self._ray_metrics is not None:
-            self._ray_metrics.faulted(kind)
+        self._tell(lambda monitor: monitor.faulted(kind))
 
     def stalled(self, text: str) -> None:
         """Something has been waited for for long, and may end the run."""
-        self._view.warn(text)
-        if self._notifier is not None:
-            self._notifier.tell("stall", text)
+        self.warn(text)
+        self._tell(lambda monitor: monitor.stalled(text))
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
         """A step is done, at the unix time ``at``."""
+        # Before the monitors: MLflow's sends what is in the folder.
         self._recorder.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
         self._recorder.update(phase="running", step=step, version=version)
-        self._view.stepped(step, version, metrics)
-        if self._ray_metrics is not None:
-            self._ray_metrics.stepped(step, version, metrics)
-        if self._tracker is not None:
-            self._recorder.then(self._tracker.more)
+        self._tell(lambda monitor: monitor.stepped(step, version, metrics))
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
@@ -96,8 +144,13 @@ class Reporter:
             self.accuracy_before[result.kind] = result.accuracy
         self.accuracy[result.kind] = result.accuracy
         self._recorder.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
-        self._view.evaluated(result)
-        if self._ray_metrics is not None:
-            self._ray_metrics.evaluated(result)
-        if self._tracker is not None:
-            self._recorder.then(self._tracker.more)
+        self._tell(lambda monitor: monitor.evaluated(result))
+
+    def _tell(self, call: Call) -> None:
+        for member in self._members:
+            member.tell(call)
+
+    def _switched_off(self, name: str, reason: str, trace: str) -> None:
+        row = {"time": time.time(), "monitor": name, "reason": hide(reason), "traceback": hide(trace)}
+        self._recorder.append(LOG, row)
+        self.warn(hide(f"the monitor {name} is switched off: {reason}; the run continues ({LOG} says more)"))

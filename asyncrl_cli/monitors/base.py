@@ -1,0 +1,118 @@
+"""Monitors: what is told of a run while it runs.
+
+The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors, and so can a class of the
+user's be (``tracking.monitors``). ``reporter`` calls them, and keeps the promise that none of them delays a run or ends
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl_cli.records.groups import Counts
+
+EvaluationKind = str
+"""``greedy`` and ``sampled`` of the held-out prompts; ``<set>:greedy`` or ``<set>:sampled`` of a further set."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """The run that is monitored.
+
+    Args:
+        folder: the run's own, where a monitor may keep files.
+        steps: at which the run stops.
+        spec: the resolved spec as plain values, without secrets.
+    """
+
+    run_id: str
+    folder: Path
+    steps: int
+    spec: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """One evaluation. ``oldest`` and ``newest`` are the weight versions that its tokens came from.
+
+    ``accuracy`` is the share of responses whose reward is at least 1; ``mean_length`` is in tokens that were sampled.
+    With several ``samples`` per prompt, ``pass_at`` has pass@1 and so on up to pass@``samples``. ``metrics`` are means
+    of what the task measured.
+    """
+
+    kind: EvaluationKind
+    step: int
+    accuracy: float
+    mean_reward: float
+    mean_length: float
+    prompts: int
+    oldest: int
+    newest: int
+    samples: int = 1
+    pass_at: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended. ``message`` says it to people; ``reason`` is the error of a failed run, with its type."""
+
+    phase: Literal["finished", "interrupted", "failed"]
+    message: str = ""
+    reason: str = ""
+
+
+class Monitor:
+    """Told of a run while it runs. A subclass overrides what it wants to know; everything else does nothing.
+
+    The calls come in the order of the events. A monitor that raises is switched off for the rest of the run.
+    """
+
+    name = ""
+    """What warnings and the closing lines of a run call it; the class's name when empty."""
+
+    def started(self, run: RunInfo) -> None:
+        """The first call: the run starts, or resumes."""
+
+    def status(self, text: str) -> None:
+        """What the run is doing while it starts or ends."""
+
+    def doing(self, text: str, counts: Counts) -> None:
+        """What the loop is doing, and how many groups are in the buffer by state."""
+
+    def warn(self, text: str) -> None:
+        """Something failed or takes long, and the run continues."""
+
+    def stalled(self, text: str) -> None:
+        """Something has been waited for for half of ``pipeline.stall_minutes``. ``warn`` says it, too."""
+
+    def faulted(self, kind: str) -> None:
+        """A fault is recorded; its kind is that of the journal, such as ``engine``."""
+
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        """A step (from 1) is done, by which there is this weight version. docs/metrics.md describes the metrics."""
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """An evaluation is done."""
+
+    def finish(self, ending: Ending) -> str | None:
+        """The last call: the run has ended. Returns what the closing lines of the run say of this monitor, if
+        anything."""
+        return None
+
+
+def evaluation_metrics(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and values of an evaluation, such as ``eval/greedy_accuracy``, from its fields."""
+    numbers = {
+        "accuracy": result["accuracy"],
+        "tokens_mean": result["mean_length"],
+        "reward_mean": result.get("mean_reward"),
+        **{f"pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
+        **result.get("metrics", {}),
+    }
+    for name, value in numbers.items():
+        if value is not None:
+            yield f"eval/{result['kind'].replace(':', '/')}_{name}", value

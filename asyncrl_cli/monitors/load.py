@@ -1,0 +1,68 @@
+"""The monitors that a spec names: TensorBoard, Weights & Biases, and classes of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.user_imports import import_beside
+from asyncrl_cli.monitors.base import Monitor
+from asyncrl_cli.spec.sections import TrackingSpec
+
+PROTOCOL = f"{Monitor.__module__}.{Monitor.__name__}"
+
+
+def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
+    """One of each, not started. ``search_path``: where the user's modules lie. Raises ``ConfigError`` that says which
+    key of the spec cannot be met."""
+    return list(_monitors(tracking, search_path))
+
+
+def _monitors(tracking: TrackingSpec, search_path: Path) -> Iterator[Monitor]:
+    if tracking.tensorboard:
+        _require("tensorboard", "tracking.tensorboard")
+        from asyncrl_cli.monitors.tensorboard import TensorBoard
+
+        yield TensorBoard()
+    if tracking.wandb is not None:
+        _require("wandb", "tracking.wandb")
+        from asyncrl_cli.monitors.wandb import WeightsAndBiases, check_key
+
+        if tracking.wandb.mode == "online":
+            check_key()
+        yield WeightsAndBiases(tracking.wandb)
+    for index, name in enumerate(tracking.monitors):
+        yield _own(name, search_path, f"tracking.monitors.{index}")
+
+
+def _require(package: str, location: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"the package {package} is not installed", location=location, hint=f"pip install 'asyncrl[{package}]'"
+        )
+
+
+def _own(name: str, search_path: Path, location: str) -> Monitor:
+    """The user's monitor that a spec calls ``module:Class``."""
+    module_name, _, path = name.partition(":")
+    hint = f"name a subclass of {PROTOCOL} whose constructor needs no argument"
+    try:
+        found = import_beside(module_name, search_path)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}",
+            location=location,
+            hint=f"see `python -c 'import {module_name}'` in {search_path.resolve()}",
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Monitor)):
+        raise ConfigError(f"{name} is no subclass of {PROTOCOL}", location=location, hint=hint)
+    try:
+        return found()
+    except Exception as error:
+        raise ConfigError(
+            f"{name}() failed: {type(error).__name__}: {error}", location=location, hint=hint
+        ) from error
