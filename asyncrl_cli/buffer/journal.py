@@ -245,7 +245,7 @@ class Journal(JournalFile):
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
 
     def evaluated(self, result: Mapping[str, Any]) -> None:
-        """An evaluation (the fields of ``monitors.records.EvaluationResult``)."""
+        """An evaluation (the fields of ``monitors.base.EvaluationResult``)."""
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
         self._note(
             f"INSERT OR REPLACE INTO evaluations ({', '.join(names)}, at) VALUES ({'?, ' * len(names)}?)",

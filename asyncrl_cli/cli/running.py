@@ -11,6 +11,7 @@ import typer
 
 from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 
 if TYPE_CHECKING:
@@ -91,11 +92,13 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
             hint=f"the logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
         ) from error
     if not quiet:
-        show(summary(run, outcome))
+        show(summary(run, outcome, spec))
 
 
-def summary(run: RunDirectory, outcome: Outcome) -> str:
+def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
     """The closing lines of a run."""
+    from asyncrl_cli.monitors.mlflow.sender import target_of
+
     lines = [f"\nfinished {run.state.step} steps in {outcome.seconds:.0f} s"]
     for kind, after in sorted(outcome.accuracy.items()):
         before = outcome.accuracy_before.get(kind)
@@ -104,7 +107,7 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
     results = {
         "model": outcome.model and _shown(outcome.model),
         "checkpoint": outcome.checkpoint and _shown(outcome.checkpoint),
-        "MLflow": outcome.tracking and outcome.tracking.note,
+        **outcome.notes,
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {value}" for name, value in results.items() if value]
@@ -115,8 +118,9 @@ def summary(run: RunDirectory, outcome: Outcome) -> str:
         f"  asyncrl inspect run {run.argument}",
         f"  asyncrl resume {run.argument} --steps {2 * run.state.steps}",
     ]
-    if outcome.tracking and "://" in outcome.tracking.uri and not outcome.tracking.uri.startswith("http"):
-        lines.append(f"  mlflow ui --backend-store-uri {outcome.tracking.uri}")
+    store = target_of(spec).uri
+    if spec.tracking.mlflow and "://" in store and not store.startswith("http"):
+        lines.append(f"  mlflow ui --backend-store-uri {hide(store)}")
     return "\n".join(lines)
 
 

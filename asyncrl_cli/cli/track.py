@@ -37,14 +37,15 @@ def track(
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
     spec = spec.model_copy(update={"runs_dir": run.path.parent, "tracking": tracking})
 
-    from asyncrl_cli.orchestrator.tracking import send_rest, tracking_target
+    from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
 
-    sender = send_rest(spec, run)
+    target = target_of(spec)
+    sender = send_rest(run, target)
     report = ", the report" if sender.reported else ""
     echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
     if sender.unreported:
         echo(f"report   cannot be made: {sender.unreported}")
-    echo(f"to       {hide(tracking_target(spec).uri)}")
+    echo(f"to       {hide(target.uri)}")
     echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
     if sender.version:
         echo(f"model    {spec.tracking.register_model}, version {sender.version}")

@@ -58,7 +58,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended. ``message`` says it to people; ``reason`` is the error of a failed run, with its type."""
+    """How a run ended. ``message`` says it to people; ``reason`` is why it did not finish, as its state has it."""
 
     phase: Literal["finished", "interrupted", "failed"]
     message: str = ""

@@ -12,9 +12,8 @@ from typing import IO, TYPE_CHECKING, Protocol, cast
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.inspect.dashboard import Shown, panel
 from asyncrl_cli.inspect.watching import look
+from asyncrl_cli.monitors.base import EvaluationResult, Monitor
 from asyncrl_cli.monitors.outlet import Outlet, Terminal
-from asyncrl_cli.monitors.records import EvaluationResult
-from asyncrl_cli.monitors.reporter import View
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -48,7 +47,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Map
     )
 
 
-class PlainView:
+class PlainView(Monitor):
     """A line per step, for logs and pipes."""
 
     def __init__(self, steps: int, out: SupportsWrite) -> None:
@@ -64,9 +63,6 @@ class PlainView:
         if stage != self._stage:
             self._stage = stage
             self._print(stage)
-
-    def doing(self, text: str, counts: Counts) -> None:
-        pass
 
     def warn(self, text: str) -> None:
         self._print(f"! {text}")
@@ -86,29 +82,17 @@ class PlainView:
         self._out.write(f"{time.monotonic() - self._started:6.1f} s  {printable(text)}\n")
 
 
-class QuietView:
+class QuietView(Monitor):
     """Nothing but what went wrong, on standard error."""
 
     def __init__(self, err: SupportsWrite) -> None:
         self._err = err
 
-    def status(self, text: str) -> None:
-        pass
-
-    def doing(self, text: str, counts: Counts) -> None:
-        pass
-
     def warn(self, text: str) -> None:
         self._err.write(f"! {printable(text)}\n")
 
-    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        pass
 
-    def evaluated(self, result: EvaluationResult) -> None:
-        pass
-
-
-class LiveView:
+class LiveView(Monitor):
     """The panel, drawn over itself: what `asyncrl watch` sees of the run, under what the loop says that it does."""
 
     def __init__(self, live: Live, run: RunDirectory) -> None:
@@ -135,12 +119,6 @@ class LiveView:
         file = self._live.console.file
         with file.keeping(f"{line}\n") if isinstance(file, _Canvas) else nullcontext():
             self._live.console.print(line, markup=False, highlight=False)
-
-    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def evaluated(self, result: EvaluationResult) -> None:
-        pass
 
     def _draw(self) -> None:
         self._live.update(panel(replace(self._seen, now=self._doing)))
@@ -170,7 +148,7 @@ def looking(view: LiveView) -> Iterator[None]:
 
 
 @contextmanager
-def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = False) -> Iterator[View]:
+def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = False) -> Iterator[Monitor]:
     """The view of a run of so many steps that fits where the output goes, or a ``quiet`` one."""
     if quiet:
         yield QuietView(terminal.err)

@@ -63,6 +63,4 @@ def _own(name: str, search_path: Path, location: str) -> Monitor:
     try:
         return found()
     except Exception as error:
-        raise ConfigError(
-            f"{name}() failed: {type(error).__name__}: {error}", location=location, hint=hint
-        ) from error
+        raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}", location=location, hint=hint) from error

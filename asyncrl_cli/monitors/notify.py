@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any
 
 from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import Notice, NotifySpec
 from asyncrl_cli.system.reaper import MARK
@@ -35,8 +36,10 @@ LOG = "logs/notify.log"
 """What the command prints, in the run's folder."""
 
 
-class Notifier:
-    """Tells whoever ``spec`` names. Safe to be called from an event loop: nothing blocks but ``wait``."""
+class Notifier(Monitor):
+    """Tells whoever ``spec`` names. Safe to be called from an event loop: nothing blocks but ``finish``."""
+
+    name = "notify"
 
     def __init__(self, spec: NotifySpec, run: RunDirectory, warn: Callable[[str], None]) -> None:
         self._spec = spec
@@ -58,6 +61,18 @@ class Notifier:
     def pending(self) -> bool:
         """Whether notices are being delivered."""
         return any(thread.is_alive() for thread in self._under_way)
+
+    def stalled(self, text: str) -> None:
+        self.tell("stall", text)
+
+    def finish(self, ending: Ending) -> None:
+        if ending.phase == "finished":
+            self.tell("finish", ending.message)
+        elif ending.phase == "failed":  # whoever interrupts a run knows of it
+            self.tell("failure", ending.message)
+            if self.pending:
+                self._warn(f"the run failed: {ending.message}")  # the error itself is shown when all this has ended
+        self.wait()
 
     def wait(self) -> None:
         """Until all notices are delivered or have failed to be, for ``WAIT_S`` seconds at most."""

@@ -3,25 +3,26 @@
 Names: the metric ``area/quantity`` of a step is the gauge ``ray_asyncrl_area_quantity`` (``ray_`` is Ray's), counters
 end in ``_total``, and everything has the tag ``run_id``. docs/watching.md lists what is not a metric of a step.
 
-Ray forgets a gauge that nobody has set for two of its reports (20 s), and a step may take longer: so each is set again
-and again, for as long as the run is driven.
+Ray forgets a gauge that is not set for two of its reports (20 s), and a step may take longer: so a thread sets each of
+them again, for as long as the run is driven.
 
-Invariant: nothing here holds the run up or ends it. Ray only notes a number (two microseconds); whatever goes wrong is
-left, and the first time it is shown.
+Calls return at once: Ray only notes a number (two microseconds). What goes wrong is shown once, and the next number is
+tried again: an agent may come back.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from threading import Event, Lock, Thread
 from typing import Any
 
-from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 TARGETS = "prometheus.json"
 """The file in a run's folder from which Prometheus learns where to ask (its ``file_sd_configs``)."""
@@ -36,51 +37,59 @@ def ray_name(metric: str) -> str:
     return "asyncrl_" + re.sub(r"[^A-Za-z0-9]+", "_", metric)
 
 
-class RayMetrics:
+class RayMetrics(Monitor):
     """Sets gauges and counters of one run, in the process that drives it. Raises nothing."""
 
-    def __init__(self, run: RunDirectory, steps: int, max_staleness: int, warn: Callable[[str], None]) -> None:
-        """``steps``: at which the run stops. ``warn`` shows what went wrong."""
+    name = "Prometheus"
+
+    def __init__(self, run: RunDirectory, spec: ExperimentSpec, warn: Callable[[str], None]) -> None:
+        """``warn`` shows what went wrong."""
         self._run = run
+        self._limits = {"stop_steps": spec.stop.steps, "max_staleness": spec.pipeline.max_staleness}
+        self._own_cluster = spec.cluster.address is None  # who runs another one has told Prometheus of it
         self._warn = warn
         self._made: dict[str, Any] = {}
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # of gauges, by name and tags
+        self._lock = Lock()
+        self._ended = Event()
         self._warned = False
-        with self._tried():
-            self._set("stop_steps", steps)
-            self._set("max_staleness", max_staleness)
 
-    def publish_targets(self) -> None:
+    def started(self, run: RunInfo) -> None:
+        with self._tried():
+            for name, value in self._limits.items():
+                self._set(name, value)
+            if self._own_cluster:
+                self._write_targets()
+        Thread(target=self._keep, name="ray-metrics", daemon=True).start()
+
+    def finish(self, ending: Ending) -> None:
+        self._ended.set()
+        if self._own_cluster:  # it goes, too
+            with self._tried():
+                (self._run.path / TARGETS).unlink(missing_ok=True)
+
+    def _write_targets(self) -> None:
         """Write where this cluster's nodes are asked to the run's folder; no file where Ray has no metrics agent."""
-        with self._tried():
-            import ray
+        import ray
 
-            nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort", -1) > 0]
-            if nodes:
-                targets = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
-                self._run.write_json(TARGETS, [{"targets": targets, "labels": {"job": "asyncrl"}}])
+        nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort", -1) > 0]
+        if nodes:
+            targets = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
+            self._run.write_json(TARGETS, [{"targets": targets, "labels": {"job": "asyncrl"}}])
 
-    def close(self) -> None:
-        """The cluster goes: take back what ``publish_targets`` wrote."""
-        with self._tried():
-            (self._run.path / TARGETS).unlink(missing_ok=True)
-
-    async def keep(self) -> None:
-        """Set every gauge again, as the module's docstring says; endless."""
-        while True:
-            await asyncio.sleep(AGAIN_S)
+    def _keep(self) -> None:
+        """Set every gauge again and again, until the run has ended."""
+        while not self._ended.wait(AGAIN_S):
             with self._tried():
                 for (name, _), (value, tags) in self._values.items():
                     self._made[name].set(value, tags)
 
-    def doing(self, counts: Counts) -> None:
-        """What is in the buffer, between two steps, too."""
+    def doing(self, text: str, counts: Counts) -> None:
         with self._tried():
             for state, groups in asdict(counts).items():
                 self._set(f"buffer/groups_{state}", groups)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """A step is done. What it has no number for keeps its last one."""
         with self._tried():
             self._set("step", step)
             self._set("version", version)
@@ -93,14 +102,12 @@ class RayMetrics:
                 self._add("publishes", 1)
 
     def evaluated(self, result: EvaluationResult) -> None:
-        """An evaluation is done."""
         with self._tried():
             self._set("eval/accuracy", result.accuracy, kind=result.kind)
             self._set("eval/reward_mean", result.mean_reward, kind=result.kind)
             self._set("eval/tokens_mean", result.mean_length, kind=result.kind)
 
     def faulted(self, kind: str) -> None:
-        """A fault was recorded; ``kind`` as in the journal."""
         with self._tried():
             self._add("faults", 1, kind=kind)
 
@@ -128,7 +135,8 @@ class RayMetrics:
     @contextmanager
     def _tried(self) -> Iterator[None]:
         try:
-            yield
+            with self._lock:
+                yield
         except Exception as error:
             if not self._warned:
                 self._warned = True

@@ -36,12 +36,14 @@ class _Member:
         self.monitor = monitor
         self.name = monitor.name or type(monitor).__name__
         self.note = ""
-        self._off = False
+        self._off = self._ended = False
         self._switched_off = switched_off
         self._thread = Background(f"monitor-{self.name}", CALLS) if in_thread else None
 
     def tell(self, call: Call) -> None:
         """Make a call, or have the thread make it."""
+        if self._ended:
+            return
         if self._thread is None:
             self._call(call)
         elif not self._off and not self._thread.submit(partial(self._call, call)):
@@ -54,6 +56,7 @@ class _Member:
             self.note = monitor.finish(ending) or ""
 
         self.tell(call)
+        self._ended = True
 
     def close(self, patience_s: float) -> None:
         """Wait for the thread."""
@@ -65,9 +68,7 @@ class _Member:
             return
         try:
             call(self.monitor)
-        except BaseException as error:  # SystemExit, too: a monitor must not end its thread unseen, or the run
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except (Exception, SystemExit) as error:
             self._switch_off(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _switch_off(self, reason: str, trace: str = "") -> None:
@@ -99,15 +100,16 @@ class Reporter:
         member.tell(lambda monitor: monitor.started(info))
 
     def finish(self, ending: Ending, only: Collection[Monitor] | None = None) -> None:
-        """The run has ended: tell all monitors, or those given, and forget them. Takes as long as they wait
+        """The run has ended: make the last call of all monitors, or of those given. Takes as long as they wait
         themselves, and ``PATIENCE_S`` for those with threads together."""
-        ended = [member for member in self._members if only is None or member.monitor in only]
-        for member in reversed(ended):  # the console joined first, and shows what the others warn of
+        ended = [member for member in self._members[1:] if only is None or member.monitor in only]
+        for member in ended:
             member.finish(ending)
         deadline = time.monotonic() + PATIENCE_S[ending.phase]
         for member in ended:
             member.close(max(0.0, deadline - time.monotonic()))
-        self._members = [member for member in self._members if member not in ended]
+        if only is None:
+            self._members[0].finish(ending)  # the console, last: it shows what is wrong with the others
         self.notes |= {member.name: member.note for member in ended if member.note}
 
     def status(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Weights & Biases: a run with the id of the run, which a resumed run continues.
 
-The library's process uploads; ``offline`` it only writes to the run's folder, and `wandb sync` uploads later. Metrics of
-steps have their own names, evaluations those of MLflow. The x axis is ``step``, and not W&B's own counter, which refuses
-the steps that a resumed run repeats.
+The library's process uploads; ``offline`` it only writes to the run's folder, and `wandb sync` uploads later. Metrics
+of steps have their own names, evaluations those of MLflow. The x axis is ``step``: W&B's own counter refuses the steps
+that a resumed run repeats.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ class WeightsAndBiases(Monitor):
 
 
 def check_key() -> None:
-    """Raises ``ConfigError`` when W&B has no API key, for which it would ask at the terminal."""
-    import wandb
-
-    if not wandb.api.api_key:
+    """Raises ``ConfigError`` when there is no API key: W&B would ask for one at the terminal."""
+    keys = Path(os.environ.get("NETRC", Path.home() / ".netrc"))  # where `wandb login` keeps it
+    if not (os.environ.get("WANDB_API_KEY") or keys.exists()):
         raise ConfigError(
             "Weights & Biases has no API key",
             location="tracking.wandb",

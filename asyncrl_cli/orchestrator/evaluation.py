@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.monitors.records import EvaluationKind, EvaluationResult
+from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
 from asyncrl_cli.orchestrator.pass_at import mean_pass_at
 from asyncrl_cli.orchestrator.rollout_scheduler import Ended, rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring

@@ -20,10 +20,12 @@ from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader, Stage
 from asyncrl_cli.data.prompt_filter import PromptFilter
-from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
+from asyncrl_cli.monitors.base import Ending, Monitor
+from asyncrl_cli.monitors.load import load_monitors
+from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
-from asyncrl_cli.monitors.reporter import Reporter, View
+from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_fleet
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
@@ -38,15 +40,14 @@ from asyncrl_cli.orchestrator.placement import rank_wants
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import Scoring
-from asyncrl_cli.orchestrator.tracking import Tracking, close_tracker, start_tracker
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
-from asyncrl_cli.runs.directory import MODEL, Phase, RunDirectory
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
-from asyncrl_cli.spec.sections import ExperimentSpec, Notice
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
@@ -76,14 +77,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished run leaves. Accuracies by kind (``greedy``, ``sampled``)."""
+    """What a finished run leaves. Accuracies by kind (``greedy``, ``sampled``), what monitors say by their names."""
 
     seconds: float
     accuracy_before: Mapping[str, float] = field(default_factory=dict)
     accuracy: Mapping[str, float] = field(default_factory=dict)
     model: Path | None = None
     checkpoint: Path | None = None
-    tracking: Tracking | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class Experiment:
         stages: of the curriculum.
         sets: the prompts of further evaluation sets, by name.
         episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
+        monitors: that ``tracking`` names, TensorBoard for example; not started.
     """
 
     spec: ExperimentSpec
@@ -104,6 +106,7 @@ class Experiment:
     stages: Sequence[Stage] = ()
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     episodic: frozenset[str] = frozenset()
+    monitors: Sequence[Monitor] = ()
 
     @classmethod
     def load(
@@ -119,6 +122,8 @@ class Experiment:
                 else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
                 for name, chosen in spec.evaluation.sets.items()
             }
+        with user_code("importing the monitors", notice, CODE_S):
+            monitors = load_monitors(spec.tracking, search_path)
         with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
             train_prompts = load_prompts("train", spec.data.train, task, search_path)
             eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
@@ -135,43 +140,46 @@ class Experiment:
                 stages_of(train_prompts, spec.data.curriculum),
                 sets,
                 frozenset(name for name, one in tasks.items() if is_episodic(one)),
+                monitors,
             )
 
 
-def run_experiment(experiment: Experiment, run: RunDirectory, view: View, start: Start) -> Outcome:
+def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, start: Start) -> Outcome:
     """Run to the last step. The run's state on disk says how it ended, in every case.
 
     Raises ``UserError`` with the cause when it cannot go on, ``Interrupted`` after Ctrl-C or SIGTERM.
     """
-    recorder = Recorder(run, view.warn)
-    notifier = Notifier(experiment.spec.notify, run, view.warn)
+    recorder = Recorder(run, console.warn)
+    reporter = Reporter(recorder, console)
+    reporter.join(Notifier(experiment.spec.notify, run, reporter.warn))
+    for monitor in experiment.monitors:
+        reporter.join(monitor, in_thread=True)
 
-    def end(phase: Phase, reason: str, event: Notice | None, message: str = "") -> None:
-        # The notice goes out first: what it says may be that nothing can be written any more.
-        if event is not None:
-            notifier.tell(event, message)
-        recorder.update(phase=phase, reason=reason)
-        if phase == "failed" and notifier.pending:
-            view.warn(f"the run failed: {message}")  # the error itself is shown when all this has ended
-        try:
-            if missing := recorder.close():
-                view.warn(f"{run.run_id}: {missing}")
-            notifier.wait()
-        except KeyboardInterrupt:
-            view.warn("interrupted while waiting for files and notices of the run's end")
-        view.status(phase)
+    def close_files() -> None:
+        if missing := recorder.close():
+            console.warn(f"{run.run_id}: {missing}")
+
+    def end(ending: Ending) -> None:
+        # Only asked for here: the notice goes out even if nothing can be written any more.
+        recorder.update(phase=ending.phase, reason=ending.reason)
+        for wait in (partial(reporter.finish, ending), close_files):
+            try:
+                wait()
+            except KeyboardInterrupt:
+                console.warn("interrupted while waiting for files and notices of the run's end")
+        console.status(ending.phase)
 
     try:
         with stop_on_signals() as stop, ray_cluster(experiment.spec, run.path / "logs"):
-            outcome = asyncio.run(_run(experiment, recorder, view, start, notifier, stop))
+            outcome = asyncio.run(_run(experiment, recorder, reporter, start, stop))
     except (KeyboardInterrupt, Interrupted):  # the former while there was no loop to hear it
-        end("interrupted", "stopped by the user", None)
+        end(Ending("interrupted", reason="stopped by the user"))
         raise Interrupted from None
     except BaseException as error:
-        end("failed", _cause(error), "failure", hide(str(error)) or type(error).__name__)
+        end(Ending("failed", hide(str(error)) or type(error).__name__, _cause(error)))
         raise
-    end("finished", "", "finish", _in_short(run, outcome))
-    return outcome
+    end(Ending("finished", _in_short(run, outcome)))
+    return replace(outcome, notes=dict(reporter.notes))
 
 
 def _cause(error: BaseException) -> str:
@@ -184,33 +192,28 @@ def _in_short(run: RunDirectory, outcome: Outcome) -> str:
     return f"finished {run.state.step} steps in {outcome.seconds:.0f} s{''.join(accuracies)}"
 
 
-async def _run(
-    experiment: Experiment, recorder: Recorder, view: View, start: Start, notifier: Notifier, stop: Stop
-) -> Outcome:
+async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, start: Start, stop: Stop) -> Outcome:
     started = time.monotonic()
     spec, run = experiment.spec, recorder.run
     stop.attach()
-    tracker: TrackerClient | None = None
     orchestrator: Orchestrator | None = None
-    status, reason = "FAILED", ""
-    tracking: Tracking | None = None
+    ending = Ending("failed")
     factory = ActorFactory(spec, run.path, experiment.search_path)
     engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
     services = EpisodeServices(spec, factory)
-    ray_metrics = RayMetrics(run, spec.stop.steps, spec.pipeline.max_staleness, view.warn)
-    if spec.cluster.address is None:  # who runs a cluster has told Prometheus of it
-        ray_metrics.publish_targets()
-    kept = asyncio.create_task(ray_metrics.keep())
+    # These two need the cluster, so they finish before it ends.
+    in_cluster: list[Monitor] = [RayMetrics(run, spec, reporter.warn)]
+    if spec.tracking.mlflow:
+        in_cluster.append(Mlflow(recorder, spec))
     try:
-        if spec.tracking.mlflow:
-            tracker = start_tracker(spec, run)
-        reporter = Reporter(recorder, view, tracker, notifier, ray_metrics)
+        for monitor in in_cluster:
+            reporter.join(monitor)
         orchestrator = await until_stopped(
             _start(experiment, recorder, factory, engines, services, start, reporter), stop
         )
         recorder.update(phase="running", steps=spec.stop.steps)
         await until_stopped(orchestrator.run(), stop)
-        status = "FINISHED"
+        ending = Ending("finished")
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(
             seconds=time.monotonic() - started,
@@ -220,23 +223,21 @@ async def _run(
             checkpoint=checkpoints[-1].folder if checkpoints else None,
         )
     except Interrupted:
-        status = "KILLED"
+        ending = Ending("interrupted")
         recorder.update(phase="interrupted")  # for whoever does not wait for the end
-        await _save_before_leaving(orchestrator, view)
+        await _save_before_leaving(orchestrator, reporter)
         raise
     except BaseException as error:
-        reason = _cause(error)
+        ending = Ending("failed", reason=_cause(error))
         raise
     finally:
-        if tracker is not None:
-            view.status("finishing MLflow's log")
+        if spec.tracking.mlflow:
+            reporter.status("finishing MLflow's log")
             await asyncio.to_thread(recorder.wait)  # the log is made from these files
-            tracking = close_tracker(tracker, run, spec, status, reason)
+        reporter.finish(ending, in_cluster)
         closing = [orchestrator.close(), services.stop()] if orchestrator is not None else [services.stop()]
         await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
-        kept.cancel()
-        ray_metrics.close()
-    return replace(outcome, tracking=tracking)
+    return outcome
 
 
 async def _start(
@@ -360,11 +361,11 @@ def _encoded(
     return fitting
 
 
-async def _save_before_leaving(orchestrator: Orchestrator | None, view: View) -> None:
+async def _save_before_leaving(orchestrator: Orchestrator | None, reporter: Reporter) -> None:
     """Save a checkpoint if there is time: resuming takes less then. The journal has everything else already."""
     if orchestrator is None:
         return
-    view.status("stopping: saving where the run is")
+    reporter.status("stopping: saving where the run is")
     try:
         async with asyncio.timeout(INTERRUPT_S):
             await orchestrator.settle()
@@ -372,4 +373,4 @@ async def _save_before_leaving(orchestrator: Orchestrator | None, view: View) ->
     except (TimeoutError, UserError):
         pass
     except Exception as error:  # a full disk, say; the user still stopped the run
-        view.warn(f"no checkpoint was saved: {_cause(error)}")
+        reporter.warn(f"no checkpoint was saved: {_cause(error)}")

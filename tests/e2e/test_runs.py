@@ -134,7 +134,7 @@ def test_mlflow_has_parameters_metrics_and_artifacts(two_ranks: Path) -> None:
     assert len(client.get_metric_history(run_id, "reward/mean")) == 60
     assert run.data.metrics["eval/greedy_accuracy"] > 0
     names = {artifact.path for artifact in client.list_artifacts(run_id)}
-    assert {"spec.yaml", "evaluations", "report.html", "plots"} <= names
+    assert {"spec.yaml", "evaluations", "report.html"} <= names
     assert client.get_metric_history(run_id, "system/cpu_utilization_percentage")
     with tracking_at(f"sqlite:///{two_ranks.parent}/mlflow.db"):
         table = client.load_table(run.info.experiment_id, "evaluations/step-000060-greedy.json", [run_id])

@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl_cli.monitors.mlflow.outbox import FILE
 from asyncrl_cli.monitors.mlflow.sender import Target
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 def started_run(folder: Path) -> RunDirectory:
@@ -41,6 +42,12 @@ def evaluate(run: RunDirectory, step: int, accuracy: float, samples: Sequence[Ma
 
 def local(folder: Path, model: str | None = None) -> Target:
     return Target(f"sqlite:///{folder}/mlflow.db", "tests", (folder / "artifacts").as_uri(), model)
+
+
+def spec_of(tracking: Mapping[str, Any], **sections: Any) -> ExperimentSpec:
+    """A spec with this section."""
+    values = {"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}, "tracking": tracking}
+    return ExperimentSpec.model_validate(values | sections)
 
 
 class Logged:

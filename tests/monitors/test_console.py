@@ -19,9 +19,9 @@ from rich.live import Live
 from asyncrl_cli.inspect.dashboard import BARS, LABEL_WIDTH, TREND_STEPS, Shown, panel
 from asyncrl_cli.inspect.watching import look
 from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
 from asyncrl_cli.monitors.console import LiveView, PlainView, looking, open_view, step_line
 from asyncrl_cli.monitors.outlet import Outlet, Terminal, run_terminal
-from asyncrl_cli.monitors.records import EvaluationKind, EvaluationResult
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run

@@ -18,6 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl_cli.monitors import notify
+from asyncrl_cli.monitors.base import Ending
 from asyncrl_cli.monitors.console import PlainView
 from asyncrl_cli.monitors.notify import LOG, Notifier
 from asyncrl_cli.monitors.reporter import Reporter
@@ -180,9 +181,10 @@ def test_both_are_told_and_neither_waits_for_the_other(run: RunDirectory, hook: 
 
 def test_a_stall_is_warned_of_and_told(run: RunDirectory, hook: Hook) -> None:
     out = io.StringIO()
-    notifier = Notifier(NotifySpec(webhook=hook.address), run, pytest.fail)
-    Reporter(Recorder(run, pytest.fail), PlainView(10, out), None, notifier).stalled("the trainer waits for a batch")
-    notifier.wait()
+    reporter = Reporter(Recorder(run, pytest.fail), PlainView(10, out))
+    reporter.join(Notifier(NotifySpec(webhook=hook.address, on=["stall"]), run, pytest.fail))
+    reporter.stalled("the trainer waits for a batch")
+    reporter.finish(Ending("finished"))
     assert "! the trainer waits for a batch" in out.getvalue()
     assert hook.got.get_nowait()[1]["event"] == "stall"
 

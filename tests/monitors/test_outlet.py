@@ -47,7 +47,7 @@ def dead_end(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_output_that_fails_is_counted_and_nothing_else(dead_end: int, tmp_path: Path) -> None:
     run, out = RunDirectory.create(tmp_path, "test"), Outlet(dead_end)
     recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, out), None)
+    reporter = Reporter(recorder, PlainView(10, out))
     for step in range(1, 4):
         reporter.stepped(step, step, METRICS, 0.0)
     reporter.warn("engine-0: the process died")
@@ -149,10 +149,17 @@ def test_an_error_that_a_job_does_not_handle_ends_no_thread_and_nothing_is_taken
     assert not background.submit(lambda: done.append(2))
 
 
+def in_the_way(run: RunDirectory) -> Path:
+    """A folder where the state's file is to be."""
+    path = run.path / "state.json"
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    return path
+
+
 def test_a_file_that_is_replaced_whole_is_complete_again_after_a_success(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
-    hindrance = run.path / ".state.json.tmp"
-    hindrance.mkdir()
+    hindrance = in_the_way(run)
     warnings: list[str] = []
     recorder = Recorder(run, warnings.append)
     for step in (1, 2):
@@ -169,10 +176,10 @@ def test_a_file_that_is_replaced_whole_is_complete_again_after_a_success(tmp_pat
 def test_files_that_cannot_be_written_are_warned_of_once_and_named_at_the_end(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
     (run.path / "metrics.jsonl").symlink_to("/dev/full")
-    (run.path / ".state.json.tmp").mkdir()
+    in_the_way(run)
     warnings: list[str] = []
     recorder = Recorder(run, warnings.append)
-    reporter = Reporter(recorder, PlainView(10, sys.stderr), None)
+    reporter = Reporter(recorder, PlainView(10, sys.stderr))
     for step in (1, 2):
         reporter.stepped(step, step, METRICS, 0.0)
     missing = recorder.close()

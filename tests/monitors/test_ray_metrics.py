@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -12,24 +11,37 @@ import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.monitors import ray_metrics
+from asyncrl_cli.monitors.base import Ending, EvaluationResult, RunInfo
 from asyncrl_cli.monitors.console import QuietView
 from asyncrl_cli.monitors.ray_metrics import RayMetrics, ray_name
-from asyncrl_cli.monitors.records import EvaluationResult
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.spec.sections import ExperimentSpec
 from tests.buffer.recorded_run import make_run
 
 ROOT = Path(__file__).parents[2]
 COUNTS = Counts(running=31, finished=3, taken=1000, rejected=5, requeued=6, late=0)
 METRICS = {"reward/mean": 0.25, "tokens/trained": 100.0, "tokens/generated": 0.0, "publish/seconds": 0.1}
 STARTED = 1_790_000_000.0
+SPEC = ExperimentSpec.model_validate(
+    {
+        "model": {"path": "m"},
+        "task": {"use": "chain_sum"},
+        "stop": {"steps": 40},
+        "pipeline": {"mode": "async", "max_staleness": 2},
+    }
+)
+
+
+INFO = RunInfo("run-1", Path("run-1"), 40, {})
 
 
 class Noted:
@@ -38,6 +50,7 @@ class Noted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         noted = self
         self.values: defaultdict[str, float] = defaultdict(float)
+        self.changed = Condition()
         self.broken = False
 
         class Metric:
@@ -53,7 +66,9 @@ class Noted:
 
         class Gauge(Metric):
             def set(self, value: float, tags: dict[str, str]) -> None:
-                noted.values[self._series(tags)] = value
+                with noted.changed:
+                    noted.values[self._series(tags)] = value
+                    noted.changed.notify_all()
 
         class Counter(Metric):
             def inc(self, value: float, tags: dict[str, str]) -> None:
@@ -62,6 +77,7 @@ class Noted:
 
         monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
         monkeypatch.setattr("ray.util.metrics.Counter", Counter)
+        monkeypatch.setattr("ray.nodes", list)
 
 
 @pytest.fixture
@@ -75,9 +91,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_whatever_the_reporter_is_told_ray_is_told(noted: Noted, run: RunDirectory) -> None:
-    reporter = Reporter(
-        Recorder(run, pytest.fail), QuietView(io.StringIO()), None, None, RayMetrics(run, 40, 2, pytest.fail)
-    )
+    reporter = Reporter(Recorder(run, pytest.fail), QuietView(io.StringIO()))
+    reporter.join(RayMetrics(run, SPEC, pytest.fail))
     assert dict(noted.values) == {"asyncrl_stop_steps": 40, "asyncrl_max_staleness": 2}
     for step in (1, 2):
         reporter.stepped(step, step, METRICS, STARTED)
@@ -107,29 +122,28 @@ def test_a_gauge_is_set_again_and_a_counter_is_not(
     noted: Noted, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray forgets a gauge that nobody sets."""
-    metrics = RayMetrics(run, 40, 2, pytest.fail)
+    monkeypatch.setattr(ray_metrics, "AGAIN_S", 0.01)
+    metrics = RayMetrics(run, SPEC, pytest.fail)
     metrics.stepped(1, 1, METRICS)
     metrics.evaluated(EvaluationResult("greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
     metrics.evaluated(EvaluationResult("sampled", 2, 0.5, 0.25, 9.0, 4, 1, 2))
-    before = dict(noted.values)
+    before = {series: value for series, value in noted.values.items() if not series.endswith(" total")}
     noted.values.clear()
-    monkeypatch.setattr(ray_metrics, "AGAIN_S", 0.0)
-
-    async def keep() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(metrics.keep(), 0.05)
-
-    asyncio.run(keep())
-    assert noted.values == {series: value for series, value in before.items() if not series.endswith(" total")}
+    metrics.started(INFO)
+    before |= {"asyncrl_stop_steps": 40, "asyncrl_max_staleness": 2}
+    with noted.changed:
+        assert noted.changed.wait_for(lambda: len(noted.values) >= len(before), 30)
+    metrics.finish(Ending("finished"))
+    assert noted.values == before
 
 
 def test_whatever_goes_wrong_is_said_once_and_ends_nothing(noted: Noted, run: RunDirectory) -> None:
     said: list[str] = []
-    metrics = RayMetrics(run, 40, 2, said.append)
+    metrics = RayMetrics(run, SPEC, said.append)
     noted.broken = True
     for step in (1, 2):
         metrics.stepped(step, step, METRICS)
-        metrics.doing(COUNTS)
+        metrics.doing("training", COUNTS)
         metrics.faulted("engine")
     assert said == ["metrics for Prometheus are not complete: RuntimeError: no agent"]
     noted.broken = False
@@ -147,14 +161,15 @@ def test_prometheus_is_told_of_the_nodes_that_have_an_agent(
         {"Alive": False, "NodeManagerAddress": "10.0.0.4", "MetricsExportPort": 7004},
     ]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    metrics = RayMetrics(run, 40, 2, pytest.fail)
-    metrics.publish_targets()
+    metrics = RayMetrics(run, SPEC, pytest.fail)
+    metrics.started(INFO)
     file = run.path / "prometheus.json"
     assert [group["targets"] for group in json.loads(file.read_text())] == [["10.0.0.1:7001", "10.0.0.2:7002"]]
-    metrics.close()
+    metrics.finish(Ending("finished"))
     assert not file.exists()
     del nodes[:2]
-    metrics.publish_targets()
+    metrics.started(INFO)
+    metrics.finish(Ending("finished"))
     assert not file.exists()
 
 
@@ -163,10 +178,12 @@ def test_prometheus_is_told_of_the_nodes_that_have_an_agent(
 
 def exported(noted: Noted, run: RunDirectory) -> set[str]:
     """All names that Prometheus can have, with the metrics of a step as docs/metrics.md has them."""
-    metrics = RayMetrics(run, 40, 2, pytest.fail)
+    metrics = RayMetrics(run, SPEC, pytest.fail)
+    metrics.started(INFO)
+    metrics.finish(Ending("finished"))
     documented = re.findall(r"`([a-z]+/[a-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text())
     metrics.stepped(1, 1, dict.fromkeys(documented, 1.0))
-    metrics.doing(COUNTS)
+    metrics.doing("training", COUNTS)
     metrics.evaluated(EvaluationResult("greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
     metrics.faulted("engine")
     return {f"ray_{series.split()[0]}{'_total' * series.endswith(' total')}" for series in noted.values}
@@ -217,6 +234,7 @@ import json, os, stat, subprocess, sys, time, urllib.request
 from pathlib import Path
 import ray  # before the settings of the cluster are made
 from ray._raylet import AuthenticationMode, get_authentication_mode
+from asyncrl_cli.monitors.base import Ending, RunInfo
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.runs.directory import RunDirectory
@@ -245,11 +263,12 @@ try:
 except Exception as error:
     print(type(error).__name__)
 '''
-spec = ExperimentSpec.model_validate({"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}})
+spec = {"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
+spec = ExperimentSpec.model_validate(spec | {"pipeline": {"mode": "async", "max_staleness": 2}})
 run, said, text = RunDirectory.create(Path(sys.argv[1]), "scraped"), [], ""
 with ray_cluster(spec, run.path / "logs"):
-    metrics = RayMetrics(run, 10, 2, said.append)
-    metrics.publish_targets()
+    metrics = RayMetrics(run, spec, said.append)
+    metrics.started(RunInfo(run.run_id, run.path, 10, {}))
     metrics.faulted("engine")
     token, temporary = Path(os.environ["RAY_AUTH_TOKEN_PATH"]), Path(os.environ["TMPDIR"])
     private = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in (token, temporary)}
@@ -267,7 +286,7 @@ with ray_cluster(spec, run.path / "logs"):
         if "ray_asyncrl_faults_total" in text:
             break
         time.sleep(1)
-    metrics.close()
+    metrics.finish(Ending("finished"))
     addresses = listening()
 assert get_authentication_mode() != AuthenticationMode.TOKEN  # another Ray of this process is as its environment says
 seen = {"private": private, "strangers": strangers, "addresses": addresses, "said": said, "steps": step, "text": text}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import cast
+from threading import Event
+from typing import Any
 
 import pytest
 
+from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.monitors.console import PlainView
-from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
-from asyncrl_cli.monitors.records import EvaluationResult
-from asyncrl_cli.monitors.reporter import Reporter
+from asyncrl_cli.monitors.mlflow.tracker import Mlflow
+from asyncrl_cli.monitors.reporter import LOG, Reporter
+from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 
@@ -30,12 +32,14 @@ METRICS = dict.fromkeys(
     0.5,
 )
 
+RESULT = EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1)
+
 
 def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path) -> None:
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
     run.update(steps=10)
     recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, out), None)
+    reporter = Reporter(recorder, PlainView(10, out))
     reporter.evaluated(EvaluationResult("greedy", 0, 0.25, 0.25, 9.0, 4, 0, 0))
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
@@ -53,7 +57,7 @@ def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
     run.update(accuracy={"greedy": 0.5, "sampled": 0.25}, accuracy_before={"greedy": 0.125})
     recorder = Recorder(RunDirectory(run.path), pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, io.StringIO()), None)
+    reporter = Reporter(recorder, PlainView(10, io.StringIO()))
     reporter.evaluated(EvaluationResult("greedy", 8, 0.75, 0.75, 9.0, 4, 8, 8))
     assert recorder.close() == ""
     assert RunDirectory(run.path).state.accuracy == {"greedy": 0.75, "sampled": 0.25}
@@ -62,23 +66,123 @@ def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
 
 def test_warnings_reach_the_screen(tmp_path: Path) -> None:
     out = io.StringIO()
-    Reporter(Recorder(RunDirectory(tmp_path), pytest.fail), PlainView(10, out), None).warn("engine-0: the process died")
+    Reporter(Recorder(RunDirectory(tmp_path), pytest.fail), PlainView(10, out)).warn("engine-0: the process died")
     assert out.getvalue().endswith("! engine-0: the process died\n")
 
 
-def test_the_tracker_is_told_of_steps_and_evaluations_after_they_are_on_disk(tmp_path: Path) -> None:
+def test_mlflow_is_told_of_steps_and_evaluations_after_they_are_on_disk(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
-
     sent: list[tuple[int, dict[str, float]]] = []
 
-    class Tracker:
-        def more(self) -> None:
+    class Noting(Mlflow):
+        def __init__(self) -> None:
+            self._recorder = recorder
+
+        def started(self, run: RunInfo) -> None:
+            assert run.steps == 0
+
+        def _more(self) -> None:
             on_disk = RunDirectory(run.path)
             sent.append((len(on_disk.read("metrics.jsonl")), dict(on_disk.state.accuracy)))
 
     recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, io.StringIO()), cast("TrackerClient", Tracker()))
+    reporter = Reporter(recorder, PlainView(10, io.StringIO()))
+    reporter.join(Noting())
     reporter.stepped(1, 1, METRICS, 1234.5)
-    reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
+    reporter.evaluated(RESULT)
     assert recorder.close() == ""
     assert sent == [(1, {}), (1, {"greedy": 0.75})]
+
+
+# -- monitors that misbehave
+
+
+class Heard(Monitor):
+    """Keeps the names of what it is told; ``breaks`` at one of them."""
+
+    def __init__(self, breaks: str = "", wait: Event | None = None) -> None:
+        self.name = f"breaks-{breaks}"
+        self.calls: list[str] = []
+        self._breaks = breaks
+        self._wait = wait
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in EVENTS:
+            return super().__getattribute__(name)
+
+        def call(*arguments: Any) -> str:
+            self.calls.append(name)
+            if self._wait is not None:
+                self._wait.wait(30)
+            if name == self._breaks:
+                raise SystemExit("enough") if name == "finish" else ZeroDivisionError("no reason")
+            return "all is well"
+
+        return call
+
+
+EVENTS = {name for name, member in vars(Monitor).items() if callable(member) and not name.startswith("_")}
+
+
+def tell_everything(reporter: Reporter) -> None:
+    reporter.status("starting")
+    reporter.doing("training", Counts(1, 2, 3, 4, 5, 6))
+    reporter.stepped(1, 1, METRICS, 1234.5)
+    reporter.evaluated(RESULT)
+    reporter.faulted("engine")
+    reporter.stalled("the trainer waits")
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("breaks", sorted(EVENTS))
+def test_a_monitor_that_raises_is_switched_off_with_one_warning_and_a_row(
+    breaks: str, in_thread: bool, tmp_path: Path
+) -> None:
+    run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
+    recorder = Recorder(run, pytest.fail)
+    reporter = Reporter(recorder, PlainView(10, out))
+    broken, sound = Heard(breaks), Heard()
+    for monitor in (broken, sound):
+        reporter.join(monitor, in_thread)
+    tell_everything(reporter)
+    reporter.finish(Ending("finished"))
+    assert recorder.close() == ""
+    assert broken.calls[-1] == breaks, "and nothing after it"
+    assert set(sound.calls) == EVENTS
+    assert sound.calls[0] == "started" and sound.calls[-1] == "finish"
+    (warning,) = [line for line in out.getvalue().splitlines() if "switched off" in line]
+    (row,) = RunDirectory(run.path).read(LOG)
+    assert row["monitor"] == broken.name in warning
+    assert row["reason"] in warning and 'raise SystemExit("enough")' in row["traceback"]
+    assert reporter.notes == {sound.name: "all is well"}
+
+
+def test_a_monitor_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.monitors.reporter.PATIENCE_S", {"failed": 0.1})
+    monkeypatch.setattr("asyncrl_cli.monitors.reporter.CALLS", 3)
+    run, out, wait = RunDirectory.create(tmp_path, "test"), io.StringIO(), Event()
+    recorder = Recorder(run, pytest.fail)
+    reporter = Reporter(recorder, PlainView(10, out))
+    reporter.join(Heard(wait=wait), in_thread=True)
+    tell_everything(reporter)
+    assert out.getvalue().count("it does not keep up: 3 calls wait for it") == 1
+    slow = Heard(wait=wait)
+    reporter.join(slow, in_thread=True)
+    reporter.finish(Ending("failed"))
+    assert out.getvalue().count("it has not finished in time") == 1
+    assert not reporter.notes
+    wait.set()
+
+
+def test_monitors_that_are_named_finish_first_and_are_told_nothing_more(tmp_path: Path) -> None:
+    recorder = Recorder(RunDirectory.create(tmp_path, "test"), pytest.fail)
+    console, early = Heard(), Heard("nothing")
+    reporter = Reporter(recorder, console)
+    reporter.join(early)
+    reporter.finish(Ending("failed"), [early])
+    assert reporter.notes == {early.name: "all is well"}
+    reporter.status("stopping")
+    reporter.finish(Ending("failed"))
+    assert early.calls == ["started", "finish"]
+    assert console.calls == ["started", "status", "finish"]
+    assert recorder.close() == ""

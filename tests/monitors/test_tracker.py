@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.monitors.base import Ending, RunInfo
 from asyncrl_cli.monitors.mlflow import tracker as tracker_module
 from asyncrl_cli.monitors.mlflow.outbox import FILE, SAMPLES
 from asyncrl_cli.monitors.mlflow.rows import PARAMETER_LENGTH
 from asyncrl_cli.monitors.mlflow.sender import Sender, Target
 from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
-from asyncrl_cli.monitors.mlflow.tracker import Tracker, TrackerClient
+from asyncrl_cli.monitors.mlflow.tracker import Mlflow, Tracker
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
 from tests.inspect.made_runs import SITUATIONS, made_run
 
-from .mlflow_runs import Logged, do_steps, evaluate, local, sent, started_run, tracking_at
+from .mlflow_runs import Logged, do_steps, evaluate, local, sent, spec_of, started_run, tracking_at
 from .mlflow_server import Server
 
 LIMIT_S = 120.0
@@ -177,7 +179,6 @@ ALL_KINDS = {
     "evaluations/step-000003-greedy.jsonl",
     "evaluations/step-000003-greedy.json",
     "report.html",
-    "plots/rollouts-by-reward.png",
     "models/step-000003/MLmodel",
     "models/step-000003/model/model.safetensors",
 }
@@ -258,9 +259,11 @@ def test_the_driver_only_nudges_and_a_killed_process_starts_again(run: RunDirect
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.mkdtemp(prefix="ray-"))
     try:
         target = local(tmp_path)
-        client = TrackerClient(run, target, system_metrics=True)
+        recorder = Recorder(run, pytest.fail)
+        monitor = Mlflow(recorder, spec_of({"experiment": target.experiment}, runs_dir=str(tmp_path)))
+        monitor.started(RunInfo(run.run_id, run.path, 4, {}))
         do_steps(run, 1, 2)
-        client.more()
+        monitor.stepped(2, 2, {})
         until(lambda: sent(run)["step"] == 2, "the first steps")
         [process] = [
             process
@@ -269,8 +272,8 @@ def test_the_driver_only_nudges_and_a_killed_process_starts_again(run: RunDirect
         ]
         process.kill()
         do_steps(run, 3, 4)
-        client.more()
-        assert client.finish("FINISHED", LIMIT_S) == ""
+        monitor.stepped(4, 4, {})
+        assert monitor.finish(Ending("finished")).startswith("run ")
     finally:
         ray.shutdown()
     logged = Logged(target.uri)

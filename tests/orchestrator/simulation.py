@@ -23,7 +23,7 @@ from stand_ins import Actor, Notes, StandInBuffer, StandInProcess, prompts, remo
 
 from asyncrl_cli.data.curriculum import stages_of
 from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
@@ -336,7 +336,7 @@ def loader_of(spec: ExperimentSpec) -> PromptLoader:
     return PromptLoader(data, spec.seed, spec.data.shuffle, stages_of(data, spec.data.curriculum))
 
 
-class View:
+class View(Monitor):
     """Keeps what a person would see."""
 
     def __init__(self) -> None:
@@ -350,12 +350,6 @@ class View:
 
     def warn(self, text: str) -> None:
         self.shown.append(f"! {text}")
-
-    def stepped(self, step: int, version: int, metrics: Any) -> None:
-        pass
-
-    def evaluated(self, result: EvaluationResult) -> None:
-        pass
 
 
 class Simulation:
@@ -395,7 +389,7 @@ class Simulation:
             running.cancel()
             await asyncio.wait([running])
             if self.fate.random.random() < 0.5:  # Ctrl-C, and no SIGKILL
-                await _save_before_leaving(orchestrator, self.view)
+                await _save_before_leaving(orchestrator, Reporter(self.recorder, self.view))
         dying.cancel()
         for actor in self._actors:
             actor.die()
@@ -411,7 +405,7 @@ class Simulation:
     async def _start(self, start: Start) -> Orchestrator:
         spec, run = self.spec, self.run
         self.recorder = Recorder(run, self.view.warn)
-        reporter = Reporter(self.recorder, self.view, None)
+        reporter = Reporter(self.recorder, self.view)
         buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0)
         buffer.budget = budget = Notes().budget(max_restarts=1000)
         opening = await buffer.open(start.kind, start.note, start.base)

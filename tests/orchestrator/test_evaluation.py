@@ -13,7 +13,7 @@ import pytest
 from stand_ins import StandInEngine, actors, client_over, collecting, prompts, remote, rollout, run, spec
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.monitors.base import EvaluationResult
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.prompt import Prompt

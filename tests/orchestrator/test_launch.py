@@ -16,6 +16,7 @@ import pytest
 from stand_ins import run
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.interrupts import SIGNALS, Interrupted, Stop, until_stopped
 from asyncrl_cli.orchestrator.launch import _save_before_leaving
@@ -136,17 +137,14 @@ def test_before_anything_has_started_there_is_nothing_to_save() -> None:
 # -- Ctrl-C when the work is over
 
 
-class Heard:
-    """A view that keeps what it is told."""
+class Heard(Monitor):
+    """A console that keeps what it is told."""
 
     def __init__(self) -> None:
         self.warned: list[str] = []
 
     def warn(self, text: str) -> None:
         self.warned.append(text)
-
-    def status(self, text: str) -> None:
-        pass
 
 
 def ended(
@@ -162,7 +160,7 @@ def ended(
             if hit:
                 signal.raise_signal(signal.SIGINT)
 
-    async def work(experiment: Any, recorder: Any, view: Any, start: Any, notifier: Any, stop: Stop) -> launch.Outcome:
+    async def work(experiment: Any, recorder: Any, reporter: Any, start: Any, stop: Stop) -> launch.Outcome:
         stop.attach()
         if cause is not None:
             raise cause
@@ -172,10 +170,10 @@ def ended(
     monkeypatch.setattr(launch, "_run", work)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     directory, view = RunDirectory.create(tmp_path, "test"), Heard()
-    experiment: Any = SimpleNamespace(spec=SimpleNamespace(notify=notify))
+    experiment: Any = SimpleNamespace(spec=SimpleNamespace(notify=notify), monitors=())
     try:
         with pytest.raises(type(cause)) if cause is not None else nullcontext():
-            launch.run_experiment(experiment, directory, view, launch.Start())  # type: ignore[arg-type]
+            launch.run_experiment(experiment, directory, view, launch.Start())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -52,7 +52,7 @@ def test_the_end_of_a_run_is_told(
     run.update(step=9)
     spec = SimpleNamespace(notify=NotifySpec(command="cat >> told"))
     monkeypatch.chdir(tmp_path)
-    experiment = cast("Experiment", SimpleNamespace(spec=spec))
+    experiment = cast("Experiment", SimpleNamespace(spec=spec, monitors=()))
     with nullcontext() if isinstance(end, Outcome) else pytest.raises(type(end)):
         run_experiment(experiment, run, PlainView(10, io.StringIO()), Start())
     told = tmp_path / "told"
@@ -70,8 +70,10 @@ def test_on_a_full_disk_the_cause_is_told_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launch, "ray_cluster", lambda *_: nullcontext())
     monkeypatch.setattr(launch, "_run", fails)
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
-    (run.path / ".state.json.tmp").mkdir()
-    experiment = cast("Experiment", SimpleNamespace(spec=SimpleNamespace(notify=NotifySpec(command="cat > ../told"))))
+    (run.path / "state.json").unlink(missing_ok=True)
+    (run.path / "state.json").mkdir()  # which no file can replace
+    spec = SimpleNamespace(notify=NotifySpec(command="cat > ../told"))
+    experiment = cast("Experiment", SimpleNamespace(spec=spec, monitors=()))
     monkeypatch.chdir(run.path)
     with pytest.raises(RunError, match=r"journal.db: no space left on device \(Make room"):
         run_experiment(experiment, run, PlainView(10, out), Start())

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncrl_cli.core.flatten import flatten
+from asyncrl_cli.monitors.base import evaluation_metrics
 
 Number = tuple[str, float, float, int]
 """Name, value, unix time (s) and step."""
@@ -28,17 +29,8 @@ def row_numbers(row: Mapping[str, Any]) -> Iterator[Number]:
 def evaluation_numbers(line: str, at: float) -> Iterator[Number]:
     """Of an evaluation: the first line of its file, which was written at that unix time (s)."""
     result = json.loads(line)
-    numbers = {
-        "accuracy": result["accuracy"],
-        "tokens_mean": result["mean_length"],
-        "reward_mean": result.get("mean_reward"),
-        **{f"pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
-        **result.get("metrics", {}),
-    }
-    prefix = f"eval/{result['kind'].replace(':', '/')}"
-    for name, value in numbers.items():
-        if value is not None:
-            yield f"{prefix}_{name}", value, at, result["step"]
+    for name, value in evaluation_metrics(result):
+        yield name, value, at, result["step"]
 
 
 def parameters(spec: dict[str, Any]) -> dict[str, str]:

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatch
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.monitors.mlflow import tables
@@ -24,8 +22,12 @@ from asyncrl_cli.monitors.mlflow.model_registry import RUN_TAG, register
 from asyncrl_cli.monitors.mlflow.outbox import EVALUATIONS, SPEC, STEPS, Outbox
 from asyncrl_cli.monitors.mlflow.rows import Number, evaluation_numbers, parameters, row_numbers
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 FINISHED = "FINISHED"
+STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
+"""MLflow's word for each phase in which a run can say that it has ended."""
+REPORT = "report.html"
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
 """MLflow's limits: entries of one request."""
@@ -52,6 +54,15 @@ class Target:
     experiment: str
     artifacts: str | None = None
     model: str | None = None
+
+
+def target_of(spec: ExperimentSpec) -> Target:
+    """The spec's MLflow server, or a SQLite store in the runs folder."""
+    tracking, folder = spec.tracking, spec.runs_dir.absolute()
+    if tracking.uri:
+        return Target(tracking.uri, tracking.experiment, model=tracking.register_model)
+    artifacts = (folder / "mlflow-artifacts").as_uri()
+    return Target(f"sqlite:///{folder}/mlflow.db", tracking.experiment, artifacts, tracking.register_model)
 
 
 class Sender:
@@ -199,15 +210,15 @@ class Sender:
         of = self._outbox.files(STEPS, self._outbox.sent.reported)
         if not of:
             return
-        from asyncrl_cli.inspect.report.files import write_report
+        from asyncrl_cli.inspect.report.page import render
+        from asyncrl_cli.inspect.report.summary import summarize
 
-        with TemporaryDirectory() as folder:
-            try:
-                write_report(ended, Path(folder))
-            except Exception as error:  # trying again would not help, and `asyncrl report` says more
-                self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                return
-            self._client.log_artifacts(self.mlflow_run_id, folder)
+        try:
+            page = render([summarize(ended)])
+        except Exception as error:  # trying again would not help, and `asyncrl report` says more
+            self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            return
+        self._client.log_text(self.mlflow_run_id, page, REPORT)
         self._outbox.note(reported=of)
         self.reported = True
 
@@ -221,6 +232,22 @@ class Sender:
 
     def _note_logged(self, name: str, version: int) -> None:
         self._outbox.note(logged={**self._outbox.sent.logged, name: version})
+
+
+def send_rest(run: RunDirectory, target: Target) -> Sender:
+    """Send what a run that has ended still owes. Raises ``RunError`` when not everything went through."""
+    sender = Sender(run, target)
+    phase = run.state.phase
+    ended = run if phase in STATUS else run.as_if(phase="failed", reason="its process died")
+    try:
+        sender.send(STATUS.get(phase, "FAILED"), ended)
+    except Exception as error:
+        raise RunError(
+            f"MLflow did not take everything: {failure(error, target.uri)}",
+            location=run.run_id,
+            hint=f"everything is kept in the run's folder; try again later: asyncrl track {run.argument}",
+        ) from error
+    return sender
 
 
 def failure(error: Exception, uri: str) -> str:

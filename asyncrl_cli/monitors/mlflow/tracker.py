@@ -1,4 +1,4 @@
-"""MLflow, in an actor of its own: its imports, its database and its server's moods cost the run nothing.
+"""The monitor for MLflow, with an actor of its own: imports, database and a slow server cost the run nothing.
 
     working --failed--> waiting (1 s, 2 s, ... 30 s, or the run's end) --> working
     working --all sent--> idle --more--> working
@@ -15,9 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.monitors.mlflow.sender import Sender, Target, failure
+from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
+from asyncrl_cli.monitors.mlflow.outbox import Outbox
+from asyncrl_cli.monitors.mlflow.sender import FINISHED, STATUS, Sender, Target, failure, target_of
 from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
 from asyncrl_cli.runs.directory import Phase, RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
 RUNNING = "RUNNING"
@@ -27,6 +31,8 @@ REPORTED: Mapping[str, Phase] = {"FINISHED": "finished", "FAILED": "failed"}
 """Ends of which a report is sent, and what it calls them. A run that was killed has no time for one, and mostly goes on
 later."""
 RESTARTS = 10
+TRACKING_S = {"FINISHED": 30.0, "FAILED": 10.0, "KILLED": 2.0}
+"""Seconds that the end of a run waits for MLflow, by how it ended."""
 ANSWER_S = 1.0
 """Seconds for the way to the actor and back, beside what it waits itself."""
 
@@ -101,10 +107,18 @@ class TrackerActor(Tracker):
         super().__init__(RunDirectory(Path(run_path)), target, system_metrics)
 
 
-class TrackerClient:
-    """The driver's end: never waits for MLflow before the run's end, and never fails because of it."""
+class Mlflow(Monitor):
+    """The driver's end: waits for MLflow at the run's end alone, and never fails because of it."""
 
-    def __init__(self, run: RunDirectory, target: Target, system_metrics: bool = False) -> None:
+    name = "MLflow"
+
+    def __init__(self, recorder: Recorder, spec: ExperimentSpec) -> None:
+        self._recorder = recorder
+        self._target = target_of(spec)
+        self._system_metrics = spec.tracking.system_metrics
+        self._actor: Any = None
+
+    def started(self, run: RunInfo) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -113,15 +127,31 @@ class TrackerClient:
         options = ray.remote(TrackerActor).options(
             num_cpus=0, max_restarts=RESTARTS, max_task_retries=-1, scheduling_strategy=here
         )
-        self._actor: Any = options.remote(str(run.path), target, system_metrics)
+        self._actor = options.remote(str(run.folder), self._target, self._system_metrics)
 
-    def more(self) -> None:
-        """There is something new in the run's folder."""
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        self._recorder.then(self._more)  # once it is on disk: that is what is sent
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        self._recorder.then(self._more)
+
+    def finish(self, ending: Ending) -> str:
+        status = STATUS[ending.phase]
+        problem = self._ended(status, TRACKING_S[status], ending.reason)
+        run, target = self._recorder.run, self._target
+        outbox = Outbox(run, target.uri, target.experiment)
+        if not problem:
+            model = f", {target.model} version {outbox.version}" if target.model and status == FINISHED else ""
+            return f"run {outbox.sent.run_id} in experiment {target.experiment}{model}"
+        steps = len(outbox.steps())
+        kept = f"{steps} step{'s' if steps > 1 else ''}" if steps else "the rest"
+        return f"{kept} kept, not sent ({problem}); later: asyncrl track {run.argument}"
+
+    def _more(self) -> None:
         self._actor.more.remote()
 
-    def finish(self, status: str, timeout_s: float, reason: str = "") -> str:
-        """Wait up to ``timeout_s`` until everything is sent; returns what is in the way, empty if nothing is. Why a
-        run FAILED is its ``reason``."""
+    def _ended(self, status: str, timeout_s: float, reason: str) -> str:
+        """Wait until everything is sent; returns what is in the way, empty if nothing is."""
         import ray
         from ray.exceptions import GetTimeoutError
 

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from stand_ins import spec
 
+from asyncrl_cli.monitors.base import Ending
 from asyncrl_cli.monitors.mlflow.outbox import Outbox
-from asyncrl_cli.monitors.mlflow.tracker import TrackerClient
-from asyncrl_cli.orchestrator.tracking import TRACKING_S, close_tracker, tracking_target
+from asyncrl_cli.monitors.mlflow.sender import target_of
+from asyncrl_cli.monitors.mlflow.tracker import TRACKING_S, Mlflow
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.recorder import Recorder
 
-REASON = "all is well"
-
-
-class StandIn:
-    """A tracker that ends as it is told."""
-
-    def __init__(self, problem: str) -> None:
-        self._problem = problem
-
-    def finish(self, status: str, timeout_s: float, reason: str) -> str:
-        assert (timeout_s, reason) == (TRACKING_S[status], REASON)
-        return self._problem
+from .mlflow_runs import spec_of
 
 
 def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
-    tracker = cast("TrackerClient", StandIn(problem))
-    return close_tracker(tracker, run, spec(tracking=tracking), "FINISHED", REASON).note
+    """What is said when the actor's answer is ``problem``."""
+
+    class Answered(Mlflow):
+        def _ended(self, status: str, timeout_s: float, reason: str) -> str:
+            assert (status, timeout_s, reason) == ("FINISHED", TRACKING_S["FINISHED"], "")
+            return problem
+
+    return Answered(Recorder(run, pytest.fail), spec_of(tracking)).finish(Ending("finished"))
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(0, "the rest"), (1, "1 step"), (12, "12 steps")])
@@ -51,13 +47,13 @@ def test_where_everything_went(tmp_path: Path) -> None:
 
 
 def test_without_a_server_there_is_a_store_in_the_runs_folder(tmp_path: Path) -> None:
-    target = tracking_target(spec(runs_dir=str(tmp_path)))
+    target = target_of(spec_of({}, runs_dir=str(tmp_path)))
     assert target.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert target.artifacts == f"file://{tmp_path}/mlflow-artifacts"
-    assert tracking_target(spec(tracking={"uri": "http://there"})).artifacts is None
+    assert target_of(spec_of({"uri": "http://there"})).artifacts is None
 
 
 @pytest.mark.parametrize("uri", [None, "http://there"])
 def test_the_model_is_registered_wherever_the_run_is_logged(uri: str | None) -> None:
-    assert tracking_target(spec(tracking={"uri": uri})).model is None
-    assert tracking_target(spec(tracking={"uri": uri, "register_model": "mine"})).model == "mine"
+    assert target_of(spec_of({"uri": uri})).model is None
+    assert target_of(spec_of({"uri": uri, "register_model": "mine"})).model == "mine"
