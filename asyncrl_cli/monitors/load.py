@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.user_imports import import_beside
+from asyncrl_cli.core.user_code import import_user_module
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.spec.sections import TrackingSpec
 
@@ -49,7 +49,7 @@ def _own(name: str, search_path: Path, location: str) -> Monitor:
     module_name, _, path = name.partition(":")
     hint = f"name a subclass of {PROTOCOL} whose constructor needs no argument"
     try:
-        found = import_beside(module_name, search_path)
+        found = import_user_module(module_name, search_path)
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
