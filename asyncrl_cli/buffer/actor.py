@@ -1,8 +1,8 @@
 """The buffer: the Ray actor that owns ledger and journal.
 
-Calls are answered after the commit of everything they noted. Commits run one after another in a thread of their
-own, and calls that come while one runs share the next: the more there is to write, the fewer commits it takes.
-When a commit fails, this call and every later one raises its ``JournalError``.
+Calls are answered after the commit of everything they noted (decision 0013). Commits run one after another in a
+separate thread, and calls that arrive during one share the next: the more there is to write, the fewer commits it
+takes. When a commit fails, this call and every later one raises its ``JournalError``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.system.logs import redirect_output
 
 LAZY_S = 0.1
-"""Seconds that a commit which nothing waits for may be put off, so that several calls share one."""
+"""Seconds that a commit which nothing waits for may be delayed, so that several calls share one."""
 MANY = 500
-"""Notes that are not put off."""
+"""Notes that are not delayed."""
 
 
 class Buffer:
@@ -57,7 +57,7 @@ class Buffer:
         self._busy_s = 0.0
 
     async def open(self, kind: str, note: str = "", base: Mapping[str, Any] | None = None) -> Opening:
-        """Open the journal as ``kind`` (``train``, ``resume``, ``restart``) and say where the run stands."""
+        """Open the journal as ``kind`` (``train``, ``resume``, ``restart``) and report the run's state."""
         self._book = DurableLedger.begin(self._path, self._settings, kind, note, base)
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         opening = self._book.opening()
@@ -71,6 +71,7 @@ class Buffer:
     async def admit(self, candidates: list[Candidate]) -> Admitted:
         """Admit the first of these prompts, as many as there is room for."""
         admitted = self._book.admit(candidates)
+        # Commit before the answer: a killed buffer must not have promised the groups (decision 0013).
         await self._commit(0.0 if admitted.admissions else LAZY_S)
         return admitted
 
@@ -81,11 +82,8 @@ class Buffer:
         outcomes: list[Outcome],
         requests: Sequence[EngineRequest] = (),
     ) -> Settled:
-        """Finished rollouts, new tokens of unfinished ones, rewards and failures of recorded rollouts, and
-        requests that engines have ended.
-
-        Durable when it returns, with the groups that the outcomes have ended.
-        """
+        """Finished rollouts, new tokens of unfinished ones, rewards and failures of recorded rollouts, and requests
+        that have left their engines. Durable when it returns, with the groups that the outcomes have ended."""
         self._book.journal.requested(requests)
         self._book.grown(segments)
         settled = self._book.record(rollouts, outcomes)
@@ -106,16 +104,17 @@ class Buffer:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 continue
+        # From the file, not from memory: training, replay and resume read the same bytes (decision 0013).
         return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
 
     async def batch(self, step: int) -> TrainingBatch:
         """A batch that was taken, from the journal."""
-        await self._commit()
+        await self._commit()  # before it is trained: nothing else may know of a later step than the journal
         batch: TrainingBatch = await self._on_disk(self._book.journal.batch, step)
         return batch
 
     async def requeue(self, group_ids: list[int]) -> list[tuple[int, int, int]]:
-        """Give up overdue groups and start their prompts again; returns (old index, new index, version)."""
+        """Abandon overdue groups and start their prompts again; returns (old index, new index, version)."""
         started = self._book.requeue(group_ids)
         self._changed.set()
         await self._commit()
@@ -156,7 +155,7 @@ class Buffer:
         await self._commit(LAZY_S)
 
     async def prune(self, checkpoints: int) -> None:
-        """Keep the tokens that the newest checkpoints, and all on disk, need; drop older ones bit by bit."""
+        """Keep the tokens that the newest checkpoints, and all on disk, need; drop older ones in small commits."""
         await self._commit()
         on_disk = [found.step for found in complete_checkpoints(self._path.parent / "checkpoints")]
         before = await self._on_disk(self._book.journal.needed_from, checkpoints, on_disk)
@@ -186,16 +185,17 @@ class Buffer:
                 await asyncio.wait_for(self._urgent.wait(), LAZY_S)
             self._urgent.clear()
             self._asked = False
+            # Notes and their waiting calls together: a call that notes more meanwhile waits for the next commit.
             statements = self._book.journal.noted()
             done, self._next = self._next, asyncio.get_running_loop().create_future()
             try:
                 await self._on_disk(self._timed, statements)
             except Exception as error:
-                # Memory is ahead of the disk now, so this buffer answers nothing any more.
+                # Memory is ahead of the disk now, so this buffer answers no further call (decision 0013).
                 self._broken = error
                 for waiting in (done, self._next):
                     waiting.set_exception(error)
-                    waiting.exception()  # nobody may be waiting, which is no reason to complain
+                    waiting.exception()  # marks it as seen: it may have no caller, and asyncio would log that
                 self._changed.set()
                 return
             done.set_result(None)

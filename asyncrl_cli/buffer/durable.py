@@ -1,8 +1,8 @@
 """The ledger with its journal: every event goes to both, and a ledger can be made again from the journal.
 
-Invariant: the ledger in memory is the one that the journal's rows and the notes not yet committed describe. An
-answer is given only after the commit of what it rests on (``actor.py`` sees to that), so nothing that anyone was
-told can be lost. What is told twice, because the answer got lost on its way, changes nothing the second time.
+Invariant: the ledger in memory is the one that the journal's rows and the notes not yet committed describe. An answer
+is given only after the commit of what it rests on (``actor.py``), so no answer can be lost with the process. A call
+that is repeated, because its answer was lost, changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class DurableLedger:
         base: Mapping[str, Any] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """Make the ledger again from what is in the journal, which is opened unless it is. Raises ``JournalError``.
+        """Restore the ledger from the journal, which is opened unless it is given. Raises ``JournalError``.
 
-        ``base``: where the history begins when an earlier journal is given up, as ``fallback`` says it. It is
+        ``base``: where the history begins when an earlier journal was abandoned, as ``fallback`` gives it. It is
         ignored once the journal has one. Its ``step`` is the checkpoint's.
         """
         self._path = path
         self.journal = journal or Journal(path)
         self._settings = settings
-        self._finished: set[tuple[int, int]] = set()  # group and index of running rollouts that are recorded completely
+        self._finished: set[tuple[int, int]] = set()  # running rollouts that are recorded, but not scored
         with sound(path, LedgerError):
             meta = self.journal.read(progress.meta)
             self._base: Mapping[str, Any] = meta.get("base", base or {})
@@ -102,7 +102,7 @@ class DurableLedger:
         )
 
     def opening(self) -> Opening:
-        """Where the run stands. Call it before the first event."""
+        """The run's state. Call it before the first event."""
         with sound(self._path):
             groups = self.journal.open_groups()
         self._finished = {(group.admission.group_id, index) for group in groups for index in group.unscored}
@@ -126,7 +126,8 @@ class DurableLedger:
         admissions = []
         new = [candidate for candidate in candidates if candidate.serial > self._serial]
         for candidate in new[: self.ledger.room()]:
-            self.journal.check_prompt(candidate)  # first: memory must never be ahead of what can be written
+            # First: memory must never be ahead of what can be written.
+            self.journal.check_prompt(candidate)
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
             self._rewards[entry.group_id] = {}
@@ -139,21 +140,21 @@ class DurableLedger:
         self.journal.grown(segment for segment in segments if self._is_unfinished(segment.rollout_id))
 
     def record(self, rollouts: Iterable[Rollout], outcomes: Sequence[Outcome] = ()) -> Settled:
-        """Finished rollouts, and outcomes of these or earlier ones, of which ``judge`` says more.
+        """Finished rollouts, and outcomes of these or earlier ones, see ``score``.
 
-        Rollouts of groups that are gone, and those known already, are passed over.
+        Rollouts of groups that are gone, and those known already, are ignored.
         """
         by_rollout = {outcome.rollout_id: outcome for outcome in outcomes}
-        told = set()
+        new = set()
         for rollout in rollouts:
             if self._is_unfinished(rollout.rollout_id):
                 self.journal.recorded(rollout, by_rollout.get(rollout.rollout_id))
                 self._finished.add(group_and_index(rollout.rollout_id))
-                told.add(rollout.rollout_id)
-        return self.judge(outcomes, told)
+                new.add(rollout.rollout_id)
+        return self.score(outcomes, new)
 
-    def judge(self, outcomes: Iterable[Outcome], told: Collection[str] = ()) -> Settled:
-        """Rewards and failures; the journal knows those of the rollouts in ``told`` already.
+    def score(self, outcomes: Iterable[Outcome], recorded: Collection[str] = ()) -> Settled:
+        """Rewards and failures; the journal knows those of the rollouts in ``recorded`` already.
 
         The last reward of a group finishes it, and a failure rejects it.
         """
@@ -163,8 +164,8 @@ class DurableLedger:
             rewards = self._rewards.get(group_id)
             if rewards is None or index in rewards:
                 continue
-            if outcome.rollout_id not in told:
-                self.journal.judged(outcome)
+            if outcome.rollout_id not in recorded:
+                self.journal.scored(outcome)
             self._finished.discard((group_id, index))
             if outcome.reward is None:
                 self._reject(group_id, "failed")
@@ -186,8 +187,8 @@ class DurableLedger:
         return Settled(tuple(finished), tuple(rejected), self.ledger.counts(), tuple(solved))
 
     def requeue(self, group_ids: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Give up overdue groups and start their prompts again; returns (old index, new index, version)."""
-        # All at once: a group that finished in between would change who is overdue.
+        """Abandon overdue groups and start their prompts again; returns (old index, new index, version)."""
+        # Those that are overdue still, selected before the first requeue: groups may have finished meanwhile.
         started = []
         for group_id in [group_id for group_id in group_ids if group_id in self.ledger.overdue()]:
             entry = self.ledger.requeue(group_id)
@@ -221,15 +222,15 @@ class DurableLedger:
         is_next = record.version == self.ledger.version + 1
         if is_next:
             self.ledger.check_publish()
-        self.journal.published(record)  # may be refused, so before the ledger changes
+        self.journal.published(record)  # before the ledger changes: the record may be refused
         if is_next:
             self.ledger.publish()
 
     def fallback(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of ``step`` keeps, so that the run can go on from it even without the journal: JSON-able.
+        """What the checkpoint of ``step`` keeps, as JSON, so that a run can be resumed from it without the journal.
 
         Prompts of a batch that was taken and not trained by then belong to it. As of the last commit, and from the
-        journal's thread: it reads nothing but the file.
+        journal's thread: it reads only the file.
         """
         return {
             "next_group": max(self.journal.read(progress.next_group), self._base.get("next_group", 0)),

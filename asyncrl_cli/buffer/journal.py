@@ -1,7 +1,7 @@
 """The journal's writer: every event of a run as rows, committed in groups.
 
-An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. What a method
-notes belongs together: a commit writes it whole or not at all. One process writes, through one thread at a time.
+An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. What a method notes is
+committed together or not at all. One process writes, through one thread at a time.
 
 Invariant: the segments of a sequence (a rollout, or a branch of one) follow one another from token 0 on. ``grown`` and
 ``recorded`` see to that.
@@ -10,6 +10,7 @@ Invariant: the segments of a sequence (a rollout, or a branch of one) follow one
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -20,9 +21,9 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.buffer.journal_file import JournalFile, Statement
 from asyncrl_cli.buffer.ledger import Batch, GroupEntry
-from asyncrl_cli.buffer.storable import fault_in, printable, refusal
 from asyncrl_cli.journal.progress import kept_checkpoints
 from asyncrl_cli.journal.rollout_rows import columns_of, key_crc, open_groups, prompt_columns, row_crc
+from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.generation import (
     CONTEXT,
     EngineRequest,
@@ -59,7 +60,7 @@ _ROLLOUT = """
 
 
 class _Piece(NamedTuple):
-    """A recorded segment of an unfinished rollout, as far as it takes to know it again."""
+    """A recorded segment of an unfinished rollout, as far as it takes to recognise it."""
 
     start: int
     end: int
@@ -80,7 +81,7 @@ class Journal(JournalFile):
     # -- events
 
     def described(self, meta: Mapping[str, Any]) -> None:
-        """What the rows mean; replaces what was said before."""
+        """What the rows mean; replaces earlier values."""
         for key, value in meta.items():
             self._note("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
 
@@ -88,14 +89,14 @@ class Journal(JournalFile):
         """This process begins to write: ``train``, ``resume``, or ``restart`` of the buffer alone."""
         self._note(
             "INSERT INTO starts (at, kind, host, pid, step, version, note, settings) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            *(time.time(), kind, os.uname().nodename, os.getpid(), step, version, printable(note)),
+            *(time.time(), kind, os.uname().nodename, os.getpid(), step, version, _storable(note)),
             json.dumps(asdict(settings)),
         )
 
     def admitted(self, entry: GroupEntry, candidate: Candidate) -> None:
         """A group runs, with its prompt, which ``check_prompt`` has passed."""
-        place_in_data = (candidate.serial, candidate.loader["epoch"], candidate.loader["position"])
-        columns = (entry.group_id, *prompt_columns(candidate), entry.version, *place_in_data)
+        loader = (candidate.serial, candidate.loader["epoch"], candidate.loader["position"])
+        columns = (entry.group_id, *prompt_columns(candidate), entry.version, *loader)
         self._note(
             "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, serial, epoch, position, state, "
             "admitted_at, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'running', ?, ?)",
@@ -105,14 +106,14 @@ class Journal(JournalFile):
     def check_prompt(self, candidate: Candidate) -> None:
         """Raise ``JournalError`` for a prompt that cannot be stored."""
         try:
-            fault = fault_in(prompt_columns(candidate))
+            fault = _fault_in(prompt_columns(candidate))
         except (TypeError, ValueError, OverflowError) as error:  # of JSON, and of token ids
             fault = f"a value that JSON or int32 cannot express: {error}"
         if fault:
-            raise refusal(f"prompt {candidate.prompt.uid!r:.80}", fault, self._path)
+            raise _refusal(f"prompt {candidate.prompt.uid!r:.80}", fault, self._path)
 
     def requeued(self, old_id: int, entry: GroupEntry) -> None:
-        """A group is given up, and its prompt runs again under a new index."""
+        """A group is abandoned, and its prompt runs again under a new index."""
         now = time.time()
         self._in_part.pop(old_id, None)
         self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", now, old_id)
@@ -126,9 +127,9 @@ class Journal(JournalFile):
     def grown(self, segments: Iterable[Segment]) -> None:
         """New tokens of unfinished rollouts.
 
-        A segment that is told twice changes nothing. Other tokens where some are recorded mean that the sequence
-        was generated again from there, so that what followed in it is void. A segment that does not follow what is
-        recorded is passed over: its rollout will come whole.
+        A segment that is recorded twice changes nothing. Other tokens where some are recorded mean that the sequence
+        was generated again from there, so what followed is void. A segment that does not follow what is recorded is
+        ignored: its finished rollout will have all tokens.
         """
         now = time.time()
         for segment in segments:
@@ -157,22 +158,22 @@ class Journal(JournalFile):
             self._note_rollout((group_id, index, count, None, None, None, None, oldest, newest), None, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
-        """A finished rollout with all its sequences, whole; with its outcome, where that is known."""
+        """A finished rollout with all its sequences, and with its outcome where that is known."""
         now = time.time()
         group_id, index = group_and_index(rollout.rollout_id)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
         verdict = _verdict(outcome) if outcome else (None, None, None)
         columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
-        self._note_rollout(columns, now if outcome else None, now)  # first: it may be refused
-        if self._in_part.get(group_id, {}).pop(index, None):  # cut elsewhere than the whole is
+        self._note_rollout(columns, now if outcome else None, now)  # before the segments: it may be refused
+        if self._in_part.get(group_id, {}).pop(index, None):  # its pieces begin at other tokens
             self._note("DELETE FROM segments WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
             for segment in sequence.segments(sequence.rollout_id):
                 self._note_segment(group_id, index, branch, columns_of(segment), now)
 
-    def judged(self, outcome: Outcome) -> None:
+    def scored(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
         group_id, index = group_and_index(outcome.rollout_id)
         verdict = _verdict(outcome)
@@ -212,7 +213,7 @@ class Journal(JournalFile):
             self._note("UPDATE groups SET state = 'taken', step = ? WHERE id = ?", batch.step, group_id)
 
     def trained(self, record: StepRecord) -> None:
-        """A step is trained; a step that is trained again keeps what it said first."""
+        """A step is trained; one that is trained again keeps what it reported first."""
         self._note(
             "UPDATE batches SET trained_at = ?, digest = ?, metrics = ? WHERE step = ? AND trained_at IS NULL",
             *(time.time(), record.digest, json.dumps(dict(record.metrics)), record.step),
@@ -227,11 +228,11 @@ class Journal(JournalFile):
         )
 
     def checkpointed(self, step: int, folder: str, seconds: float) -> None:
-        """A complete checkpoint lies on disk."""
+        """A checkpoint is complete on disk."""
         self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, NULL)", step, time.time(), folder, seconds)
 
     def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
-        """What lies on disk when this process begins, as folder and unix time of its saving by step: a kill can come
+        """The checkpoints on disk when this process begins, as folder and unix time of saving by step: a kill can come
         between a checkpoint and its row, and people remove or restore folders. How long a save took is not known."""
         known = self.read(kept_checkpoints)
         for step, (folder, saved_at) in on_disk.items():
@@ -241,7 +242,7 @@ class Journal(JournalFile):
             self.checkpoint_removed(step)
 
     def checkpoint_removed(self, step: int) -> None:
-        """A checkpoint is no more."""
+        """A checkpoint is removed."""
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
 
     def evaluated(self, result: Mapping[str, Any]) -> None:
@@ -256,7 +257,7 @@ class Journal(JournalFile):
         """Something failed, whether or not the run went on."""
         self._note(
             "INSERT INTO failures (at, kind, part, message) VALUES (?, ?, ?, ?)",
-            *(time.time(), kind, printable(part), printable(message)),
+            *(time.time(), kind, _storable(part), _storable(message)),
         )
 
     # -- committing
@@ -289,17 +290,17 @@ class Journal(JournalFile):
     def _note_segment(self, group_id: int, index: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
         start, version, *_, crc = columns
         keyed = key_crc(group_id, index, branch, start, version, crc)
-        # Unchecked: integers and bytes can always be stored, and this is most of what a run writes.
+        # Not checked: integers and bytes can always be stored, and this is most of what a run writes.
         self._noted.append((_SEGMENT, (group_id, index, branch, *columns, at, keyed)))
 
     def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:
         self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))
 
     def _note(self, sql: str, *parameters: Any) -> None:
-        if fault := fault_in(parameters):
+        if fault := _fault_in(parameters):
             table = _TABLE.search(sql)
             row = ", ".join(f"{value!r:.40}" for value in parameters if not isinstance(value, bytes))
-            raise refusal(f"the row ({row}) of {table[1] if table else 'the journal'}", fault, self._path)
+            raise _refusal(f"the row ({row}) of {table[1] if table else 'the journal'}", fault, self._path)
         self._noted.append((sql, parameters))
 
 
@@ -307,4 +308,51 @@ def _verdict(outcome: Outcome) -> tuple[float | None, str | None, str | None]:
     """The columns ``reward``, ``failure`` and ``metrics``."""
     metrics = json.dumps(dict(outcome.metrics)) if outcome.metrics else None
     reward = None if outcome.reward is None else float(outcome.reward) + 0.0  # SQLite has no -0.0
-    return reward, printable(outcome.failure) or None, metrics
+    return reward, _storable(outcome.failure) or None, metrics
+
+
+# -- what SQLite can store: a value that it cannot store would fail the commit, and with it the rows of other callers
+
+_LIMIT = 2**63
+"""SQLite's integers have 64 bits."""
+
+
+def _fault_in(values: Iterable[object]) -> str:
+    """What keeps a row of these values from being stored; empty when nothing does."""
+    for value in values:
+        kind = type(value)
+        if value is None or kind is bytes or (kind is int and -_LIMIT <= value < _LIMIT):  # type: ignore[operator]
+            continue
+        if fault := _fault_of(value):
+            return fault
+    return ""
+
+
+def _refusal(record: str, fault: str, path: Path) -> JournalError:
+    """The error for a ``record`` that cannot be stored in the journal at ``path``."""
+    return JournalError(
+        f"{record} cannot be stored: it contains {fault}",
+        location=str(path),
+        hint="correct where the value comes from, then `asyncrl resume`: everything acknowledged is in the journal",
+    )
+
+
+def _storable(text: str) -> str:
+    """A message for people, with escapes for what cannot be stored."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _fault_of(value: object) -> str:
+    if isinstance(value, str):
+        if value.isascii():
+            return ""
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"text that is not valid Unicode: {value!r:.80}"
+        return ""
+    if isinstance(value, float):
+        return "NaN" if math.isnan(value) else ""
+    if isinstance(value, int):
+        return "" if -_LIMIT <= value < _LIMIT else "a number of more than 64 bits"
+    return f"a {type(value).__name__}"

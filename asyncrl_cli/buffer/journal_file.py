@@ -1,7 +1,7 @@
 """The journal's file as its one writer has it: commits, pruning, and reading back.
 
 Invariant: only the process of the newest row of ``starts`` writes. Each transaction checks that this row is still the
-one that the process has seen or written, so a buffer that was replaced cannot write any more.
+one that the process has seen or written, so a buffer that was replaced cannot write any more (decision 0024).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JournalFile:
         self._start = self._newest_start()
 
     def commit(self, statements: Sequence[Statement]) -> None:
-        """Write these, whole or not at all; they are on disk when this returns. Raises ``JournalError``."""
+        """Write all of these or none; they are on disk when this returns. Raises ``JournalError``."""
         with self.transaction():
             self.write(statements)
 
@@ -60,7 +60,7 @@ class JournalFile:
     def prune(self, before_step: int) -> bool:
         """Drop the tokens of some groups trained before a step, or rejected before it; False when none is left."""
         with self.transaction():
-            # The plus sign keeps SQLite from looking for the lowest id in the table, from the run's first group on.
+            # Without the plus sign SQLite would search the table for the lowest id, from the run's first group on.
             (needed,) = self._row(
                 f"""
                 SELECT min(id) FROM (
@@ -70,18 +70,18 @@ class JournalFile:
                 """,
                 before_step,
             )
-            doomed = self._rows(
+            dropped = self._rows(
                 "SELECT DISTINCT group_id FROM segments WHERE group_id < ? ORDER BY group_id LIMIT ?",
                 needed or 0,
                 PRUNED_AT_ONCE,
             )
-            self._connection.executemany("DELETE FROM segments WHERE group_id = ?", doomed)
-            if doomed:  # without it, tokens that are missing by damage would pass for dropped ones
+            self._connection.executemany("DELETE FROM segments WHERE group_id = ?", dropped)
+            if dropped:  # without the mark, tokens that are missing by damage would pass for dropped ones
                 self._connection.execute(
                     "UPDATE meta SET value = max(CAST(value AS INTEGER), ?) WHERE key = 'pruned_to'",
-                    (max(group_id for (group_id,) in doomed) + 1,),
+                    (max(group_id for (group_id,) in dropped) + 1,),
                 )
-        return len(doomed) == PRUNED_AT_ONCE
+        return len(dropped) == PRUNED_AT_ONCE
 
     # -- reading back, for the writer's own use
 
@@ -108,13 +108,15 @@ class JournalFile:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """A block that alone writes: whole or not at all. Raises ``JournalError`` when another process has begun."""
+        """A block whose writes are committed together or not at all. Raises ``JournalError`` when another process has
+        begun to write."""
         with explained(self._path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
+                # The fence, inside the transaction: no other process can begin between check and commit (0024).
                 if self._newest_start() != self._start:
                     raise JournalError(
-                        "another process has begun to write this journal, so this one must not write any more",
+                        "another process writes this journal now, so this one must stop",
                         location=str(self._path),
                         hint="`asyncrl inspect run` shows which process drives the run now",
                     )

@@ -147,4 +147,4 @@ def finish(book: DurableLedger, *group_ids: int) -> None:
     """Record and judge whole groups."""
     for group_id in group_ids:
         book.record(group_rollouts(group_id))
-        assert book.judge(group_outcomes(group_id)).finished == (group_id,)
+        assert book.score(group_outcomes(group_id)).finished == (group_id,)

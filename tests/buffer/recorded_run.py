@@ -152,7 +152,7 @@ class RecordedRun:
         self.now, group_id = heappop(self._ends)
         indices = range(self.settings.group_size)
         self.book.record(self.rollout(group_id, index) for index in indices)
-        self.book.judge(
+        self.book.score(
             Outcome(training_rollout_id(group_id, index), float(index % 2), metrics=self.metrics) for index in indices
         )
         self.fill()

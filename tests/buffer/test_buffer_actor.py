@@ -285,7 +285,7 @@ def test_a_buffer_whose_place_was_taken_answers_nothing_any_more(tmp_path: Path)
         await old.admit(candidates(1, 2))
         new = await opened(tmp_path, kind="resume")
         for _ in range(2):
-            with pytest.raises(JournalError, match="another process has begun to write this journal"):
+            with pytest.raises(JournalError, match="another process writes this journal now"):
                 await old.failed("engine", "engine-0", "a message")
         await new.record(group_rollouts(0), [], group_outcomes(0))
         assert opening_of(tmp_path).counts.finished == 1

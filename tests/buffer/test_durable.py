@@ -83,7 +83,7 @@ def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_whole(
     assert prefix(opening, 0, 1) == ()
     assert whole(opening.groups[0].unscored[1]) == whole(one)
     assert opening.groups[1].unscored == opening.groups[1].prefixes == {}
-    book.judge([Outcome("0-1", 0.5)])
+    book.score([Outcome("0-1", 0.5)])
     book, opening = reopened(book, path)
     assert opening.groups[0].scored == {1}
     assert opening.groups[0].unscored == {}
@@ -150,7 +150,7 @@ def test_an_episode_waits_for_its_reward_with_all_its_sequences(path: Path) -> N
     book, opening = reopened(book, path)
     assert whole(opening.groups[0].unscored[0]) == whole(ended)
     book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # told again, by somebody who forgot
-    book.judge([Outcome("0-0", 1.0, metrics={"turns": 3.0})])
+    book.score([Outcome("0-0", 1.0, metrics={"turns": 3.0})])
     commit(book)
     found = book.journal._connection.execute("SELECT tokens, reward, metrics FROM rollouts").fetchall()
     assert found == [(4, 1.0, '{"turns": 3.0}')]
@@ -173,18 +173,18 @@ def test_what_arrives_late_changes_nothing(path: Path) -> None:
     book.admit(candidates(1, 3))
     one = rollout("0-0", [0] * 6)
     book.record([one])
-    book.judge([Outcome("0-0", 1.0)])
+    book.score([Outcome("0-0", 1.0)])
     book.grown(pieces(one, 0, 3))
     book.record([rollout("0-0", [0, 0], seed=1)])
-    book.judge([Outcome("0-0", 0.0), Outcome("0-0", None, "too late")])
+    book.score([Outcome("0-0", 0.0), Outcome("0-0", None, "too late")])
     finish(book, 1)
-    book.judge([Outcome("2-1", None, "the engine said no")])
-    settled = book.judge([Outcome("2-0", 1.0), Outcome("1-0", None, "too late")])
+    book.score([Outcome("2-1", None, "the engine said no")])
+    settled = book.score([Outcome("2-0", 1.0), Outcome("1-0", None, "too late")])
     assert (settled.finished, settled.rejected) == ((), ())
     book.record([rollout("2-0"), rollout("1-0", seed=1), rollout("7-0")])
     book.grown([*pieces(rollout("2-0")), *pieces(rollout("1-0")), *pieces(rollout("7-0"))])
     book.record([rollout("0-1")])
-    book.judge([Outcome("0-1", 0.0)])
+    book.score([Outcome("0-1", 0.0)])
     assert book.take(0) is None
     commit(book)
     (group, other) = book.journal.batch(0).groups
@@ -202,7 +202,7 @@ def test_a_response_without_tokens_is_a_rollout(path: Path) -> None:
     book, opening = reopened(book, path)
     assert whole(opening.groups[0].unscored[0]) == whole(empty)
     book.record([rollout("0-1")])
-    book.judge(group_outcomes(0))
+    book.score(group_outcomes(0))
     finish(book, 1)
     assert book.take(0) is None
     commit(book)
@@ -219,7 +219,7 @@ def test_a_prompt_is_admitted_once(path: Path) -> None:
     book, opening = reopened(book, path)
     assert (opening.serial, opening.loader) == (4, {"epoch": 0, "position": 4})
     assert book.admit(offered).serial == 4
-    book.judge([Outcome("1-0", None, "no")])
+    book.score([Outcome("1-0", None, "no")])
     assert [a.prompt.uid for a in book.admit(offered).admissions] == ["p5"]
 
 

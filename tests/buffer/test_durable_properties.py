@@ -168,13 +168,13 @@ class Crashes(RuleBasedStateMachine):
         names = data.draw(st.permutations(self._unscored()))
         metrics = [{"turns": float(at)} if at % 2 else {} for at in range(len(names))]
         judged = zip(names, rewards, metrics, strict=False)
-        self._call("judge", [Outcome(name, reward, metrics=measured) for name, reward, measured in judged])
+        self._call("score", [Outcome(name, reward, metrics=measured) for name, reward, measured in judged])
 
     @precondition(lambda self: self._running() or self._unscored())
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self._running() + self._unscored()))
-        settled = self._call("judge", [Outcome(name, None, "the engine said no")])
+        settled = self._call("score", [Outcome(name, None, "the engine said no")])
         assert settled.rejected == ((group_and_index(name)[0], "failed"),)
 
     @precondition(lambda self: isinstance(self.book.ledger.next_batch(), Batch))
@@ -215,7 +215,7 @@ class Crashes(RuleBasedStateMachine):
             for group_id in reversed(self.book.ledger.running[1:]):
                 names = self._names(group_id)
                 self._call("record", [rollout(name, [self.book.ledger.version]) for name in names])
-                self._call("judge", [Outcome(name, float(i)) for i, name in enumerate(names)])
+                self._call("score", [Outcome(name, float(i)) for i, name in enumerate(names)])
             if self.book.ledger.overdue():
                 self.requeue()
             if isinstance(self.book.ledger.next_batch(), Batch):
@@ -335,7 +335,7 @@ class Crashes(RuleBasedStateMachine):
             self._grown(argument)
         elif method == "record":
             self._recorded(argument)
-        elif method == "judge":
+        elif method == "score":
             self._judged(argument, answer)
         elif method == "take" and answer is None:
             assert isinstance(upcoming, Batch)

@@ -182,7 +182,7 @@ def test_pruning_is_done_a_little_at_a_time(path: Path, monkeypatch: pytest.Monk
 
 def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
     book = book_with_steps(path, 1)
-    book.judge([Outcome(f"{book.ledger.running[0]}-1", None, "the engine said no")])
+    book.score([Outcome(f"{book.ledger.running[0]}-1", None, "the engine said no")])
     commit(book)
     rows = "SELECT DISTINCT group_id FROM segments ORDER BY group_id"
     assert [g for (g,) in book.journal._connection.execute(rows)] == [0, 1, 2, 3]

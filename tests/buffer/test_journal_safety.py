@@ -58,7 +58,7 @@ def test_a_buffer_that_was_replaced_writes_no_more(path: Path) -> None:
     finish(old, *old.ledger.running[:2])
     new = opened(path, "resume")
     for act in (lambda: commit(old), lambda: old.journal.prune(1)):
-        with pytest.raises(JournalError, match="another process has begun to write this journal") as caught:
+        with pytest.raises(JournalError, match="another process writes this journal now") as caught:
             act()
         assert "asyncrl inspect run" in caught.value.hint
     one_step(new)
@@ -72,7 +72,7 @@ def test_of_two_that_begin_at_once_one_is_refused(path: Path) -> None:
     for book in (first, second):
         book.start("resume", "")
     commit(first)
-    with pytest.raises(JournalError, match="another process has begun"):
+    with pytest.raises(JournalError, match="another process writes"):
         commit(second)
     one_step(first)
 
@@ -98,7 +98,7 @@ def test_no_earlier_writer_commits_between_what_a_new_one_reads_and_its_start(
     assert refused
     assert new.ledger.step == new.journal.read(ledger_state).step == 1
     old.journal.failed("engine", "engine-0", "a message")
-    with pytest.raises(JournalError, match="another process has begun"):
+    with pytest.raises(JournalError, match="another process writes"):
         commit(old)
 
 
@@ -117,7 +117,7 @@ def test_whatever_two_writers_do_the_journal_is_that_of_the_newer(
             one_step(books[1])
             continue
         old.journal.failed("engine", "engine-0", "a message")
-        with pytest.raises(JournalError, match="another process has begun"):
+        with pytest.raises(JournalError, match="another process writes"):
             commit(old)
     books[1].journal.close()
     with queries.snapshot(path) as connection:
@@ -151,7 +151,7 @@ def test_a_prompt_that_cannot_be_stored_is_named_and_harms_no_other(path: Path) 
     [
         lambda book: book.publish(replace(publish_record(1, 1), change=float("nan"))),
         lambda book: book.publish(replace(publish_record(1, 1), checksum=HALF_A_PAIR)),
-        lambda book: book.judge([Outcome("2-0", float("nan"))]),
+        lambda book: book.score([Outcome("2-0", float("nan"))]),
         lambda book: book.record([replace(rollout("2-0"), finish_reason=HALF_A_PAIR)]),
         lambda book: book.journal.evaluated(
             {"step": 1, "kind": "greedy", "accuracy": float("nan")}
@@ -180,7 +180,7 @@ def test_a_message_loses_no_more_than_what_cannot_be_stored(path: Path) -> None:
     book = opened(path)
     book.admit(candidates(1, 1))
     book.journal.failed("engine", HALF_A_PAIR, f"é {HALF_A_PAIR}")
-    book.judge([Outcome("0-0", None, HALF_A_PAIR)])
+    book.score([Outcome("0-0", None, HALF_A_PAIR)])
     commit(book)
     with queries.snapshot(path) as connection:
         (failure,) = history(connection).failures
@@ -350,7 +350,7 @@ def test_rewards_that_differ_by_rounding_are_uniform(path: Path) -> None:
     book = opened(path)
     book.admit([*candidates(1, 1), Candidate(2, Prompt("p2", "x"), (1,), {"epoch": 0, "position": 2})])
     book.record([rollout(f"{group}-{index}") for group in (0, 1) for index in (0, 1)])
-    settled = book.judge([Outcome("0-0", 0.1 + 0.2), Outcome("0-1", 0.3), Outcome("1-0", 0.3), Outcome("1-1", 0.31)])
+    settled = book.score([Outcome("0-0", 0.1 + 0.2), Outcome("0-1", 0.3), Outcome("1-0", 0.3), Outcome("1-1", 0.31)])
     assert (settled.rejected, settled.finished) == (((0, "uniform"),), (1,))
 
 
@@ -386,7 +386,7 @@ def test_whatever_is_stored_reads_back_with_its_checksum(
     book.record([rollout("0-0"), rollout("0-1")], () if later else (rewarded, failed))
     commit(book)
     if later:
-        book.judge([rewarded, failed])
+        book.score([rewarded, failed])
         commit(book)
     connection = book.journal._connection
     assert read_group(connection, 0).prompt == Prompt(uid, content, {"answer": reason})

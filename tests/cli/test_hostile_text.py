@@ -42,7 +42,7 @@ def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run.metrics = {f"metric {HOSTILE}": 0.5}
     run.step()
     failing = run.book.ledger.running[-1]
-    run.book.judge([Outcome(f"{failing}-0", None, f"KeyError: {HOSTILE}")])
+    run.book.score([Outcome(f"{failing}-0", None, f"KeyError: {HOSTILE}")])
     run.book.journal.failed("engine", f"engine {HOSTILE}", f"died {HOSTILE}")
     run.commit()
     columns = {"uid": HOSTILE, "prompt": json.dumps(HOSTILE)}

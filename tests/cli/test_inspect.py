@@ -94,7 +94,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
         run.step()
     run.take()
     failed, growing = run.book.ledger.running[-2:]
-    run.book.judge([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'answer'")])
+    run.book.score([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'answer'")])
     begun = run.rollout(growing, 0)
     run.book.grown(begun.segments(begun.rollout_id)[:1])
     run.commit()

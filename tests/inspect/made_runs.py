@@ -63,7 +63,7 @@ class ScoredRun(RecordedRun):
                 self._scorer_free_at = max(self._scorer_free_at, self.now) + self._reward_s
                 heappush(self._ends, (self._scorer_free_at, group_id))
                 return
-        self.book.judge(Outcome(training_rollout_id(group_id, index), float(index % 2)) for index in indices)
+        self.book.score(Outcome(training_rollout_id(group_id, index), float(index % 2)) for index in indices)
         self.fill()
 
 

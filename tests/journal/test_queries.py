@@ -106,8 +106,8 @@ def test_rejected_by_reason_and_requeued(path: Path, monkeypatch: pytest.MonkeyP
     run.step()
     run.step()
     failed, uniform = [group for group in run.book.ledger.running if group != 0][:2]
-    run.book.judge([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'x'")])
-    run.book.judge([Outcome(f"{uniform}-0", 1.0), Outcome(f"{uniform}-1", 1.0)])
+    run.book.score([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'x'")])
+    run.book.score([Outcome(f"{uniform}-0", 1.0), Outcome(f"{uniform}-1", 1.0)])
     run.commit()
     with queries.snapshot(path) as connection:
         found = overview(connection)

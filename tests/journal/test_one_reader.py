@@ -1,0 +1,41 @@
+"""SQL on the journal's tables is in two packages: journal/ reads, buffer/ writes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncrl_cli
+
+PACKAGE = Path(asyncrl_cli.__file__).parent
+OWN_DATABASE = "doctor/checks.py"
+"""Measures a disk with a database that it makes and removes."""
+WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE|DROP|ALTER|CREATE)\b")
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+
+
+def test_no_other_package_runs_sql() -> None:
+    found = {
+        name
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("execute", "executemany", "executescript")
+    }
+    assert {name for name in found if not name.startswith(("journal/", "buffer/"))} == {OWN_DATABASE}
+
+
+def test_readers_do_not_write() -> None:
+    found = {
+        name
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and WRITES.search(node.value)
+    }
+    # The schema is what both sides agree on; the writer's connection migrates.
+    assert {name for name in found if name.startswith("journal/")} == {"journal/schema.py"}
