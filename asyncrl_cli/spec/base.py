@@ -17,22 +17,22 @@ NUL = "\0"
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
-MemoryMB = Annotated[int, Field(ge=64, le=LARGEST)]  # A Python process needs some thirty for itself.
+MemoryMB = Annotated[int, Field(ge=64, le=LARGEST)]  # A Python process itself needs about 30.
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, strict=True)]
 DecayRate = Annotated[float, Field(ge=0, lt=1, strict=True)]
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, le=10)]
 Seconds = Annotated[float, Field(ge=0.001, le=YEAR_S)]
-Temperature = Annotated[float, Field(ge=0.01, le=100)]  # vLLM raises what is lower, and log-probs would not fit.
+Temperature = Annotated[float, Field(ge=0.01, le=100)]  # vLLM raises lower ones, so log-probs would differ.
 Text = Annotated[str, Field(min_length=1)]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}$")]
 MODULE_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
-"""A function or class of the user's own, `module:name`, as a regular expression."""
+"""A user's function or class, `module:name`, as a regular expression."""
 
 
 def _fits_a_file_system(path: Path | str | None) -> Path | str | None:
-    """Refuse what the system's calls take no path with: a NUL, or a name of more than 255 bytes."""
+    """Refuse what no path can have: a NUL character, or a name of more than 255 bytes."""
     text = str(path)
     if NUL in text:
         raise PydanticCustomError("nul", "a path cannot contain a NUL character")
@@ -46,7 +46,7 @@ SystemPath = AfterValidator(_fits_a_file_system)
 
 
 def pattern(expression: str, message: str) -> AfterValidator:
-    """Marks a text that matches as a whole; what does not is refused with the message."""
+    """Marks a text that must match; otherwise it is refused with the message."""
 
     def check(text: str | None) -> str | None:
         if text is not None and not re.fullmatch(expression, text):
@@ -59,8 +59,8 @@ def pattern(expression: str, message: str) -> AfterValidator:
 class Section(BaseModel):
     """Base of every section.
 
-    Unknown keys are errors, values do not change after validation, and nothing is converted on the quiet:
-    the text "5" is no number and `true` is not 1.
+    Unknown keys are errors, values are frozen, and nothing is converted: the text "5" is not a number and `true` is not
+    1.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

@@ -1,7 +1,5 @@
-"""What of a spec may change when a run is resumed, and what may not.
-
-Everything may, except what the journal's rows rest on: a prompt's place in the data, what a batch is, what a token
-was sampled from.
+"""What of a spec may change when a run is resumed: everything, except what the journal's rows depend on (the position
+of a prompt in the data, the size of a batch, the distribution that a token was sampled from).
 """
 
 from __future__ import annotations
@@ -16,25 +14,25 @@ from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 FIXED = {
-    "name": "it begins the run's id",
-    "seed": "the order of prompts and the seeds of rollouts follow from it",
+    "name": "it is the prefix of the run's id",
+    "seed": "it decides the order of prompts and the seeds of rollouts",
     "model": "checkpoints and recorded log-probs are those of this model",
     "task": "recorded rewards are those of this task",
-    "data.train": "the journal says how far the run is in this data",
-    "data.curriculum": "the journal says how far the run is in it",
-    "data.shuffle": "the journal says how far the run is in this order",
+    "data.train": "the journal records the position in this data",
+    "data.curriculum": "the journal records the position in it",
+    "data.shuffle": "the journal records the position in this order",
     "rollout.group_size": "recorded groups have this size",
-    "rollout.max_prompt_tokens": "which prompts are left out follows from it",
-    "rollout.max_response_tokens": "recorded rollouts were cut there",
-    "rollout.sampling": "recorded log-probs are taken from this distribution",
+    "rollout.max_prompt_tokens": "it decides which prompts are skipped",
+    "rollout.max_response_tokens": "recorded rollouts were truncated there",
+    "rollout.sampling": "recorded log-probs are those of this distribution",
     "pipeline.groups_per_step": "recorded batches have this size",
-    "pipeline.publish_every": "versions are counted by it",
+    "pipeline.publish_every": "it decides which steps have a version",
 }
-"""Keys that stay as they are, and why; a key stands for everything below it."""
+"""Keys that cannot change, with everything below them, and why."""
 ALLOWED = re.compile(
     r"task\.(mix\.\d+\.)?(reward_timeout_s|reward_workers|reward_memory_mb|reward_concurrency|options\.sandbox)"
 )
-"""Keys below a fixed one that may change all the same: how rewards are computed, not what they are."""
+"""Keys below a fixed one that may change: how rewards are computed, not what they are."""
 
 
 def check_changes(
@@ -51,8 +49,8 @@ def check_changes(
         problems.append(
             Problem(
                 "pipeline.max_staleness",
-                f"cannot fall from {before.pipeline.max_staleness}: groups were admitted under that bound",
-                "keep it, or raise it",
+                f"cannot be lower than {before.pipeline.max_staleness}: groups were admitted under that bound",
+                "keep or raise it",
             )
         )
     if problems:
@@ -70,7 +68,7 @@ def _problem(key: str) -> Problem | None:
     for fixed, why in FIXED.items():
         rest = key.removeprefix(fixed)
         if rest != key and (not rest or rest[0] == ".") and not ALLOWED.fullmatch(key):
-            return Problem(key, f"cannot change for a recorded run: {why}", "start a new run for it")
+            return Problem(key, f"cannot change for a recorded run: {why}", "start a new run")
     return None
 
 

@@ -1,6 +1,6 @@
-"""Every key a spec can have, by dotted path: what suggestions and the reference are made from.
+"""Every key of a spec by its dotted path, for suggestions, the reference and the schema.
 
-Where a spec chooses names itself, or a list has indices, the path has `*`: `evaluation.sets.*.data`.
+The path has `*` for names that a spec chooses, and for indices of lists: `evaluation.sets.*.data`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: the section class that holds it, its field, and the section class it opens (if it opens one; ``many``
-    of them by name or in a list, or one)."""
+    """One key: the section class that holds it, its field, and the section class that it opens, if any; ``many`` of
+    them by name or in a list, or one."""
 
     holder: type[Section]
     field: FieldInfo
@@ -33,7 +33,7 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """The value when the key is left out; ``PydanticUndefined`` when there is none, or it follows from others."""
+        """The value if the key is left out; ``PydanticUndefined`` if there is none, or it follows from other keys."""
         return PydanticUndefined if self.follows else self.field.get_default(call_default_factory=True)
 
 
@@ -54,7 +54,7 @@ def keys() -> dict[str, Key]:
 
 
 def general(path: str) -> str:
-    """A path in a spec, with `*` for the names and indices that it chooses."""
+    """A path of a spec, with `*` for names and indices."""
     parts: list[str] = []
     for part in path.split("."):
         above = keys().get(".".join(parts))

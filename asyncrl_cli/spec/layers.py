@@ -166,20 +166,17 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
 def _without_preset(root: Node, preset: str) -> Node:
     """The tree without the files' values of the keys that a preset decides; those of other overrides stay."""
 
-    def without(node: Node, keys: list[str]) -> Node:
+    section, _, _ = preset.rpartition(".")
+
+    def kept(key: str, node: Node) -> bool:
+        return key not in PRESETS[preset] or node.location.file.startswith("--set")
+
+    def without(node: Node) -> Node:
         if not isinstance(node.value, dict):
             return node
-        if keys[1:]:
-            below = {keys[0]: without(node.value[keys[0]], keys[1:])} if keys[0] in node.value else {}
-            return replace(node, value=node.value | below)
-        kept = {
-            key: child
-            for key, child in node.value.items()
-            if key not in PRESETS[preset] or child.location.file.startswith("--set")
-        }
-        return replace(node, value=kept)
+        return replace(node, value={key: below for key, below in node.value.items() if kept(key, below)})
 
-    return without(root, preset.split("."))
+    return root.changed(section.split("."), without)
 
 
 def _child(node: Node | None, *keys: str) -> Node | None:

@@ -1,7 +1,7 @@
 """From a spec file to a checked ``ExperimentSpec``: layers, then types, then the rules between fields.
 
-A spec with mistakes shows all of them at once. One mistake gives one problem: what a later stage finds at a location
-that an earlier stage has blamed is left out.
+All mistakes are reported at once, and one mistake gives one problem: what a later stage finds at a key that an earlier
+stage has blamed is dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,16 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.suggestions import explain
 from asyncrl_cli.spec.yaml_nodes import MAX_VALUES, SCALARS, Node
 
-MODEL_KEYS = ("model.path", "model.init.tokenizer")
-"""Keys that hold a path or a name; ``looks_like_path`` tells which."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
-    """A spec that can run: its paths absolute, the files it was read from, and the doubts that remain."""
+    """A valid spec: its paths absolute, with the files it was read from, and its warnings."""
 
     spec: ExperimentSpec
     files: tuple[Path, ...]
     warnings: tuple[Problem, ...]
     references: Mapping[tuple[str, ...], str]
-    """Values that hold environment variables, as they were written: ``dump_spec`` writes them so."""
+    """Values with environment variables, as they were written: ``dump_spec`` writes them so."""
 
 
 def load_spec(
@@ -51,9 +49,8 @@ def load_spec(
 ) -> LoadedSpec:
     """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
 
-    ``data`` is the file's content when it comes from elsewhere; ``path`` then only says what to call it, and in which
-    folder it stands. The file of a ``recorded`` run may have keys of earlier versions. Raises SpecError with every
-    problem found.
+    ``data`` is the file's content if it comes from elsewhere; ``path`` is then only its name and folder. The file of a
+    ``recorded`` run may have keys of earlier versions. Raises ``SpecError`` with every problem found.
     """
     problems: list[Problem] = []
     layers = Layers(problems)
@@ -65,7 +62,7 @@ def load_spec(
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
-        # The location of an override is its text, which may hold what no path may.
+        # The location of an override is its text, which may contain a NUL.
         file = problem.file if NUL in problem.file else os.path.realpath(problem.file)
         return order.get(file, len(order)), problem.line or 0, problem.column or 0
 
@@ -87,19 +84,17 @@ def _without_secrets(problem: Problem) -> Problem:
 def _load(
     root: Node | None, overrides: Sequence[str], layers: Layers, references: dict[tuple[str, ...], str]
 ) -> ExperimentSpec | None:
-    """``references`` receives what ``LoadedSpec.references`` has."""
+    """``references`` receives those of ``LoadedSpec``."""
     if root is None:
         return None
     problems = layers.problems
     for assignment in overrides:
         root = override(root, assignment, problems)
-    for name in MODEL_KEYS:
-        root = _absolute(root, name.split("."), looks_like_path)
-    root = _absolute(root, ["model", "chat_template"], lambda *_: True)
+    for name, is_path in _path_keys().items():
+        root = root.changed(name.split("."), partial(_absolute, is_path=is_path))
     for name, key in keys().items():
-        if key.holder is SplitSpec and name.endswith(".path"):
-            root = _absolute(root, name.split("."), lambda text, _: names_a_file(text))
-    root = _without_empty_sections(root)
+        if key.opens is key.field.annotation:  # A section that is null has its defaults.
+            root = root.changed(name.split("."), lambda node: None if node.value is None else node)
     references.update(root.references())
     blamed = [problem.path for problem in problems]
 
@@ -117,13 +112,13 @@ def _load(
         for problem in rule(spec):
             add(problem, key=False)
     if too_large := _too_large(root, spec, references):
-        hint = "put data into files that the spec names"
+        hint = "put data into separate files"
         problems.append(Problem("", f"the resolved spec has {too_large}", hint).at(root.location))
     return spec
 
 
 def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
-    """By what the spec could not be loaded again once it is written out as one file; empty when it could."""
+    """Why the spec, written as one file, could not be loaded again; empty if it could."""
     count, length = _measure(root.plain())
     if length < MAX_BYTES // 32:  # even if every character is written as an escape; dumping takes time
         return ""
@@ -144,37 +139,11 @@ def _measure(value: Any) -> tuple[int, int]:
     return 1 + sum(count for count, _ in below), keys_length + sum(length for _, length in below)
 
 
-def _without_empty_sections(root: Node) -> Node:
-    """The tree without sections that are null: they have their defaults, or are missing."""
-    for name, key in keys().items():
-        if key.opens is key.field.annotation and isinstance(root.value, dict):
-            root = _without(root, name.split("."), lambda node: node.value is None)
-    return root
+def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
+    """A path made absolute, relative to the folder of its file.
 
-
-def _without(node: Node, parts: list[str], which: Callable[[Node], bool]) -> Node:
-    """The tree without what stands under a key, if ``which`` says so."""
-    below = node.value.get(parts[0]) if isinstance(node.value, dict) else None
-    if below is None or not isinstance(node.value, dict):
-        return node
-    if parts[1:]:
-        return replace(node, value=node.value | {parts[0]: _without(below, parts[1:], which)})
-    return node if not which(below) else replace(node, value={k: v for k, v in node.value.items() if v is not below})
-
-
-def _absolute(node: Node, parts: list[str], is_path: Callable[[str, str], bool]) -> Node:
-    """The tree with what stands under a key made absolute, from the folder of the file that states it.
-
-    ``is_path`` says of a text and of the path that it would be whether it means one.
+    ``is_path(text, path)``: whether the text, which would be that path, means one.
     """
-    if parts:
-        first, *rest = parts
-        if isinstance(node.value, list) and first == "*":
-            return replace(node, value=[_absolute(item, rest, is_path) for item in node.value])
-        if not isinstance(node.value, dict):
-            return node
-        chosen = {name: _absolute(below, rest, is_path) for name, below in node.value.items() if first in ("*", name)}
-        return replace(node, value=node.value | chosen)
     if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
     written = os.path.expanduser(node.value)
@@ -187,8 +156,19 @@ def _absolute(node: Node, parts: list[str], is_path: Callable[[str, str], bool])
     return replace(node, value=path, reference=reference)
 
 
+def _path_keys() -> dict[str, Callable[[str, str], bool]]:
+    """The keys that hold a path, or a path or a name, and which text means a path."""
+    splits = [name for name, key in keys().items() if key.holder is SplitSpec and name.endswith(".path")]
+    return {
+        "model.path": looks_like_path,
+        "model.init.tokenizer": looks_like_path,
+        "model.chat_template": lambda *_: True,
+        **dict.fromkeys(splits, lambda text, _: names_a_file(text)),
+    }
+
+
 def looks_like_path(text: str, path: str) -> bool:
-    """Whether a name means a path: it begins like one, or ``path`` or the folder that would hold it is there."""
+    """Whether a name means a path: it starts like one, or ``path`` or the folder that would hold it exists."""
     if text == CHARACTERS:
         return False
     folder = os.path.dirname(path) if "/" in text else path
@@ -196,12 +176,12 @@ def looks_like_path(text: str, path: str) -> bool:
 
 
 def _literal(text: str) -> str:
-    """The text as it is to be written, so that it is read as it stands."""
+    """The text, escaped so that it is read unchanged."""
     return re.sub(r"\$+\{env:", r"$\g<0>", text)
 
 
 def _is_public(key: str, value: object) -> bool:
-    """Whether a value is written out though it came from the environment."""
+    """Whether a value is written although it came from the environment."""
     if is_fixed(key):
         return re.match(r"task\.(mix\.\d+\.)?options\.", key) is None
     return general(key) in keys() and not isinstance(value, (str, Path))
@@ -210,8 +190,8 @@ def _is_public(key: str, value: object) -> bool:
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or 1.2 would read as something else.
 
-    What is not printable is written as escapes: PyYAML folds rare line breaks into spaces, and a terminal shows escapes
-    instead of control characters, which mean the same only between double quotes.
+    Unprintable characters are written as escapes, which YAML has only between double quotes: PyYAML folds rare line
+    breaks into spaces, and a terminal must not get control characters.
     """
 
     def represent_text(self, text: str) -> yaml.Node:
@@ -224,7 +204,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def resolved(loaded: LoadedSpec) -> dict[str, Any]:
-    """The whole spec as JSON-able values, defaults included, with references as ``dump_spec`` writes them."""
+    """The complete spec as JSON values, with defaults, and with references as ``dump_spec`` writes them."""
     values: dict[str, Any] = _written(loaded.spec.model_dump(mode="json"), (), loaded.references, str)
     return values
 
@@ -242,11 +222,10 @@ def _written(
 
 
 def dump_spec(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
-    """The whole spec as YAML, defaults included; loading it gives the same spec.
+    """The complete spec as YAML, with defaults; loading it gives the same spec.
 
-    Values in ``references`` are written as these, so that no secret is. Two kinds are not: numbers and switches, and
-    what a run is made of (``spec.changes.FIXED``), because it must be the same whenever the run is resumed.
+    Values with environment variables are written as their references, so that no secret is written. Two kinds are
+    not: numbers and switches, and what defines a run (``spec.changes.FIXED``): a resume must not change it.
     """
-
     values = _written(spec.model_dump(), (), references, _literal)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

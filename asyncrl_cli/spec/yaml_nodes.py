@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -97,18 +97,26 @@ class Node:
             return self.value[int(key)]
         return None
 
+    def changed(self, keys: list[str], change: Callable[[Node], Node | None]) -> Node:
+        """The tree with every node under a path (``*`` is any key or index) changed; None removes an entry."""
+        first, *rest = keys
+
+        def below(child: Node) -> Node | None:
+            return child.changed(rest, change) if rest else change(child)
+
+        if isinstance(self.value, list) and first == "*":
+            return replace(self, value=[below(item) or item for item in self.value])
+        if not isinstance(self.value, dict):
+            return self
+        chosen = {name: below(child) if first in ("*", name) else child for name, child in self.value.items()}
+        return replace(self, value={name: child for name, child in chosen.items() if child is not None})
+
     def references(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
         """Where environment variables were put in, as keys and indices, each with the text as it was written."""
         if self.reference is not None:
             yield path, self.reference
-        below = (
-            self.value.items()
-            if isinstance(self.value, dict)
-            else enumerate(self.value)
-            if isinstance(self.value, list)
-            else ()
-        )
-        for name, node in below:
+        below = dict(enumerate(self.value)) if isinstance(self.value, list) else self.value
+        for name, node in below.items() if isinstance(below, dict) else ():
             yield from node.references((*path, str(name)))
 
     def location_of(self, path: str, *, key: bool = False) -> Location:

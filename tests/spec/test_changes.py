@@ -124,7 +124,7 @@ def test_a_key_may_change_unless_the_journal_rests_on_it(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "why"),
     [
-        ("seed", 1, "the order of prompts and the seeds of rollouts follow from it"),
+        ("seed", 1, "it decides the order of prompts and the seeds of rollouts"),
         ("model.init.config.hidden_size", 32, "checkpoints and recorded log-probs are those of this model"),
         ("model.warm_start", None, "checkpoints and recorded log-probs are those of this model"),
         ("task.options", {}, "recorded rewards are those of this task"),
@@ -159,7 +159,7 @@ def test_the_staleness_bound_may_rise_only() -> None:
 
     assert check_changes(bounded(2), bounded(3)) == ["pipeline.max_staleness=3"]
     assert check_changes(bounded(2), bounded(2)) == []
-    with pytest.raises(SpecError, match="cannot fall from 2: groups were admitted under that bound"):
+    with pytest.raises(SpecError, match="cannot be lower than 2: groups were admitted under that bound"):
         check_changes(bounded(2), bounded(1))
 
 
