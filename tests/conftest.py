@@ -1,8 +1,53 @@
-"""What holds for every test."""
+"""What holds for every test: signals are as in a shell, and no test leaves a process behind."""
 
+from __future__ import annotations
+
+import os
+import secrets
 import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 # A suite that a shell started in the background has SIGINT ignored, one under nohup SIGHUP, and so would everything
 # that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+SESSION = "ASYNCRL_TEST_SESSION"
+"""Environment variable that processes inherit from the tests of one pytest process; each of xdist's has its own."""
+GRACE_S = 30.0
+"""Seconds for processes that are ending."""
+LIBRARIES = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"torch/_inductor/compile_worker")
+"""Processes of libraries that end with the pytest process."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Fail when a process outlives the tests. The first session fixture to start is the last one to end."""
+    os.environ[SESSION] = token = secrets.token_hex(8)
+    yield
+    entry, deadline = f"{SESSION}={token}".encode(), time.monotonic() + GRACE_S
+    while (left := _processes_with(entry)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, "tests left processes behind:\n" + "\n".join(left)
+
+
+def _processes_with(entry: bytes) -> list[str]:
+    """The other processes with this entry in their environment: pid, command line and the test that started them."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes()
+        except OSError:  # of another user, or it has ended
+            continue
+        if entry in environment and not any(library in command for library in LIBRARIES):
+            tests = [value for value in environment if value.startswith(b"PYTEST_CURRENT_TEST=")]
+            shown = b" ".join([*command.split(b"\0"), *tests]).decode(errors="replace")
+            found.append(f"{process.name} {shown}")
+    return found

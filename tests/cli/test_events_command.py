@@ -64,18 +64,18 @@ def test_json_lines_have_every_field(ask: Ask, recorded: RecordedRun) -> None:
     assert fault.keys() == {"event", "at", "kind", "part", "message"}
 
 
-def test_following_a_run_tells_what_comes_until_it_ends(
+def test_following_a_run_prints_new_events_until_it_ends(
     ask: Ask, recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phases = iter(["running", "running", "finished"])
 
-    def standing(_: RunDirectory) -> str:
+    def status(_: RunDirectory) -> str:
         return next(phases)
 
     def a_step_later(_: float) -> None:
         recorded.step()
 
-    monkeypatch.setattr(event_lines, "standing", standing)
+    monkeypatch.setattr(RunDirectory, "status", property(status))
     monkeypatch.setattr(event_lines.time, "sleep", a_step_later)
     code, shown = ask("--follow", "--json", "--kind", "step")
     assert code == 0
@@ -83,7 +83,7 @@ def test_following_a_run_tells_what_comes_until_it_ends(
 
 
 @pytest.mark.parametrize(("kind", "hint"), [("steps", "one of start, admit"), ("stay", "it is 'request' now")])
-def test_a_kind_that_is_not_there(
+def test_an_unknown_kind(
     recorded: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, hint: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["asyncrl", "events", "--kind", kind])

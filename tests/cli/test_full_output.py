@@ -15,19 +15,19 @@ def asyncrl(arguments: str, redirection: str, folder: Path) -> subprocess.Comple
 
 
 @pytest.mark.parametrize("arguments", ["--help", "init --list", "validate-spec --schema"])
-def test_a_full_disk_behind_the_output_is_one_line(tmp_path: Path, arguments: str) -> None:
+def test_output_to_a_full_disk_is_an_error_with_a_hint(tmp_path: Path, arguments: str) -> None:
     ended = asyncrl(arguments, "> /dev/full", tmp_path)
     assert ended.returncode == 1
-    line = "the output cannot be written: No space left on device. Free space, or send it elsewhere.\n"
-    assert ended.stderr == line
+    shown = "error: cannot write the output: No space left on device\nhint: free space, or send it elsewhere\n"
+    assert ended.stderr == shown
 
 
-def test_an_error_keeps_its_exit_code_when_nobody_can_read_it(tmp_path: Path) -> None:
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("unknown: 1\n")
     ended = asyncrl("train spec.yaml", "2> /dev/full", tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_a_reader_that_has_gone_is_no_error_to_report(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_reported(tmp_path: Path) -> None:
     ended = asyncrl("validate-spec --schema", "| head -c 1 > /dev/null", tmp_path)
     assert ended.stderr == ""

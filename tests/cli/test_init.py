@@ -46,7 +46,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(str(file) for file in files if "__pycache__" not in file.parts)
 
 
-def test_the_list_has_every_template_with_what_it_is(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_the_list_has_every_template_with_its_title(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("init", "--list")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == NAMES
@@ -78,13 +78,13 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
     assert Experiment.load(spec, folder).spec == spec, "the task is there, and its data"
 
 
-def test_a_folder_in_use_is_left_alone_unless_forced(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_in_use_is_unchanged_unless_forced(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path / "mine"
     folder.mkdir()
     assert asyncrl("init", "agent", "mine")[0] == 0, "an empty folder is nobody's"
     (folder / "spec.yaml").write_text("mine")
     (folder / "notes").write_text("mine")
-    refused = "mine: the folder is not empty. Name another, or use --force, which replaces files of the same name.\n"
+    refused = "error: the folder is not empty\n --> mine\nhint: name another one, or use --force, which replaces files of the same name\n"
     assert asyncrl("init", "agent", "mine") == (2, "", refused)
     assert (folder / "spec.yaml").read_text() == "mine"
     assert asyncrl("init", "agent", "mine", "--force")[0] == 0
@@ -92,25 +92,28 @@ def test_a_folder_in_use_is_left_alone_unless_forced(asyncrl, tmp_path: Path) ->
     assert (folder / "notes").read_text() == "mine"
 
 
+LONG = "x" * 300
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "shown"),
     [
-        (("agnet", "x"), "there is no template 'agnet'. did you mean `agent`?\n"),
-        (("zzz", "x"), f"there is no template 'zzz'. Templates: {', '.join(NAMES)}.\n"),
-        (("../reward-function", "x"), "there is no template '../reward-function'. did you mean `reward-function`?\n"),
-        (("agent", "file"), "file: there is a file of this name. Name a folder.\n"),
-        (("agent", "x" * 300), f"{'x' * 300}: it cannot be written: [Errno 36] File name too long: '{'x' * 300}'.\n"),
-        (("agent", "file/below"), "file/below: it cannot be written: [Errno 20] Not a directory: 'file/below'.\n"),
+        (("agnet", "x"), "no template is called 'agnet'\nhint: did you mean `agent`?"),
+        (("zzz", "x"), f"no template is called 'zzz'\nhint: templates: {', '.join(NAMES)}"),
+        (("../maths", "x"), "no template is called '../maths'\nhint: did you mean `math`?"),
+        (("agent", "file"), "a file with this name exists\n --> file\nhint: name a folder"),
+        (("agent", LONG), f"the folder cannot be written: [Errno 36] File name too long: '{LONG}'\n --> {LONG}"),
+        (("agent", "file/x"), "the folder cannot be written: [Errno 20] Not a directory: 'file/x'\n --> file/x"),
     ],
 )
-def test_what_cannot_be_is_said(asyncrl, arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_impossible_requests_are_refused(asyncrl, arguments: tuple[str, ...], shown: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").write_text("")
-    assert asyncrl("init", *arguments) == (2, "", said)
+    assert asyncrl("init", *arguments) == (2, "", f"error: {shown}\n")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("arguments", [(), ("agent",)])
-def test_what_is_missing_is_said(asyncrl, arguments: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_missing_arguments_are_named(asyncrl, arguments: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("init", *arguments)
     assert (code, out) == (2, "")
     assert "name a folder: asyncrl init agent my-task" in err if arguments else "use --list" in err

@@ -245,7 +245,7 @@ def test_a_rollout_shows_text_versions_logprobs_and_reward(run: RecordedRun, asy
     assert '{"answer": "7"}' in out
 
 
-def test_an_episode_shows_what_was_given_apart_from_what_was_sampled(
+def test_an_episode_shows_context_apart_from_sampled_text(
     asyncrl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = make_run(tmp_path / "runs")
@@ -331,7 +331,7 @@ def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:
     assert asyncrl("inspect", "buffer", "--min-reward", "2")[:2] == (0, "no group of run-1 is like that\n")
 
 
-def test_what_is_not_there(run: RecordedRun, asyncrl: Any) -> None:
+def test_unknown_groups_and_rollouts(run: RecordedRun, asyncrl: Any) -> None:
     code, out, err = asyncrl("inspect", "buffer", "--group", "p1000")
     assert (code, out) == (1, "")
     assert err.startswith("error: no group has the id or the prompt uid 'p1000'\n --> run-1\nhint: ")
@@ -424,7 +424,7 @@ def test_a_runs_history(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     assert len(document["history"]["starts"]) == 2
 
 
-def test_a_running_run_is_said_to_run(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_driven_is_running(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     driver = RunDirectory(tmp_path / "runs/run-1")
     driver.lock()
     for arguments in PAGES[:1] + PAGES[4:6]:
@@ -435,7 +435,7 @@ def test_a_running_run_is_said_to_run(run: RecordedRun, asyncrl: Any, tmp_path: 
 # -- staleness
 
 
-def test_the_bound_is_proved(run: RecordedRun, asyncrl: Any) -> None:
+def test_the_bound_is_verified(run: RecordedRun, asyncrl: Any) -> None:
     code, out, _ = asyncrl("staleness")
     assert code == 0
     assert "proof    the bound held: 10 groups lag 0 to 2 versions,\n         and none of " in out
@@ -446,7 +446,7 @@ def test_the_bound_is_proved(run: RecordedRun, asyncrl: Any) -> None:
     assert 0 < document["all"]["rollouts_crossed"] < document["all"]["rollouts"]
 
 
-def test_a_broken_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
+def test_a_violated_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
     write(run, "UPDATE groups SET version = 0 WHERE step = 4")
     code, out, _ = asyncrl("staleness")
     assert code == 1
@@ -509,14 +509,14 @@ def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pyte
     code, _, err = asyncrl("staleness", "--what-if", "1")
     assert (code, err) == (
         1,
-        "error: no step is trained yet\n --> run-1\nhint: --what-if goes by the times of trained steps\n",
+        "error: no step is trained yet\n --> run-1\nhint: --what-if needs the times of trained steps\n",
     )
 
 
 # -- the parts
 
 
-def test_decoding_byte_pairs_across_cuts() -> None:
+def test_decoding_byte_pairs_across_segments() -> None:
     text = "naïve 🙂 café, naïve 🙂 café 7"
     tokenizer = byte_pairs(text * 3)
     ids = tokenizer.encode(text).ids

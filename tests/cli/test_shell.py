@@ -62,7 +62,7 @@ def test_exit_codes(asyncrl: Callable[..., object], arguments: tuple[str, ...], 
 
 @pytest.mark.parametrize("quiet", [True, False])
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_quiet_run_says_its_id_and_what_goes_wrong(
+def test_a_quiet_run_prints_its_id_and_problems(
     quiet: bool, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run_experiment(_: Any, run: RunDirectory, view: Any, start: Start) -> Outcome:
@@ -94,7 +94,7 @@ def test_a_quiet_run_says_its_id_and_what_goes_wrong(
     assert (run.path / "logs/driver.log").read_text() == "what a library prints\n"
 
 
-def test_a_quiet_view_says_nothing_of_steps() -> None:
+def test_a_quiet_view_prints_no_steps() -> None:
     err = io.StringIO()
     view: Any = QuietView(err)
     view.status("starting")
@@ -104,7 +104,7 @@ def test_a_quiet_view_says_nothing_of_steps() -> None:
     assert err.getvalue() == ""
 
 
-def test_there_is_no_colour_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = dict.fromkeys(("reward/mean", "response/tokens_mean", "staleness/groups_mean"), 0.5)
     metrics |= dict.fromkeys(("staleness/groups_max", "tokens/generated_per_s"), 1.0)
     shown = Shown("now", 5, 10, 5, 2, metrics | {"share/trainer_busy": 1.0, "share/engines_busy": 1.0})

@@ -107,7 +107,7 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, t
     assert done.stdout.startswith("sent     3 steps, 1 evaluations\nreport   none could be made: runs/")
 
 
-def test_a_run_that_is_being_driven_sends_itself(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_that_is_driven_is_refused(run: RunDirectory, tmp_path: Path) -> None:
     run.lock()
     refused = track(cwd=tmp_path)
     assert refused.returncode == 1

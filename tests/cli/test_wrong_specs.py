@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import ConfigError, UserError
-from asyncrl_cli.doctor.deep_checks import trial_spec
+from asyncrl_cli.doctor.deep_checks import small_spec
 from asyncrl_cli.orchestrator.checks import machine, start
 from asyncrl_cli.orchestrator.checks.start import StartChecks
 from asyncrl_cli.rollout.engine_settings import engine_config
@@ -57,17 +57,17 @@ WRONG = [
     ("model.init.tokenizer=./empty", "model.init.tokenizer", ""),
     ("model.chat_template=./README.md", "model.chat_template", "Jinja"),
     ("model.chat_template=./broken.jinja", "model.chat_template", "Jinja"),
-    (f"{CONFIG}.num_hidden_layers=100000", CONFIG, "Lower it"),
+    (f"{CONFIG}.num_hidden_layers=100000", CONFIG, "lower it"),
     (f"{CONFIG}.rope_theta=0", CONFIG, "positive"),
     (f"{CONFIG}.hidden_size=100000000", CONFIG, "model.lora"),
-    ("model.init={architecture: mamba, config: {num_hidden_layers: 2}}", "rollout.kv_cache_mb", "Set"),
-    ("model.max_length=2000000000", "model.max_length", "Lower it"),
+    ("model.init={architecture: mamba, config: {num_hidden_layers: 2}}", "rollout.kv_cache_mb", "set"),
+    ("model.max_length=2000000000", "model.max_length", "lower it"),
     ("model.lora={target_modules: [q_proj, nosuch]}", "layer nosuch", "all-linear"),
     ("model.lora={target_modules: [nosuch]}", "model.lora.target_modules", ""),
     ("model.lora={target_modules: [embed_tokens]}", "model.lora.target_modules", ""),
     # the task and its data
     ("task.use=nosuch:reward", "task.use", "nosuch.py"),
-    ("task.use=exits:reward", "exits.py:3", "Remove the call"),
+    ("task.use=exits:reward", "exits.py:3", "remove the call"),
     ("task.use=raises:reward", "task.use", "raises"),
     ("task.options={min_term: 2}", "task.options", "did you mean `min_terms`?"),
     ("task={mix: [{name: a, use: chain_sum}, {name: b, use: 'own:nosuch'}]}", "task.mix.1.use", ""),
@@ -84,11 +84,11 @@ WRONG = [
     ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),
     ("data.train={path: refused.jsonl}", "refused.jsonl:1", ""),
     ("model.chat_template=./strict.jinja & data.train={path: chat.jsonl}", "data.train", "chat template"),
-    ("rollout.max_prompt_tokens=1", "data.train", "Raise rollout.max_prompt_tokens"),
+    ("rollout.max_prompt_tokens=1", "data.train", "raise rollout.max_prompt_tokens"),
     # engines
     ("rollout.tool_parser=hermess", "rollout.tool_parser", ""),
     ("rollout.tool_parser=lama3_json", "rollout.tool_parser", "did you mean `llama3_json`?"),
-    ("rollout.engine_args={nosuch: 1}", "rollout.engine_args.nosuch", "Remove it"),
+    ("rollout.engine_args={nosuch: 1}", "rollout.engine_args.nosuch", "remove it"),
     (
         "rollout.engine_args={gpu_memory_utilisation: 0.5}",
         "rollout.engine_args",
@@ -96,8 +96,8 @@ WRONG = [
     ),
     ("rollout.gpus_per_engine=1", "rollout.gpus_per_engine", "to 0 to run on CPU"),
     ("trainer.gpus_per_rank=1", "trainer.gpus_per_rank", "to 0 to run on CPU"),
-    ("rollout.kv_cache_mb=1 & model.max_length=4096", "rollout.kv_cache_mb", "Raise it"),
-    ("rollout.kv_cache_mb=1000000000", "rollout.kv_cache_mb", "Lower it"),
+    ("rollout.kv_cache_mb=1 & model.max_length=4096", "rollout.kv_cache_mb", "raise it"),
+    ("rollout.kv_cache_mb=1000000000", "rollout.kv_cache_mb", "lower it"),
     ("rollout.hang_seconds=0.001", "rollout.hang_seconds", ""),
     ("rollout.gateway.host=not a host", "rollout.gateway.host", ""),
     ("rollout.sampling.stop=['']", "rollout.sampling.stop", ""),
@@ -116,19 +116,19 @@ WRONG = [
     ("stop.steps=1000000000000000000000", "stop.steps", ""),
     # around it
     ("tracking.uri=nonsense://x", "tracking.uri", ""),
-    ("tracking.uri=sqlite:////nosuch/folder/mlflow.db", "tracking.uri", "Make the folder"),
-    ("tracking.uri=README.md/store", "tracking.uri", "Make the folder"),
+    ("tracking.uri=sqlite:////nosuch/folder/mlflow.db", "tracking.uri", "make the folder"),
+    ("tracking.uri=README.md/store", "tracking.uri", "make the folder"),
     ("tracking={mlflow: false, register_model: mine}", "tracking", ""),
     ("runs_dir=README.md", "runs_dir", "folder"),
     ("cluster.address=not an address", "cluster.address", ""),
 ]
-"""What is set, the place that is blamed, and words of the hint."""
+"""A setting, the location of its error, and words of the hint."""
 USELESS = [
     ("pipeline.max_staleness=20", "pipeline.max_staleness"),
     ("pipeline.publish_every=20", "pipeline.publish_every"),
     ("checkpoints={keep_best: 2, every: 3}", "checkpoints.keep_best"),
 ]
-"""What runs, and does not do what it seems to: a warning."""
+"""Settings that have no effect: a warning."""
 
 
 @pytest.fixture
@@ -170,9 +170,9 @@ def test_the_spec_itself_can_run(check: Callable[[str], None]) -> None:
     check("")
 
 
-@pytest.mark.parametrize(("override", "place", "hint"), WRONG, ids=[override for override, _, _ in WRONG])
-def test_what_cannot_work_is_refused_with_place_and_hint(
-    check: Callable[[str], None], override: str, place: str, hint: str
+@pytest.mark.parametrize(("override", "location", "hint"), WRONG, ids=[override for override, _, _ in WRONG])
+def test_impossible_settings_are_refused_with_location_and_hint(
+    check: Callable[[str], None], override: str, location: str, hint: str
 ) -> None:
     with pytest.raises(UserError) as refused:
         check(override)
@@ -180,18 +180,18 @@ def test_what_cannot_work_is_refused_with_place_and_hint(
     assert error.exit_code == 2
     if isinstance(error, SpecError):
         found = [problem for problem in error.problems if problem.severity == "error"]
-        assert any(f"{problem.file}: {problem.path}".find(place) >= 0 for problem in found), error
+        assert any(f"{problem.file}: {problem.path}".find(location) >= 0 for problem in found), error
         assert all(
             problem.hint or "must be" in problem.message or "must not be" in problem.message for problem in found
         )
     else:
-        assert place in f"{error.location}: {error.message}"
+        assert location in f"{error.location}: {error.message}"
         assert error.hint
         assert hint in error.hint, error
 
 
 @pytest.mark.parametrize(("override", "key"), USELESS)
-def test_what_has_no_effect_is_warned_of(check: Callable[[str], None], override: str, key: str) -> None:
+def test_settings_without_effect_are_warnings(check: Callable[[str], None], override: str, key: str) -> None:
     warnings = load_spec("spec.yaml", [override]).warnings
     assert key in [problem.path for problem in warnings if problem.hint]
     check(override)
@@ -220,7 +220,7 @@ def test_an_exception_that_no_check_expects_is_the_error_of_that_check(
     assert found["algorithm"] == "ok"
 
 
-def test_the_file_for_the_engines_check_holds_references_and_no_secrets(
+def test_the_file_for_the_engine_check_has_references_instead_of_secrets(
     check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
@@ -264,7 +264,7 @@ def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
     argument: dict[str, object], tmp_path: Path
 ) -> None:
     """`--dry-run` asks for this in a process of its own; `train` hears it from the engine, which is not retried."""
-    spec = trial_spec(gpu=False)
+    spec = small_spec(gpu=False)
     write_model_stub(spec.model.init, spec.model.max_length, tmp_path)
     wrong = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": argument})})
     with pytest.raises(ConfigError, match="vLLM refuses the engine's settings: ") as refused:

@@ -14,7 +14,7 @@ from asyncrl_cli.core.files import atomic_folder, atomic_write, is_replaceable
 from asyncrl_cli.inspect.report.page import write
 
 
-def test_a_regular_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_regular_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     with atomic_write(path) as file:
         file.write(b"first")

@@ -50,7 +50,7 @@ def make(run: RunDirectory, step: int) -> Checkpoint:
 TRAINER = {"ranks": 2, "zero_stage": 3, "dtype": "float32"}
 
 
-def test_complete_ones_are_listed_by_step(run: RunDirectory) -> None:
+def test_complete_checkpoints_are_listed_by_step(run: RunDirectory) -> None:
     made = [make(run, step) for step in (2_000_000, 40, 5)]
     folder = run.path / "checkpoints"
     for name in (".saving-step-000009", ".removing-step-000001", "step-x", "notes", "step-12"):
@@ -63,7 +63,7 @@ def test_complete_ones_are_listed_by_step(run: RunDirectory) -> None:
         Checkpoint.at(folder / "notes")
 
 
-def test_what_it_says_of_itself(run: RunDirectory) -> None:
+def test_the_state_and_layout_of_a_checkpoint(run: RunDirectory) -> None:
     checkpoint = make(run, 40)
     assert checkpoint.state() == {"step": 40, "trainer": TRAINER}
     assert checkpoint.trainer() == TrainerLayout(2, 3, "float32")
@@ -71,7 +71,7 @@ def test_what_it_says_of_itself(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "[1]", "{}", '{"trainer": {"ranks": 1}}', '{"trainer": 3}'])
-def test_a_run_file_that_says_nothing_is_damage(run: RunDirectory, text: str | None) -> None:
+def test_an_empty_run_file_is_damage(run: RunDirectory, text: str | None) -> None:
     checkpoint = make(run, 40)
     (checkpoint.folder / "run.json").unlink()
     if text is not None:
@@ -80,7 +80,7 @@ def test_a_run_file_that_says_nothing_is_damage(run: RunDirectory, text: str | N
         checkpoint.trainer()
 
 
-def test_a_sound_one_is_sound_and_notes_beside_its_files_do_no_harm(run: RunDirectory) -> None:
+def test_an_undamaged_one_is_undamaged_also_with_other_files_beside_its_own(run: RunDirectory) -> None:
     checkpoint = make(run, 40)
     (checkpoint.folder / "notes.txt").write_text("mine")
     assert verify(checkpoint) == []
@@ -93,7 +93,7 @@ def test_a_single_bit_is_found(tmp_path_factory: pytest.TempPathFactory, at: int
     contents = bytearray(path.read_bytes())
     contents[at] ^= 1 << bit
     path.write_bytes(contents)
-    assert verify(checkpoint) == [Damage(SHARD, "has other contents than were written")]
+    assert verify(checkpoint) == [Damage(SHARD, "has changed")]
     assert verify(checkpoint, contents=False) == []
 
 
@@ -111,30 +111,30 @@ def test_every_damaged_file_is_named(run: RunDirectory) -> None:
     assert list(map(str, verify(checkpoint))) == ["files.json cannot be read"]
 
 
-def test_the_newest_is_what_a_run_goes_on_from(run: RunDirectory) -> None:
+def test_a_run_continues_from_the_newest_checkpoint(run: RunDirectory) -> None:
     assert verified_checkpoint(run) is None
     made = [make(run, step) for step in (20, 40)]
     assert verified_checkpoint(run) == made[1]
     assert verified_checkpoint(run, 20) == made[0] == checkpoint_of(run, 20)
-    with pytest.raises(RunError, match=r"there is no checkpoint of step 30\. There are those of steps 20, 40"):
+    with pytest.raises(RunError, match=r"there is no checkpoint of step 30 \(steps with a checkpoint: 20, 40\)"):
         verified_checkpoint(run, 30)
 
 
-def test_a_damaged_one_is_never_passed_over(run: RunDirectory) -> None:
+def test_a_damaged_checkpoint_is_never_skipped(run: RunDirectory) -> None:
     made = [make(run, step) for step in (10, 20, 40)]
     for checkpoint in made[1:]:
         (checkpoint.folder / SHARD).unlink()
-    problem = f"the checkpoint is damaged: {SHARD} is missing. That of step 10 is sound: name it with --step 10"
+    problem = rf"damaged: {SHARD} is missing \(the checkpoint of step 10 is undamaged: choose it with --step 10\)"
     for step in (None, 40, 20):
         with pytest.raises(RunError, match=problem) as error:
             verified_checkpoint(run, step)
         assert error.value.location == str(made[1 if step == 20 else 2].folder)
     (made[0].folder / "run.json").unlink()
-    with pytest.raises(RunError, match="No older checkpoint is sound"):
+    with pytest.raises(RunError, match="every older checkpoint is damaged"):
         verified_checkpoint(run)
 
 
-def test_half_a_removal_is_no_checkpoint(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_removal_is_not_a_checkpoint(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run.path / "checkpoints"
     checkpoint = make(run, 40)
     with monkeypatch.context() as patched:
@@ -152,22 +152,24 @@ def test_half_a_removal_is_no_checkpoint(run: RunDirectory, monkeypatch: pytest.
     assert [path.name for path in folder.iterdir()] == ["step-000005"]
 
 
-def test_later_ones_are_moved_away_when_their_steps_are_trained_again(run: RunDirectory) -> None:
+def test_later_checkpoints_are_archived_when_their_steps_are_trained_again(run: RunDirectory) -> None:
     folder = run.path / "checkpoints"
     for step in (10, 20, 30):
         make(run, step)
-    assert archive_later(folder, 20) == folder / "aside-1"
-    assert archive_later(folder, 10) == folder / "aside-2"
+    assert archive_later(folder, 20) == folder / "archived-1"
+    assert archive_later(folder, 10) == folder / "archived-2"
     assert archive_later(folder, 10) is None
     sweep(folder)
-    found = {name: complete_checkpoints(folder / name) for name in (".", "aside-1", "aside-2")}
-    assert {name: [at.step for at in of] for name, of in found.items()} == {".": [10], "aside-1": [30], "aside-2": [20]}
+    found = {name: complete_checkpoints(folder / name) for name in (".", "archived-1", "archived-2")}
+    assert {name: [at.step for at in of] for name, of in found.items()} == {
+        ".": [10],
+        "archived-1": [30],
+        "archived-2": [20],
+    }
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
-def test_of_later_ones_that_a_kill_left_behind_none_is_seen(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moved: int
-) -> None:
+def test_archiving_that_a_kill_interrupts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moved: int) -> None:
     folder = run.path / "checkpoints"
     for step in (10, 20, 30, 40):
         make(run, step)
@@ -187,7 +189,7 @@ def test_of_later_ones_that_a_kill_left_behind_none_is_seen(
     archive_later(folder, None)
     make(run, 50)
     assert [found.step for found in complete_checkpoints(folder)] == [10, 50]
-    assert len(list(folder.glob("aside-*/*"))) == 3
+    assert len(list(folder.glob("archived-*/*"))) == 3
 
 
 def test_what_is_sealed_is_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +251,7 @@ def test_pruning_twice_is_pruning_once(
 
 
 @given(steps=st.lists(st.integers(0, 60), min_size=1, max_size=20, unique=True).map(sorted), accuracies=ACCURACIES)
-def test_pruning_as_a_run_goes_loses_nothing_that_pruning_at_its_end_would_keep(
+def test_pruning_after_every_step_keeps_what_pruning_at_the_end_keeps(
     steps: list[int], accuracies: dict[int, float]
 ) -> None:
     there: set[int] = set()
@@ -264,6 +266,6 @@ def test_the_reasons_are_given() -> None:
     assert reasons == {
         5: (),
         10: ("best 1",),
-        15: ("evaluation under way",),
+        15: ("evaluation running",),
         20: ("last 1", "every 20"),
     }

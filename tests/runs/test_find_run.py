@@ -45,16 +45,16 @@ def test_a_run_without_a_readable_manifest_is_still_listed(runs_dir: Path) -> No
 def test_no_folder_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert all_runs(DEFAULT_RUNS) == []
-    with pytest.raises(RunError, match=r"there is no run yet\. Start one: asyncrl train SPEC"):
+    with pytest.raises(RunError, match=r"there is no run yet \(start one: asyncrl train SPEC\)"):
         find_run(DEFAULT_RUNS, "latest")
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"missing: there is no such folder\. Name the folder"):
+    with pytest.raises(RunError, match=r"missing: no such folder \(give the folder"):
         find_run(tmp_path / "missing", "latest")
     with pytest.raises(RunError, match="file: is not a folder"):
         all_runs(tmp_path / "file")
 
 
-def test_a_name_that_no_path_can_have(runs_dir: Path) -> None:
+def test_a_name_that_is_too_long_for_a_path(runs_dir: Path) -> None:
     with pytest.raises(RunError, match="no run is called"):
         find_run(runs_dir, "/" + "x" * 5000)
 
@@ -72,13 +72,13 @@ def test_an_id_wins_over_a_prefix(runs_dir: Path, name: str, found: str) -> None
     assert find_run(runs_dir, name).run_id == found
 
 
-def test_an_ambiguous_start_lists_what_it_could_mean(runs_dir: Path) -> None:
-    with pytest.raises(RunError, match=r"'a-' names 2 runs: a-12, a-1\. Give more of the id"):
+def test_an_ambiguous_prefix_lists_the_matches(runs_dir: Path) -> None:
+    with pytest.raises(RunError, match=r"'a-' matches 2 runs: a-12, a-1 \(give more of the id\)"):
         find_run(runs_dir, "a-")
 
 
-def test_an_unknown_name_says_where_it_was_looked_for(runs_dir: Path) -> None:
-    with pytest.raises(RunError, match=r"no run is called 'c'\. List the runs: asyncrl runs --runs-dir") as error:
+def test_an_unknown_name_names_the_folder(runs_dir: Path) -> None:
+    with pytest.raises(RunError, match=r"no run is called 'c' \(list the runs: asyncrl runs --runs-dir") as error:
         find_run(runs_dir, "c")
     assert error.value.location == str(runs_dir)
 

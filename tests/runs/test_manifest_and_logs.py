@@ -79,9 +79,10 @@ def test_the_manifest_knows_the_code(tmp_path: Path) -> None:
     assert describe_start(spec)["git"] == {"commit": commit, "dirty": True}
 
 
-def test_an_error_is_one_paragraph_and_travels_between_processes() -> None:
-    error = RunError("it broke", location="engine-0", hint="Fix it.")
-    assert str(error) == "engine-0: it broke. Fix it."
-    assert str(UserError("it broke.")) == "it broke."
+def test_an_error_is_a_diagnostic_and_is_the_same_in_another_process() -> None:
+    error = RunError("it broke", location="engine-0", hint="fix it")
+    assert str(error) == "engine-0: it broke (fix it)"
+    assert error.diagnostic() == "error: it broke\n --> engine-0\nhint: fix it"
+    assert (str(UserError("it broke")), UserError("it broke").diagnostic()) == ("it broke", "error: it broke")
     twin = pickle.loads(pickle.dumps(error))
     assert (type(twin), str(twin), twin.exit_code) == (RunError, str(error), 1)

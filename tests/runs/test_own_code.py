@@ -21,7 +21,7 @@ from asyncrl_cli.core.user_code import import_user_module, user_code
         "import time\nwhile True:\n    try: time.sleep(600)\n    except Exception: pass",
     ],
 )
-def test_an_import_that_hangs_is_ended_and_named(tmp_path: Path, hang: str) -> None:
+def test_an_import_that_hangs_is_stopped_and_named(tmp_path: Path, hang: str) -> None:
     (tmp_path / "hanging.py").write_text(f"# a module\n{hang}\n")
     notices: list[str] = []
     handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
@@ -34,7 +34,7 @@ def test_an_import_that_hangs_is_ended_and_named(tmp_path: Path, hang: str) -> N
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (timer[0] > 0), "another one's timer goes on"
 
 
-def test_what_takes_long_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_code_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.core.user_code.FIRST_NOTICE_S", 0.05)
     (tmp_path / "waiting.py").write_text("def wait(told):\n    while not told:\n        pass\n")
     notices: list[str] = []

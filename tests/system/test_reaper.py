@@ -151,7 +151,7 @@ def test_a_killed_driver_takes_everything_with_it(start: Start, mark: str, folde
     assert not folder.exists()
 
 
-def test_with_nothing_left_it_just_ends(start: Start, mark: str, tmp_path: Path) -> None:
+def test_with_nothing_left_it_ends(start: Start, mark: str, tmp_path: Path) -> None:
     reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(tmp_path / "missing"))
     reaper.communicate()
     assert reaper.returncode == 0
@@ -187,7 +187,7 @@ def test_a_reaper_that_dies_gets_a_successor(start: Start, mark: str, folder: Pa
     assert not any(map(is_alive, marked)) and not folder.exists() and children() == []
 
 
-def test_without_a_reaper_at_the_end_everything_is_cleaned_up_all_the_same(
+def test_without_a_reaper_at_the_end_everything_is_cleaned_up(
     start: Start, mark: str, folder: Path, tmp_path: Path
 ) -> None:
     with running_reaper(mark, folder, tmp_path / "log"):

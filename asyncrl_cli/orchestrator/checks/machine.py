@@ -63,7 +63,7 @@ def check_run_folder(spec: ExperimentSpec) -> str:
         there = existing(folder)
     except OSError as error:
         raise ConfigError(f"{error.strerror}", location="runs_dir", hint="set runs_dir to another folder") from None
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free if there.is_dir() else 0
     if problem := folder_problem(there, free):
         raise ConfigError(problem, location="runs_dir", hint="free space, or set runs_dir to another folder")
     return f"{folder}, {free / GIB:.0f} GiB free"
