@@ -226,7 +226,7 @@ def test_export_writes_what_transformers_loads(
     code, _, error = asyncrl("export", "--step", 30, "--to", tmp_path / "other")
     assert code == 1
     assert "the checkpoint is damaged: run.json has 2 bytes" in error
-    assert "That of step 20 is sound: name it with --step 20." in error
+    assert "the checkpoint of step 20 is undamaged: choose it with --step 20" in error
     assert not (tmp_path / "other").exists()
 
 

@@ -81,10 +81,11 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
 def test_a_folder_in_use_is_unchanged_unless_forced(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = tmp_path / "mine"
     folder.mkdir()
-    assert asyncrl("init", "agent", "mine")[0] == 0, "an empty folder is nobody's"
+    assert asyncrl("init", "agent", "mine")[0] == 0, "an empty folder is free"
     (folder / "spec.yaml").write_text("mine")
     (folder / "notes").write_text("mine")
-    refused = "error: the folder is not empty\n --> mine\nhint: name another one, or use --force, which replaces files of the same name\n"
+    hint = "name another one, or use --force, which replaces files of the same name"
+    refused = f"error: the folder is not empty\n --> mine\nhint: {hint}\n"
     assert asyncrl("init", "agent", "mine") == (2, "", refused)
     assert (folder / "spec.yaml").read_text() == "mine"
     assert asyncrl("init", "agent", "mine", "--force")[0] == 0
