@@ -1,4 +1,4 @@
-"""An agent may do what it likes to its own episode, and little to others."""
+"""Whatever an agent does to its own episode, others are not affected."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ return float(f"{first.pid}.{int(second.stdout):07d}")
 """
 
 
-class Scene:
-    """A runner, and what it makes of prompts."""
+class Harness:
+    """An actor, and the results of prompts that it plays."""
 
-    def __init__(self, runner: EpisodeActor) -> None:
-        self.runner = runner
+    def __init__(self, actor: EpisodeActor) -> None:
+        self.actor = actor
         self._count = 0
 
     async def play(self, *codes: str, apart: bool = False, **fields: Any) -> list[Played]:
-        """What becomes of episodes that run these at the same time."""
+        """The results of episodes that run these at the same time."""
         first, self._count = self._count, self._count + len(codes)
         plays = (
-            self.runner.play(f"{first + index}", Prompt(f"row/{index}", code, fields), ACCESS, apart)
+            self.actor.play(f"{first + index}", Prompt(f"row/{index}", code, fields), ACCESS, apart)
             for index, code in enumerate(codes)
         )
         return await asyncio.gather(*plays)
@@ -76,12 +76,12 @@ class Scene:
 @asynccontextmanager
 async def runner(
     folder: Path, use: str = "agents:agent", blocked_s: float = 30.0, **limits: Any
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[Harness]:
     (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
     with patch("asyncrl_cli.workers.actor.redirect_output"):
         one = EpisodeActor("runner-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
     try:
-        yield Scene(one)
+        yield Harness(one)
     finally:
         await one.stop()
 
@@ -90,12 +90,12 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 120))
 
 
-def scene(test: Callable[[Scene], Coroutine[Any, Any, None]], folder: Path, **settings: Any) -> None:
-    async def scenes() -> None:
+def run_in_actor(test: Callable[[Harness], Coroutine[Any, Any, None]], folder: Path, **settings: Any) -> None:
+    async def started() -> None:
         async with runner(folder, **settings) as one:
             await test(one)
 
-    run(scenes())
+    run(started())
 
 
 def reason(played: Played) -> str:
@@ -103,11 +103,11 @@ def reason(played: Played) -> str:
     return played.score.reason
 
 
-def test_episodes_end_each_in_its_own_way_in_one_process(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        assert await scene.runner.start() == "agents:agent"
-        pid = await scene.pid()
-        fine, raises, leaves, none, wrong = await scene.play(
+def test_many_episodes_run_in_one_process_and_each_has_its_own_result(tmp_path: Path) -> None:
+    async def test(actor: Harness) -> None:
+        assert await actor.actor.start() == "agents:agent"
+        pid = await actor.pid()
+        fine, raises, leaves, none, wrong = await actor.play(
             "return 1", "raise ValueError('no idea')", "sys.exit(3)", "return None", "return 'a lot'"
         )
         assert fine == Played(Scored(1.0))
@@ -116,48 +116,48 @@ def test_episodes_end_each_in_its_own_way_in_one_process(tmp_path: Path) -> None
         assert none == Played(None)
         assert "returned 'a lot'" in reason(wrong)
         assert [one.retry for one in (raises, leaves, wrong)] == [Retry.RESTART] * 3
-        many = await scene.play(*["await asyncio.sleep(0.01); return len(asyncio.all_tasks())"] * 100)
+        many = await actor.play(*["await asyncio.sleep(0.01); return len(asyncio.all_tasks())"] * 100)
         assert all(isinstance(one.score, Scored) for one in many)
         assert max(one.score.reward for one in many if isinstance(one.score, Scored)) > 100, "at the same time"
-        assert await scene.pid() == pid
+        assert await actor.pid() == pid
 
-    scene(test, tmp_path)
+    run_in_actor(test, tmp_path)
 
 
 @pytest.mark.parametrize("hangs", [WAITS, "await asyncio.to_thread(time.sleep, 600)"])
-def test_an_episode_that_does_not_end_has_failed_and_others_go_on(tmp_path: Path, hangs: str) -> None:
-    async def test(scene: Scene) -> None:
-        pid = await scene.pid()
-        late, fine = await scene.play(hangs, SOON)
+def test_an_episode_that_does_not_end_fails_and_others_continue(tmp_path: Path, hangs: str) -> None:
+    async def test(actor: Harness) -> None:
+        pid = await actor.pid()
+        late, fine = await actor.play(hangs, SOON)
         assert (late.retry, fine.score) == (Retry.NONE, Scored(0.5))
         assert reason(late) == "agents:agent: the episode of prompt 'row/0' failed: it had not ended after 2 s"
-        renewed = await scene.pid() != pid
-        assert renewed == ("to_thread" in hangs), "a process with a thread that hangs is given up"
-        assert psutil.pid_exists(pid) != renewed
+        replaced = await actor.pid() != pid
+        assert replaced == ("to_thread" in hangs), "a process with a thread that hangs is retired"
+        assert psutil.pid_exists(pid) != replaced
 
     with patch("asyncrl_cli.workers.episode_player.GRACE_S", 0.5):
-        scene(test, tmp_path, timeout_s=2.0)
+        run_in_actor(test, tmp_path, timeout_s=2.0)
 
 
 def test_what_an_episode_leaves_in_the_loop_is_cancelled(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.play(f"asyncio.create_task(asyncio.sleep(600)); {PID}")
-        (played,) = await scene.play("return len(asyncio.all_tasks())")
-        (again,) = await scene.play("return len(asyncio.all_tasks())")
+    async def test(actor: Harness) -> None:
+        await actor.play(f"asyncio.create_task(asyncio.sleep(600)); {PID}")
+        (played,) = await actor.play("return len(asyncio.all_tasks())")
+        (again,) = await actor.play("return len(asyncio.all_tasks())")
         assert played == again
 
-    scene(test, tmp_path)
+    run_in_actor(test, tmp_path)
 
 
-def test_who_blocks_the_loop_has_failed_and_others_are_played_again(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        pid = await scene.pid()
-        blocks, other = await scene.play("time.sleep(600)", WAITS)
+def test_an_episode_that_blocks_the_loop_fails_and_others_are_resumed(tmp_path: Path) -> None:
+    async def test(actor: Harness) -> None:
+        pid = await actor.pid()
+        blocks, other = await actor.play("time.sleep(600)", WAITS)
         assert (blocks.retry, other.retry) == (Retry.NONE, Retry.RESUME)
         assert "the episode blocked the event loop for 2 s" in reason(blocks)
-        assert await scene.pid() != pid
+        assert await actor.pid() != pid
 
-    scene(test, tmp_path, blocked_s=2.0)
+    run_in_actor(test, tmp_path, blocked_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -170,91 +170,91 @@ def test_who_blocks_the_loop_has_failed_and_others_are_played_again(tmp_path: Pa
     ],
     ids=["exits", "crashes", "closes its socket", "holds the lock in C"],
 )
-def test_a_process_that_is_lost_makes_all_suspects_who_show_apart(tmp_path: Path, ends: str, how: str) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.pid()
-        both = await scene.play(ends, WAITS)
+def test_episodes_of_a_lost_process_are_isolated_which_shows_the_cause(tmp_path: Path, ends: str, how: str) -> None:
+    async def test(actor: Harness) -> None:
+        await actor.pid()
+        both = await actor.play(ends, WAITS)
         assert [one.retry for one in both] == [Retry.ISOLATED, Retry.ISOLATED]
         assert how in reason(both[0])
-        guilty, innocent = await scene.play(ends, "return 1", apart=True)
+        guilty, innocent = await actor.play(ends, "return 1", apart=True)
         assert (guilty.retry, innocent.score) == (Retry.RESTART, Scored(1.0))
         assert how in reason(guilty)
-        await scene.pid()
+        await actor.pid()
 
     with patch("asyncrl_cli.workers.process.SILENT_S", 1.0):
-        scene(test, tmp_path, blocked_s=2.0)
+        run_in_actor(test, tmp_path, blocked_s=2.0)
 
 
 def test_memory_has_a_limit(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        (played,) = await scene.play("return len(bytearray(2**33))")
+    async def test(actor: Harness) -> None:
+        (played,) = await actor.play("return len(bytearray(2**33))")
         assert "MemoryError" in reason(played)
-        await scene.pid()
+        await actor.pid()
 
-    scene(test, tmp_path, memory_mb=4096)
+    run_in_actor(test, tmp_path, memory_mb=4096)
 
 
-def test_what_is_printed_is_logged_up_to_a_limit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def test(scene: Scene) -> None:
-        (played,) = await scene.play("print('x' * 30_000_000); return 1")
+def test_output_is_logged_up_to_a_limit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def test(actor: Harness) -> None:
+        (played,) = await actor.play("print('x' * 30_000_000); return 1")
         assert played.score == Scored(1.0)
-        await scene.play("print('x' * 30_000_000); os._exit(1)")
+        await actor.play("print('x' * 30_000_000); os._exit(1)")
 
     with patch("asyncrl_cli.workers.process.LOG_BYTES", 100_000):
-        scene(test, tmp_path)
+        run_in_actor(test, tmp_path)
     printed = capfd.readouterr().out
     assert 100_000 < len(printed) < 101_000
     assert printed.count("has printed more than the log takes") == 1
 
 
-def test_what_agents_have_started_ends_with_their_process(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        (played,) = await scene.play(LEAVES_CHILDREN.strip())
+def test_processes_that_agents_have_started_end_with_the_worker(tmp_path: Path) -> None:
+    async def test(actor: Harness) -> None:
+        (played,) = await actor.play(LEAVES_CHILDREN.strip())
         assert isinstance(played.score, Scored)
         first, second = f"{played.score.reward:.7f}".split(".")
         left = [psutil.Process(int(pid)) for pid in (first, second)]
-        await scene.play("os._exit(1)")
+        await actor.play("os._exit(1)")
         assert psutil.wait_procs(left, 10)[1] == []
 
-    scene(test, tmp_path)
+    run_in_actor(test, tmp_path)
 
 
-def test_a_slow_environment_holds_up_no_other(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
+def test_a_slow_environment_does_not_delay_others(tmp_path: Path) -> None:
+    async def test(actor: Harness) -> None:
         ended: list[float] = []
 
         async def one(seconds: float) -> None:
-            (played,) = await scene.play("", seconds=seconds)
+            (played,) = await actor.play("", seconds=seconds)
             assert "it has slept" in reason(played)
             ended.append(seconds)
 
         await asyncio.gather(one(1.0), one(0.0), one(0.1))
         assert ended == [0.0, 0.1, 1.0]
 
-    scene(test, tmp_path, use="agents:Slow")
+    run_in_actor(test, tmp_path, use="agents:Slow")
 
 
 def test_a_cancelled_episode_stops(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(actor: Harness) -> None:
         code = f"""
 try:
     {WAITS}
 finally:
     open({str(tmp_path / "stopped")!r}, "w").close()"""
-        playing = asyncio.create_task(scene.runner.play("mine", Prompt("row", code), ACCESS, False))
-        await scene.pid()
-        await scene.runner.cancel(["mine"])
+        playing = asyncio.create_task(actor.actor.play("mine", Prompt("row", code), ACCESS, False))
+        await actor.pid()
+        await actor.actor.cancel(["mine"])
         assert reason(await playing) == "it was cancelled"
-        await scene.play("return 1")  # its turn comes after the cancelled one's
+        await actor.play("return 1")  # its turn comes after the cancelled one's
         assert (tmp_path / "stopped").exists()
 
-    scene(test, tmp_path)
+    run_in_actor(test, tmp_path)
 
 
 def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     async def refused(use: str) -> None:
         async with runner(tmp_path, use) as one:
-            await one.runner.start()
+            await one.actor.start()
 
     with pytest.raises(TaskError, match="has no 'absent'"):
         run(refused("agents:absent"))

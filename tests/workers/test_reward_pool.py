@@ -1,4 +1,4 @@
-"""Several processes, several async rewards in each, and what becomes of the neighbours of one that fails."""
+"""Several processes, several async rewards in each; a reward that fails does not affect the others."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ REWARDS = """
         (here / str(os.getpid())).touch()
         while len([name for name in os.listdir(here) if name.isdecimal()]) < int(response):
             time.sleep(0.01)
-        return float(prompt["place"])
+        return float(prompt["index"])
 """
 
 
 @pytest.fixture
 def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Scored | RewardFailure]]:
-    """Has responses scored by a new scorer, all at once."""
+    """Has a new actor score responses, all at once."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     monkeypatch.setattr("asyncrl_cli.workers.actor.redirect_output", lambda *_: None)
 
     def score_all(texts: list[str], **task: Any) -> list[Scored | RewardFailure]:
-        def response(place: int, text: str) -> Response:
-            name, _, said = text.partition("/") if "mix" in task else ("row", "/", text)
-            return Prompt(f"{name}/{place}", "?", {"place": place}), said, True
+        def response(index: int, text: str) -> Response:
+            name, _, code = text.partition("/") if "mix" in task else ("row", "/", text)
+            return Prompt(f"{name}/{index}", "?", {"index": index}), code, True
 
-        responses = [response(place, text) for place, text in enumerate(texts)]
+        responses = [response(index, text) for index, text in enumerate(texts)]
 
         async def run() -> list[Scored | RewardFailure]:
             scorer = RewardActor("scorer", TaskSpec(**task), str(tmp_path), str(tmp_path))
@@ -81,16 +81,16 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 
 def test_processes_share_the_work_and_the_order_is_kept(score: Any) -> None:
     scored = score(["2"] * 8, use="user_rewards:meet", reward_workers=2)
-    assert scored == [Scored(float(place)) for place in range(8)]
+    assert scored == [Scored(float(index)) for index in range(8)]
 
 
-def test_async_rewards_wait_together(score: Any) -> None:
+def test_async_rewards_run_concurrently_in_one_process(score: Any) -> None:
     scored = score(["wait for 4"] * 4, use="user_rewards:together", reward_concurrency=4, reward_timeout_s=30.0)
     assert [result.reward for result in scored] == [1.0] * 4
     assert len({result.metrics["pid"] for result in scored}) == 1
 
 
-def test_an_async_reward_that_takes_too_long_costs_nobody_else(score: Any) -> None:
+def test_an_async_reward_that_takes_too_long_does_not_affect_others(score: Any) -> None:
     texts = ["never", "1", "never", "1"]
     scored = score(texts, use="user_rewards:together", reward_concurrency=2, reward_timeout_s=0.5)
     assert [isinstance(result, Scored) for result in scored] == [False, True, False, True]
@@ -98,21 +98,21 @@ def test_an_async_reward_that_takes_too_long_costs_nobody_else(score: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "reason"),
     [
         ("os._exit(3)", "failed twice on prompt 'row/2': its process ended (exit status 3)"),
         ("time.sleep(60)", "took more than 1 s on prompt 'row/2'"),
     ],
 )
-def test_only_the_one_to_blame_has_no_reward(score: Any, fault: str, says: str) -> None:
+def test_only_the_reward_that_fails_is_lost(score: Any, fault: str, reason: str) -> None:
     """Five wait in one process; one of them takes it away from all."""
     texts = ["await_ = 1", "1", fault, "1", "1"]
     scored = score(texts, use="user_rewards:together", reward_concurrency=5, reward_timeout_s=1.0)
-    assert [place for place, result in enumerate(scored) if isinstance(result, RewardFailure)] == [2]
-    assert scored[2].reason == f"user_rewards:together {says}"
+    assert [index for index, result in enumerate(scored) if isinstance(result, RewardFailure)] == [2]
+    assert scored[2].reason == f"user_rewards:together {reason}"
 
 
-def test_a_mix_has_limits_of_its_own_and_plain_rewards_hold_no_async_ones_up(score: Any) -> None:
+def test_a_mix_has_limits_per_task_and_plain_rewards_do_not_delay_async_ones(score: Any) -> None:
     mix = [
         TaskMember(name="slow", use="user_rewards:plain"),
         TaskMember(name="quick", use="user_rewards:plain", reward_timeout_s=0.3),
@@ -125,7 +125,7 @@ def test_a_mix_has_limits_of_its_own_and_plain_rewards_hold_no_async_ones_up(sco
     assert pids[0] == pids[2] != pids[1]
 
 
-def test_what_a_reward_has_started_ends_with_its_process_in_any_session(score: Any, tmp_path: Path) -> None:
+def test_processes_that_a_reward_has_started_end_with_it_in_any_session(score: Any, tmp_path: Path) -> None:
     (failure,) = score(["1"], use="user_rewards:leaves", reward_timeout_s=1.0)
     assert isinstance(failure, RewardFailure)
     assert not psutil.pid_exists(int((tmp_path / "left").read_text()))

@@ -1,4 +1,4 @@
-"""A reward may do what it likes to its own process, and to no other."""
+"""Whatever a reward does to its own process, its owner continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HANGS = {
     "sleeps": "time.sleep(600)",
     "is busy": "while True: pass",
     "holds the lock in C": "ctypes.PyDLL(None).sleep(600)",
-    "backtracks for ever": "re.match('(a+)+$', 'a' * 60 + 'b')",
+    "backtracks without end": "re.match('(a+)+$', 'a' * 60 + 'b')",
     "ignores signals": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(600)",
     "closes its socket": "os.closerange(3, 4096); time.sleep(600)",
 }
@@ -58,7 +58,7 @@ def response(text: str) -> Response:
     return Prompt("row/7", "?"), text, True
 
 
-class Asked:
+class Harness:
     """A process and the loop that it is used in."""
 
     def __init__(self, loop: asyncio.Runner, spec: TaskSpec, folder: Path) -> None:
@@ -77,7 +77,7 @@ class Asked:
         return int(pid)
 
     @property
-    def alive(self) -> bool:
+    def usable(self) -> bool:
         return self.process.usable
 
     def close(self) -> None:
@@ -88,14 +88,14 @@ class Asked:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     started = []
 
     with asyncio.Runner() as loop:
 
-        def make(limit_s: float = 60.0, use: str = "user_rewards:reward", **limits: int) -> Asked:
-            process = Asked(loop, TaskSpec(use=use, reward_timeout_s=limit_s, **limits), tmp_path)
+        def make(limit_s: float = 60.0, use: str = "user_rewards:reward", **limits: int) -> Harness:
+            process = Harness(loop, TaskSpec(use=use, reward_timeout_s=limit_s, **limits), tmp_path)
             started.append(process)
             return process
 
@@ -104,7 +104,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
             process.close()
 
 
-def test_one_process_scores_until_it_is_closed(start: Callable[..., Asked]) -> None:
+def test_one_process_scores_until_it_is_closed(start: Callable[..., Harness]) -> None:
     process = start()
     assert process.process.loaded.names == {"": "user_rewards:reward"}
     pid = process.pid()
@@ -112,25 +112,25 @@ def test_one_process_scores_until_it_is_closed(start: Callable[..., Asked]) -> N
     assert process.score("pid again") == pid
     assert process.score("x" * 10**6 + " = 1") == 1.0, "what fits in no pipe's buffer"
     assert process.score("alarm") == 0.25, "signals work as in any main thread"
-    assert process.alive
+    assert process.usable
     process.close()
-    assert not process.alive
+    assert not process.usable
     assert not psutil.pid_exists(pid)
 
 
-def test_what_raises_costs_nothing(start: Callable[..., Asked]) -> None:
+def test_a_reward_that_raises_does_not_cost_the_process(start: Callable[..., Harness]) -> None:
     process = start()
     for text in ("raise ValueError('no such answer')", "sys.exit(1)"):
         assert isinstance(process.score(text), RewardFailure)
-    assert process.alive
+    assert process.usable
 
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
-def test_what_hangs_is_ended(start: Callable[..., Asked], hang: str) -> None:
+def test_a_reward_that_hangs_is_killed(start: Callable[..., Harness], hang: str) -> None:
     process = start(0.5)
     pid = process.pid()
     assert process.score(hang) == RewardFailure("user_rewards:reward took more than 0.5 s on prompt 'row/7'")
-    assert not process.alive
+    assert not process.usable
     assert not psutil.pid_exists(pid)
 
 
@@ -145,14 +145,14 @@ def test_what_hangs_is_ended(start: Callable[..., Asked], hang: str) -> None:
         ("os.closerange(3, 4096); time.sleep(2)", "exit status 1"),  # as late as it likes, within its limit
     ],
 )
-def test_what_ends_the_process_is_told(start: Callable[..., Asked], end: str, how: str) -> None:
+def test_how_the_process_ended_is_reported(start: Callable[..., Harness], end: str, how: str) -> None:
     process = start()
     with pytest.raises(ProcessLost, match=how):
         process.score(end)
-    assert not process.alive
+    assert not process.usable
 
 
-def test_memory_has_a_limit_and_the_process_goes_on(start: Callable[..., Asked]) -> None:
+def test_memory_has_a_limit_and_the_process_continues(start: Callable[..., Harness]) -> None:
     process = start(reward_memory_mb=300)
     failure = process.score("bytearray(2**29)")
     assert isinstance(failure, RewardFailure)
@@ -160,7 +160,7 @@ def test_memory_has_a_limit_and_the_process_goes_on(start: Callable[..., Asked])
     assert process.score("1") == 1.0
 
 
-def test_what_the_reward_has_started_ends_with_it(start: Callable[..., Asked]) -> None:
+def test_processes_that_a_reward_has_started_end_with_it(start: Callable[..., Harness]) -> None:
     process = start(0.5)
     child = process.score("child")
     assert isinstance(child, float)
@@ -169,25 +169,23 @@ def test_what_the_reward_has_started_ends_with_it(start: Callable[..., Asked]) -
     assert psutil.wait_procs([sleeping], 10)[1] == []
 
 
-def test_what_a_killed_process_leaves_in_its_temporary_folder_is_removed(
-    start: Callable[..., Asked], tmp_path: Path
-) -> None:
+def test_the_temporary_folder_of_a_killed_process_is_removed(start: Callable[..., Harness], tmp_path: Path) -> None:
     process, name = start(2.0), tmp_path / "name"
     code = f"import tempfile; open({str(name)!r}, 'w').write(tempfile.mkdtemp()); time.sleep(600)"
     assert isinstance(process.score(code), RewardFailure)
     assert not Path(name.read_text()).exists()
 
 
-def test_a_process_that_died_idle_is_not_alive(start: Callable[..., Asked]) -> None:
+def test_a_process_that_died_idle_is_not_usable(start: Callable[..., Harness]) -> None:
     process = start()
     pid = process.pid()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ProcessLost):
         process.score("1")
-    assert not process.alive
+    assert not process.usable
 
 
-def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., Asked], tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., Harness], tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="no module 'absent'"):
         start(use="absent:reward")
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
