@@ -1,7 +1,7 @@
-"""Plain functions and classes of the user's as tasks: a reward function, an agent function, an environment class.
+"""A user's reward function, agent function or environment class as a task.
 
-All of them see the prompt as its row, a dict: its ``uid``, its ``prompt`` (text, or a list of messages) and all its
-other fields. The prompts come from a file.
+Each is passed the prompt's row as a dict: its ``uid``, its ``prompt`` (text, or a list of messages) and all its other
+fields.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
 
 FURTHER = ("finished",)
-"""What a reward function gets by name, if it names it, beside the prompt and the response."""
+"""Arguments that a reward function is passed if it has parameters of these names."""
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The row of a prompt, as functions see it."""
+    """The row of a prompt, as the user's functions are passed it."""
     content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
     return {**prompt.fields, "uid": prompt.uid, "prompt": content}
 
@@ -66,7 +66,7 @@ class AgentFunction:
 
 
 class EnvironmentClass:
-    """A class of environments, made anew for each episode from ``task.options`` and, if it names it, ``prompt``."""
+    """A class of environments, one made for each episode from ``task.options`` and, if it names it, ``prompt``."""
 
     def __init__(self, environment: Callable[..., Environment], options: Mapping[str, Any], name: str) -> None:
         self.name = name

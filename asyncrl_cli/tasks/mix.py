@@ -3,7 +3,7 @@
     a (weight 2), b (weight 1):   a/0  b/0  a/1  a/2  b/1  a/3  ...
 
 Invariant: which task row ``i`` of a mix belongs to, and which of its prompts it is, follows from the weights and ``i``
-alone, and in any stretch of rows every task has its share, up to a few rows. ``interleave`` is the one place that
+alone, and in any stretch of rows every task has its share, up to a few rows. ``interleave`` alone
 decides it. A prompt's uid begins with its task's name, and by that everything finds the task again.
 """
 
@@ -45,26 +45,28 @@ def reward_limit_s(spec: TaskSpec, prompt: Prompt) -> float:
 def interleave(weights: Sequence[float], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """For each of ``rows`` rows: the index of its task, and how many rows of that task came before.
 
-    Row ``k`` of a task with share ``s`` stands at ``(k + 1/2) / s``, and rows are sorted by where they stand
-    (Sainte-Laguë's way of sharing seats). The first rows are the same for every number of rows.
+    Row ``k`` of a task with share ``s`` has position ``(k + 1/2) / s``, and rows are sorted by position
+    (Sainte-Laguë's method of allocating seats). The first rows are the same for every number of rows.
     """
     shares = np.asarray(weights, dtype=np.float64) / np.sum(np.asarray(weights, dtype=np.float64))
     counts = np.floor(shares * rows).astype(np.int64) + len(shares) + 1
     tasks = np.repeat(np.arange(len(shares), dtype=np.int32), counts)
-    places = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
-    order = np.lexsort((tasks, (places + 0.5) / shares[tasks]))[:rows]
-    return tasks[order], places[order]
+    rows_before = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
+    order = np.lexsort((tasks, (rows_before + 0.5) / shares[tasks]))[:rows]
+    return tasks[order], rows_before[order]
 
 
 class MixedPrompts(LazyPrompts):
     """The rows of a mix. ``strata`` has each row's task, by index: a shuffle that keeps it keeps the shares."""
 
-    def __init__(self, names: Sequence[str], prompts: Sequence[Sequence[Prompt]], strata: Any, places: Any) -> None:
+    def __init__(
+        self, names: Sequence[str], prompts: Sequence[Sequence[Prompt]], strata: Any, rows_before: Any
+    ) -> None:
         self.strata: Sequence[int] = strata.tolist()
 
         def row(index: int) -> Prompt:
             task = int(strata[index])
-            prompt = prompts[task][int(places[index]) % len(prompts[task])]
+            prompt = prompts[task][int(rows_before[index]) % len(prompts[task])]
             return Prompt(f"{names[task]}/{prompt.uid}", prompt.content, prompt.fields)
 
         super().__init__(len(strata), row)
@@ -96,7 +98,7 @@ class MixTask:
         """``size`` rows. Training prompts of a task that has too few come again; held-out ones do not, and the
         split ends before."""
         members = self._spec.mix
-        strata, places = interleave([member.weight for member in members], size)
+        strata, rows_before = interleave([member.weight for member in members], size)
         wanted = Counter(strata.tolist())
         own: list[Sequence[Prompt]] = []
         for index, member in enumerate(members):
@@ -106,10 +108,10 @@ class MixTask:
             own.append(load_prompts(split, source, self.tasks[member.name], self._base, f"task.mix.{index}.{split}"))
         if split == "eval":
             lengths = np.array([len(prompts) for prompts in own])
-            again = np.flatnonzero(places >= lengths[strata])
+            again = np.flatnonzero(rows_before >= lengths[strata])
             end = int(again[0]) if len(again) else size
-            strata, places = strata[:end], places[:end]
-        return MixedPrompts([member.name for member in members], own, strata, places)
+            strata, rows_before = strata[:end], rows_before[:end]
+        return MixedPrompts([member.name for member in members], own, strata, rows_before)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         """What the prompt's task says."""

@@ -16,8 +16,8 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.tasks.base import CheckingTask, PromptTask, Split, Task
 
-LOOK_S = 3.0
-"""Seconds in which rows are checked that are made when they are asked for."""
+CHECK_S = 3.0
+"""Seconds for checking rows that are made at access."""
 HELD_OUT_ONE_IN = 10
 """One text in this many is held out, by default."""
 
@@ -67,15 +67,15 @@ def load_prompts(
     """The prompts of one split.
 
     Relative paths and modules are looked for in ``base``; ``location`` is the key of the spec that errors name,
-    ``data.<split>`` if not said. Raises ``DataError`` if there is neither file nor task to make the prompts, or the
-    task is not told how many.
+    by default ``data.<split>``. Raises ``DataError`` if there is neither file nor task to make the prompts, or the
+    spec does not say how many.
     """
     location = location or f"data.{split_name}"
     check = task.check_prompt if isinstance(task, CheckingTask) else None
     if split_spec.path is not None:
         prompts = read_source(split_spec, split_name, base, check)
         if not isinstance(prompts, list):  # a list has been read row by row
-            _look_at(prompts)
+            _check_first(prompts)
         return prompts
     if not isinstance(task, PromptTask):
         raise DataError(
@@ -86,20 +86,20 @@ def load_prompts(
         raise DataError(f"{location}.size is not given", hint="say how many prompts the task shall make")
     prompts = task.prompts(split_name, split_spec.size)
     form = RowForm(check=check)
-    for number, prompt in enumerate(_look_at(prompts), start=1):
+    for number, prompt in enumerate(_check_first(prompts), start=1):
         form.checked(prompt, f"{location}:{number}")
     return prompts
 
 
-def _look_at(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompts of a split that makes them when they are asked for: as many as there is time for.
+def _check_first(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompts of a split that makes them at access: as many as there is time for.
 
-    Raises ``DataError`` for one that is none. Those that come later are looked at when they are trained on.
+    Raises ``DataError`` for one that is not a prompt. Later ones are checked when they are trained on.
     """
-    until = time.monotonic() + LOOK_S
-    looked_at: list[Prompt] = []
+    deadline = time.monotonic() + CHECK_S
+    checked: list[Prompt] = []
     for prompt in prompts:
-        looked_at.append(prompt)
-        if time.monotonic() > until:
+        checked.append(prompt)
+        if time.monotonic() > deadline:
             break
-    return looked_at
+    return checked

@@ -70,7 +70,7 @@ class ToolEnvironment:
         return Step(reward=result.reward, done=True, metrics=result.metrics)
 
     def _called(self, call: Mapping[str, Any]) -> tuple[str, bool]:
-        """What a call leads to, and whether it is no error."""
+        """The result of a call, and whether it succeeded."""
         name = call["function"]["name"]
         if (tool := self._tools.get(name)) is None:
             return f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}", False

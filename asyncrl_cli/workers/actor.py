@@ -4,7 +4,7 @@ It runs none of the user's code itself, so it always answers; a reward or an epi
 costs a ``WorkerProcess``, which is replaced.
 
 Invariant: of a worker process that is gone no descendant lives, not even one that left its session: all of them come to
-this process, which adopts orphans. In the driver they could not be told from Ray's own (decision 0034).
+this process, which adopts orphans. In the driver they could not be distinguished from Ray's (decision 0034).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ ORPHANS_S = 60.0
 
 
 class Orphans:
-    """Reaps adopted processes that have ended: those that nobody has waited for in ``ORPHANS_S``.
+    """Reaps adopted processes that have ended: those that have not been waited for in ``ORPHANS_S``.
 
     Code that starts a process here and has not waited for it by then does not miss its exit status.
     """

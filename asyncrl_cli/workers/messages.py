@@ -6,7 +6,7 @@ numbers its requests; ``Load`` is the first of them. Each is answered once, with
     Load   -> Loaded or TaskError
     Score  -> Scored or RewardFailure
     Play   -> EpisodeEnd
-    Cancel -> no answer of its own: it stops the request with its number, which is answered the sooner
+    Cancel -> no answer: it stops the request with its number, which is then answered
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class WorkerProcess:
             return
         self.closed = self.retired = True
         self._how = how
-        # Kill before waiting: until somebody has waited for the process, its pid is nobody else's.
+        # Kill before waiting: a process that has not been waited for keeps its pid.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -273,7 +273,7 @@ class WorkerProcess:
             future.set_result(answer)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Take answers until the process closes the socket, or sends what is no answer."""
+        """Take answers until the process closes the socket, or sends something else."""
         try:
             while (size := int.from_bytes(await reader.readexactly(4), "big")) <= LARGEST:
                 number, answer = pickle.loads(await reader.readexactly(size))
@@ -285,7 +285,7 @@ class WorkerProcess:
             return
         except Exception:
             traceback.print_exc()
-        self.close("it sent what is no answer", Retry.ISOLATED)
+        self.close("its process sent an invalid answer", Retry.ISOLATED)
 
     async def _close_at_end(self, listening: asyncio.Task[None]) -> None:
         """Close when the process has ended, or has closed its socket and does not end."""
@@ -336,7 +336,7 @@ class WorkerProcess:
 
     def _on_output(self, output: int) -> None:
         with suppress(OSError):
-            if not self._copy_output(output):  # nobody has it open any more
+            if not self._copy_output(output):  # no process has it open any more
                 self._loop.remove_reader(output)
 
     def _copy_output(self, output: int) -> bool:

@@ -1,7 +1,7 @@
-"""The one place where a reward is asked for and checked.
+"""Calling a reward function and checking what it returns.
 
 Invariant: what leaves ``score`` and ``score_async`` is a ``Scored`` of finite floats or a ``RewardFailure``, whatever
-the reward function does short of ending its process or never returning; ``reward_process`` sees to those two.
+the reward function does, except ending its process or never returning, which the owner of the process handles.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def score(task: Task, response: Response) -> Scored | RewardFailure:
         value: object = task.reward(*response)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-    except BaseException as error:  # sys.exit() is no way out of a run either
+    except BaseException as error:  # sys.exit() must not end the process
         return failed(error, reward_name(task), response[0])
     return checked(value, reward_name(task), response[0])
 
@@ -74,14 +74,13 @@ def checked(value: object, name: str, prompt: Prompt) -> Scored | RewardFailure:
     if isinstance(value, RewardResult):
         reward = value.reward
         if not isinstance(value.metrics, Mapping):
-            return RewardFailure(
-                f"{name} returned metrics for prompt {prompt.uid!r} that are {_shown(value.metrics, repr)}, no mapping"
-            )
+            metrics_text = _shown(value.metrics, repr)
+            return RewardFailure(f"{name} returned metrics {metrics_text} for prompt {prompt.uid!r}, not a mapping")
         metrics = value.metrics
     number = _finite(reward)
     if number is None:
         return RewardFailure(
-            f"{name} returned {_shown(reward, repr)} for prompt {prompt.uid!r}, which is no finite number"
+            f"{name} returned {_shown(reward, repr)} for prompt {prompt.uid!r}, which is not a finite number"
         )
     measured: dict[str, float] = {}
     for key, item in metrics.items():
@@ -111,10 +110,10 @@ def failed(error: BaseException, name: str, prompt: Prompt) -> RewardFailure:
     """The failure of a reward that raised, its traceback on stderr. To be called in the ``except`` clause."""
     traceback.print_exc()
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    said = _shown(error, str)
+    text = _shown(error, str)
     if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
-        said = f"{said} (its process may take {limit // 2**20} MiB)".strip()
-    return RewardFailure(f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {said}")
+        text = f"{text} (its process may take {limit // 2**20} MiB)".strip()
+    return RewardFailure(f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {text}")
 
 
 def reward_name(task: object) -> str:

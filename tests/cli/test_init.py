@@ -19,7 +19,7 @@ from asyncrl_cli.spec.schema import FILE, json_schema
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()
 NAMES = [
-    *("agent", "command-agent", "environment", "gym", "score", "math", "mix", "reward-function", "unit-tests"),
+    *("agent", "command-agent", "environment", "gym", "judge", "math", "mix", "reward-function", "unit-tests"),
 ]
 
 

@@ -82,9 +82,9 @@ def test_the_last_line_is_the_reward(printed: str, reward: object, tmp_path: Pat
         ("echo thinking; echo 'no such model' >&2; exit 3", "it ended with status 3: no such model"),
         ("exit 3", "it ended with status 3: it printed nothing"),
         ("kill -9 $$", "it ended with status -9"),
-        ("echo done", "the last line that it printed is no reward .*'done'"),
-        ("true", "no reward"),
-        ("""echo '{"score": 1}'""", "no reward"),
+        ("echo done", "the last line that it printed is not a reward .*'done'"),
+        ("true", "not a reward"),
+        ("""echo '{"score": 1}'""", "not a reward"),
     ],
 )
 def test_a_command_without_a_reward_has_failed(command: str, says: str) -> None:

@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         self.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
         status, text = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         message = {"index": 0, "finish_reason": self.finish_reason, "message": {"role": "assistant", "content": text}}
-        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "score", "choices": [message]}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "judge", "choices": [message]}
         data = json.dumps(answer if status == 200 else {"error": {"message": text}}).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -74,7 +74,7 @@ def judged(judge: Judge, *replies: str | tuple[int, str], prompt: Prompt = PROMP
     ],
 )
 def test_a_number_at_the_end_is_the_score(url: str, reply: str, score: float) -> None:
-    assert judged(Judge(url, "score"), reply) == Scored(score / 10, {"judge_score": score})
+    assert judged(Judge(url, "judge"), reply) == Scored(score / 10, {"judge_score": score})
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_a_number_at_the_end_is_the_score(url: str, reply: str, score: float) ->
     ],
 )
 def test_anything_else_is_no_score(url: str, reply: str, says: str) -> None:
-    failure = judged(Judge(url, "score"), reply)
+    failure = judged(Judge(url, "judge"), reply)
     assert isinstance(failure, RewardFailure)
     assert "Judge.reward failed on prompt 'row/1': NoScore: the judge's" in failure.reason and says in failure.reason
 
 
-def test_an_answer_that_is_cut_off_has_no_score(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_truncated_has_no_score(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "finish_reason", "length")
-    failure = judged(Judge(url, "score", retries=1), "Score: 10")
-    assert isinstance(failure, RewardFailure) and "cut off at its length limit: 'Score: 10'" in failure.reason
+    failure = judged(Judge(url, "judge", retries=1), "Score: 10")
+    assert isinstance(failure, RewardFailure) and "truncated at its length limit: 'Score: 10'" in failure.reason
     assert len(Handler.asked) == 2
 
 
@@ -114,7 +114,7 @@ def test_what_the_judge_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge = Judge(
         url,
-        "score",
+        "judge",
         api_key_env="JUDGE_KEY",
         system="Be strict.",
         scale=(1, 5),
@@ -126,7 +126,7 @@ def test_what_the_judge_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == {
         "path": "/v1/chat/completions",
         "key": "Bearer secret",
-        "model": "score",
+        "model": "judge",
         "max_tokens": 5,
         "messages": [
             {"role": "system", "content": "Be strict."},
@@ -139,12 +139,12 @@ def test_what_the_judge_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_server_that_fails_is_asked_again_so_many_times(url: str) -> None:
-    assert judged(Judge(url, "score", retries=2), (500, "busy"), (503, "busy"), "7") == Scored(
+    assert judged(Judge(url, "judge", retries=2), (500, "busy"), (503, "busy"), "7") == Scored(
         0.7, {"judge_score": 7.0}
     )
-    failure = judged(Judge(url, "score", retries=0), (500, "busy"))
+    failure = judged(Judge(url, "judge", retries=0), (500, "busy"))
     assert isinstance(failure, RewardFailure) and "InternalServerError" in failure.reason
-    failure = judged(Judge("http://127.0.0.1:9/v1", "score", retries=0), "7")
+    failure = judged(Judge("http://127.0.0.1:9/v1", "judge", retries=0), "7")
     assert isinstance(failure, RewardFailure) and "APIConnectionError" in failure.reason
 
 
@@ -154,25 +154,25 @@ def test_a_server_that_fails_is_asked_again_so_many_times(url: str) -> None:
 )
 def test_impossible_options(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        Judge("http://judge/v1", "score", **options)
+        Judge("http://judge/v1", "judge", **options)
 
 
 def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(TaskError, match="variable JUDGE_KEY is not set"):
-        Judge("http://judge/v1", "score", api_key_env="JUDGE_KEY")
+        Judge("http://judge/v1", "judge", api_key_env="JUDGE_KEY")
 
 
 def test_a_judge_without_a_score_is_asked_again_and_shown_its_answer(url: str) -> None:
-    assert judged(Judge(url, "score"), "I like it.", "Well.", "Score: 8") == Scored(0.8, {"judge_score": 8.0})
+    assert judged(Judge(url, "judge"), "I like it.", "Well.", "Score: 8") == Scored(0.8, {"judge_score": 8.0})
     assert [len(request["messages"]) for request in Handler.asked] == [1, 3, 5]
     assert Handler.asked[2]["messages"][3] == {"role": "assistant", "content": "Well."}
-    assert isinstance(judged(Judge(url, "score", retries=1), "I like it."), RewardFailure)
+    assert isinstance(judged(Judge(url, "judge", retries=1), "I like it."), RewardFailure)
     assert len(Handler.asked) == 2
 
 
 def test_only_the_end_of_a_long_line_is_searched(url: str) -> None:
-    judge, searched = Judge(url, "score", retries=0), []
+    judge, searched = Judge(url, "judge", retries=0), []
 
     class Pattern:
         def search(self, text: str, start: int) -> None:
@@ -181,11 +181,11 @@ def test_only_the_end_of_a_long_line_is_searched(url: str) -> None:
     judge._pattern = Pattern()  # type: ignore[assignment]
     assert isinstance(judged(judge, "*" * 1_000_000), RewardFailure)
     assert searched == [1000]
-    assert judged(Judge(url, "score"), "*" * 1_000_000 + "Score: 7") == Scored(0.7, {"judge_score": 7.0})
+    assert judged(Judge(url, "judge"), "*" * 1_000_000 + "Score: 7") == Scored(0.7, {"judge_score": 7.0})
 
 
 def test_a_row_without_a_field_of_the_template_is_found_before_it_is_judged(url: str) -> None:
-    judge = Judge(url, "score", template="{response} and {answer}")
+    judge = Judge(url, "judge", template="{response} and {answer}")
     judge.check_prompt(PROMPT)
     with pytest.raises(MissingField, match="no field 'answer' of the template"):
         judge.check_prompt(Prompt("row/2", "?"))

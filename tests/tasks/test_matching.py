@@ -108,7 +108,7 @@ def test_other_answers(answer: str, response: str, options: Any) -> None:
 
 
 def test_a_row_without_mathematics_is_a_mistake_and_no_wrong_answer() -> None:
-    with pytest.raises(ValueError, match="field 'answer' is no answer that can be read: it is empty"):
+    with pytest.raises(ValueError, match="field 'answer' is not a readable answer: it is empty"):
         MathAnswers().reward(row(answer=""), "12", True)
     with pytest.raises(ValueError, match="extract must be one of any, boxed"):
         MathAnswers(extract="all")  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ def test_a_mix_has_limits_per_task_and_plain_rewards_do_not_delay_async_ones(sco
     mix = [
         TaskMember(name="slow", use="user_rewards:plain"),
         TaskMember(name="quick", use="user_rewards:plain", reward_timeout_s=0.3),
-        TaskMember(name="score", use="user_rewards:together"),
+        TaskMember(name="judge", use="user_rewards:together"),
     ]
     texts = ["judge/wait for 2", "slow/time.sleep(0.5)", "quick/time.sleep(30)", "judge/wait for 2", "slow/1"]
     scored = score(texts, mix=mix, reward_concurrency=2)

@@ -51,7 +51,7 @@ def test_numbers_become_floats(value: Any) -> None:
 def test_anything_else_is_a_failure_with_a_name(value: Any) -> None:
     said = reason(returning(value))
     assert said.startswith(f"rewards:f returned {repr(value)[:100]}")
-    assert said.endswith("for prompt 'row/7', which is no finite number")
+    assert said.endswith("for prompt 'row/7', which is not a finite number")
 
 
 def test_a_reward_that_raises_is_named_with_its_cause_and_leaves_a_traceback(

@@ -14,7 +14,7 @@ What makes it learnable by reward alone is as in ``chain_sum``: the demonstratio
 tool, step by step, and mostly guesses instead.
 
 Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
-demonstrations; ``_draw`` is the one place that draws expressions.
+demonstrations; ``_draw`` alone draws expressions.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ and reinforcement finds the working because only it pays. Random, not true: with
 would pay too, and training would shrink to it.
 
 Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
-demonstrations; ``_draw`` is the one place that draws expressions.
+demonstrations; ``_draw`` alone draws expressions.
 """
 
 from __future__ import annotations

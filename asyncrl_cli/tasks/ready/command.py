@@ -108,7 +108,7 @@ class Command:
 
 async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Run a command to its end; its status, and the end of what it printed on both streams."""
-    # Pipes of our own: asyncio would wait for everyone who has inherited them, too.
+    # Our own pipes: asyncio would also wait for every process that has inherited them.
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     reading = [asyncio.create_task(_end_of(descriptor)) for descriptor in (out, err)]
     try:
@@ -171,12 +171,12 @@ def _reward_in(line: str) -> float | RewardResult:
         return float(value)
     except (ValueError, KeyError, TypeError):
         raise CommandFailed(
-            f"the last line that it printed is no reward (a number, or {{'reward': number}}): {line[:200]!r}"
+            f"the last line that it printed is not a reward (a number, or {{'reward': number}}): {line[:200]!r}"
         ) from None
 
 
 def _check_program(program: str, cwd: str | None, path: str | None) -> None:
-    """Raise ``TaskError`` for a program that is not there, as far as that can be said where no episode runs."""
+    """Raise ``TaskError`` for a program that is missing, as far as that is known before an episode runs."""
     missing = False
     if "/" not in program or os.path.isabs(program):
         missing = shutil.which(program, path=path) is None
@@ -188,7 +188,7 @@ def _check_program(program: str, cwd: str | None, path: str | None) -> None:
         raise TaskError(
             f"there is no program {program}" + (f" in {cwd or 'an empty folder'}" if "/" in program else ""),
             location="task.options.command",
-            hint="correct its name, install it, give its whole path, or set cwd to the folder of a relative one",
+            hint="correct its name, install it, give its absolute path, or set cwd to the folder of a relative one",
         )
 
 

@@ -3,7 +3,7 @@
 Questions and verifiers are reasoning-gym's. What makes them prompts of two splits is here.
 
 Invariant: which split a question belongs to is a hash of its text (``prompts.is_held_out``), so what is held out is
-never trained on, however few different questions a data set has. ``_index`` is the one place that draws rows.
+never trained on, however few different questions a data set has. ``_index`` alone draws rows.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Gym:
         return LazyPrompts(size, row)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """The score of the response's answer; 0.0 for one that is cut, or that the verifier cannot read."""
+        """The score of the response's answer; 0.0 for one that is truncated, or that the verifier cannot read."""
         answer = _answer(response, self._extract) if finished else None
         if answer is None:
             return 0.0

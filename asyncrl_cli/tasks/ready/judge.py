@@ -34,7 +34,7 @@ PATTERN = (
     r"(?:^|\b(?:score|rating)[\s*_`]*[:=])[\s*_`]*([-+]?\d+(?:\.\d+)?)"
     r"(?:\s*(?:/|out of)\s*(?P<of>\d+(?:\.\d+)?))?[\s.*_`]*$"
 )
-"""The number stands alone on the line or follows the label; in "7,5", ".5" or "10 - 3" nobody knows which it is."""
+"""The number stands alone on the line or follows the label; in "7,5", ".5" or "10 - 3" it is ambiguous."""
 AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
 LONGEST_LINE = 1_000
 """Characters at the end of an answer in which the score is sought: a pattern may take the square of them in steps."""
@@ -76,14 +76,14 @@ class Judge:
             timeout_s: seconds for one answer; with all ``retries`` it should fit into ``task.reward_timeout_s``.
             retries: how often a request that fails is sent again, and how often a judge is asked again whose answer has
                 no score.
-            request: further fields of the request; ``{temperature: 0}`` if nothing is said.
+            request: further fields of the request; ``{temperature: 0}`` by default.
 
         Raises ``TaskError`` and ``ValueError`` for impossible options.
         """
         address = urlsplit(base_url)
         if address.scheme not in ("http", "https") or not address.hostname:
             raise TaskError(
-                "base_url is no http or https address",
+                "base_url is not an http or https address",
                 location="task.options.base_url",
                 hint="name the judge's server, such as http://judge:8000/v1",
             )
@@ -126,7 +126,7 @@ class Judge:
             raise MissingField(f"the row has no field {error} of the template") from None
 
     async def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
-        """The judge's score on a scale from 0.0 to 1.0, with the metric ``judge_score``, as the judge said it.
+        """The judge's score on a scale from 0.0 to 1.0, with the metric ``judge_score``, as the judge gave it.
 
         Raises ``NoScore``, ``KeyError`` for a field that the row lacks, and what the ``openai`` package raises.
         """
@@ -141,7 +141,7 @@ class Judge:
             text = choice.message.content or ""
             try:
                 if choice.finish_reason == "length":  # "Score: 10" may be the start of "Score: 10 - 3"
-                    raise NoScore(f"the judge's answer is cut off at its length limit: {_shown(text)}")
+                    raise NoScore(f"the judge's answer is truncated at its length limit: {_shown(text)}")
                 score = self._score(text)
                 break
             except NoScore:
@@ -169,10 +169,10 @@ class Judge:
         try:
             score, highest = float(found[1]), float(found.groupdict().get("of") or self._high)
         except ValueError:
-            raise NoScore(f"the judge's score {found[0]!r} is no number") from None
+            raise NoScore(f"the judge's score {found[0]!r} is not a number") from None
         if highest != self._high or not self._low <= score <= self._high:
-            said = found[1] if highest == self._high else f"{found[1]} out of {highest:g}"
-            raise NoScore(f"the judge's score {said} is not from {self._low:g} to {self._high:g}: {_shown(answer)}")
+            given = found[1] if highest == self._high else f"{found[1]} out of {highest:g}"
+            raise NoScore(f"the judge's score {given} is not from {self._low:g} to {self._high:g}: {_shown(answer)}")
         return score
 
 

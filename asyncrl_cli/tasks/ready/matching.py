@@ -39,8 +39,8 @@ class ExactMatch:
     """The task ``exact``: 1.0 if the response is the row's field, else 0.0."""
 
     def __init__(self, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
-        """``field`` holds the right text, or a list of right ones. ``strip`` leaves spaces at the ends out of account,
-        ``ignore_case`` the difference of capital letters."""
+        """``field`` holds the right text, or a list of right ones. ``strip`` ignores spaces at the ends,
+        ``ignore_case`` ignores case."""
         self._field = field
         self._ignore_case = ignore_case
         self._strip = strip
@@ -80,7 +80,7 @@ class RegexMatch:
             pattern: searched for in the response.
             pattern_field: the field of the row that holds the pattern instead.
             field: what the first group is compared with.
-            ignore_case, strip: as in ``exact``; capital letters do not count in the pattern either.
+            ignore_case, strip: as in ``exact``; ``ignore_case`` holds for the pattern, too.
         """
         if (pattern is None) == (pattern_field is None):
             raise ValueError("give one of pattern and pattern_field")
@@ -88,7 +88,7 @@ class RegexMatch:
         try:
             self._pattern = None if pattern is None else re.compile(pattern, self._flags)
         except re.error as error:
-            raise ValueError(f"pattern is no regular expression: {error}") from error
+            raise ValueError(f"pattern is not a regular expression: {error}") from error
         self._pattern_field = pattern_field
         self._exact = ExactMatch(field, ignore_case, strip)
 

@@ -22,8 +22,8 @@ from asyncrl_cli.tasks.ready.math_forms import Answer, Unreadable, closing_brace
 
 Extract = Literal["any", "boxed", "last_number", "answer_tag"]
 MARK = "####"
-"""What stands before the answer in GSM8K's solutions."""
-# A minus after a digit, a letter or a bracket subtracts, and is no sign.
+"""Precedes the answer in GSM8K's solutions."""
+# A minus after a digit, a letter or a bracket subtracts; it is not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 BOXED = "\\boxed{"
 _PHRASE = re.compile(r"answer is|answer:|final:", re.IGNORECASE)
@@ -36,7 +36,7 @@ _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
 """A calculation behind a number: "9 (3*3)"."""
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
 LONGEST_SEARCHED = 10_000
-"""Characters at the end of a response in which a plain expression is looked for: the answer stands at the end."""
+"""Characters at the end of a response in which a plain expression is looked for: the answer is at the end."""
 
 
 class MathAnswers:
@@ -45,7 +45,7 @@ class MathAnswers:
     def __init__(self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5) -> None:
         r"""Args:
             field: of the row, with the right answer.
-            extract: where a response says its answer: ``any`` leaves that to math-verify (the last of boxed, LaTeX and
+            extract: where a response has its answer: ``any`` leaves that to math-verify (the last of boxed, LaTeX and
                 plain expressions), ``boxed`` takes the last ``\boxed{}``, ``last_number`` the last number, and
                 ``answer_tag`` the text in the last ``<answer>`` tags. GSM8K's mark comes before all but ``boxed``: the
                 rest of the line of the last ``####``, unless a ``\boxed{}`` follows or it is a heading.
@@ -89,7 +89,7 @@ class MathAnswers:
         try:
             return read(_after_mark(text_field(prompt, self._field)))
         except Unreadable as error:
-            raise Unreadable(f"the field {self._field!r} is no answer that can be read: {error}") from None
+            raise Unreadable(f"the field {self._field!r} is not a readable answer: {error}") from None
 
     def _answers(self, response: str) -> Iterator[str]:
         """The parts of the response that may be its answer."""
@@ -123,12 +123,12 @@ class MathAnswers:
             tail = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *_")
             tail = _REMARK.sub("", tail)
         try:
-            whole = read(tail if phrase else response)
+            answer = read(tail if phrase else response)
         except Unreadable:
-            whole = None
-        if whole is not None:
-            yield whole.text
-        if (whole is None or is_prose(whole)) and not (phrase and _UNCLEAR.search(tail)):
+            answer = None
+        if answer is not None:
+            yield answer.text
+        if (answer is None or is_prose(answer)) and not (phrase and _UNCLEAR.search(tail)):
             yield from (found for found in self._parsed(tail) if isinstance(found, str))
 
     def _parsed(self, text: str) -> Any:

@@ -139,7 +139,7 @@ class Item:
     """One of the things that an answer lists.
 
     Args:
-        text: as it stands, tidied up.
+        text: tidied up.
         name: the variable that it is the value of, "" without one.
         brackets: of a tuple or an interval, "" for all else.
         parts: what is between them.
@@ -166,7 +166,7 @@ class Answer:
 
 
 class Unreadable(ValueError):
-    """A text that is no answer; says why."""
+    """A text that is not an answer; says why."""
 
 
 def read(text: str) -> Answer:
@@ -198,7 +198,7 @@ def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
 
 
 def is_prose(answer: Answer) -> bool:
-    """Whether an answer has words in it that are no units."""
+    """Whether an answer has words in it that are not units."""
     return any(
         _LITERAL.search(item.text) or _BARE_WORD.search(item.text) for reading in answer.readings for item in reading
     )
@@ -223,10 +223,10 @@ def tidied(text: str) -> str:
 def closing_brace(text: str, opening: int) -> int | None:
     """Where the brace is closed that is opened at ``opening``; None where it is not."""
     depth = 0
-    for place in range(opening, len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
+    for index in range(opening, len(text)):
+        depth += (text[index] == "{") - (text[index] == "}")
         if depth == 0:
-            return place
+            return index
     return None
 
 
@@ -246,7 +246,7 @@ def _same_items(left: Reading, right: Reading, equal: EqualExpressions) -> bool:
         return False
     rest = list(right)
     for item in left:
-        found = next((place for place, other in enumerate(rest) if _same(item, other, equal)), None)
+        found = next((index for index, other in enumerate(rest) if _same(item, other, equal)), None)
         if found is None:
             return False
         del rest[found]
@@ -268,7 +268,7 @@ def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
             and all(_same(one, other, equal) for one, other in zip(left.parts, right.parts, strict=True))
         )
     if ("=" in left.text) != ("=" in right.text):
-        return False  # an equation is no value, though a variable's value may stand alone
+        return False  # an equation is not a value, though a variable's value may stand alone
     both = (left.text, right.text)
     if any(map(_LITERAL.search, both)) or (one_word and other_word and not all(map(_PRODUCT.fullmatch, both))):
         return False  # as products of letters, "east" and "seat" are equal
@@ -311,7 +311,7 @@ def _is_numeral(digits: str, base: str) -> bool:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The name before the first equals sign and what is after the last one; "" for what is no assignment."""
+    """The name before the first equals sign and what is after the last one; "" for what is not an assignment."""
     if "=" not in text or _RELATION.search(text) or "\\ne" in text:
         return "", text
     parts = list(_split(text, _EQUALS))
@@ -322,7 +322,7 @@ def _named(text: str) -> tuple[str, str]:
 def _without_unit(text: str) -> tuple[str, int]:
     """A value without its unit and degree sign, and the factor in the unit: "5 million dollars" is 5 and 1,000,000.
 
-    What is no unit stays: halves of the day, directions, "or more", and letters that may be variables.
+    What is not a unit stays: halves of the day, directions, "or more", and letters that may be variables.
     """
     factor = 1
     while (found := _last_text(text)) is not None and (value := text[: found.start()].strip()):
@@ -344,7 +344,7 @@ def _without_unit(text: str) -> tuple[str, int]:
 
 
 def _unit(text: str, words: bool = True, letters: bool = False) -> int | None:
-    """The factor of a unit, mostly 1; None for what is no unit. ``words`` and ``letters`` say what may be one."""
+    """The factor of a unit, mostly 1; None for what is not a unit. ``words`` and ``letters`` say what may be one."""
     parts = [part for part in re.split(r"[\s./-]+", _UNIT_END.sub("", text.strip())) if part]
     factor = 1
     if words and parts and (name := parts[0].casefold().removesuffix("s")) in FACTORS:
@@ -425,10 +425,10 @@ def _inner(text: str) -> str | None:
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
         return None
     depth = 0
-    for place, char in enumerate(text):
+    for index, char in enumerate(text):
         depth += (char in OPENERS) - (char in CLOSERS)
         if depth == 0:
-            return text[1:-1] if place == len(text) - 1 else None
+            return text[1:-1] if index == len(text) - 1 else None
     return None
 
 
@@ -438,13 +438,13 @@ def _split(text: str, separator: re.Pattern[str] = _SEPARATOR) -> Iterator[str]:
     marks = ((found.start(), found[0]) for found in _BRACKETS.finditer(text))
     mark = next(marks, None)
     depth = start = 0
-    for place, end in ends:
-        while mark is not None and mark[0] < place:
+    for index, end in ends:
+        while mark is not None and mark[0] < index:
             depth += 1 if mark[1] in ("\\begin", "\\lbrace", *OPENERS) else -1
             mark = next(marks, None)
         if depth == 0:
-            if text[start:place].strip():
-                yield text[start:place].strip()
+            if text[start:index].strip():
+                yield text[start:index].strip()
             start = end
     if text[start:].strip():
         yield text[start:].strip()

@@ -101,7 +101,7 @@ class UnitTests:
 def code_in(response: str) -> str:
     """The last fenced block of Python that parses, or the last block, or all of a response without a fence.
 
-    The last block may lack its end. A response that goes on with a block of the prompt ends at the first fence.
+    The last block may lack its end. A response that continues a block of the prompt ends at the first fence.
     """
     blocks: list[tuple[str, str]] = []
     text = ""

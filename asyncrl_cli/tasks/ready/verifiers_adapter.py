@@ -26,7 +26,7 @@ KEY = "ASYNCRL_POLICY_KEY"
 """Environment variables in which verifiers looks for the policy's keys begin like this; every episode has its own."""
 _NUMBERS = count()
 LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-"""How the agent of a plain taskset runs where nothing is said: a chat loop, on this machine."""
+"""The default agent of a plain taskset: a chat loop, on this machine."""
 
 
 class EpisodeFailed(Exception):
@@ -37,8 +37,8 @@ class VerifiersEnvironment:
     """The task ``verifiers``."""
 
     def __init__(self, taskset: dict[str, Any], held_out: bool = True, **env: Any) -> None:
-        """``taskset`` and ``env`` are what stands under ``[env]`` in a config of verifiers: ``taskset: {id: gsm8k}``,
-        ``agent``, ``max_turns``, .... An ``agent`` of which nothing is said is a chat loop on this machine.
+        """``taskset`` and ``env`` are the keys below ``[env]`` in a config of verifiers: ``taskset: {id: gsm8k}``,
+        ``agent``, ``max_turns``, .... The default ``agent`` is a chat loop on this machine.
 
         ``held_out`` keeps one task in ten for the eval split; else both splits have all tasks.
 
@@ -60,7 +60,7 @@ class VerifiersEnvironment:
             raise TaskError(
                 f"verifiers does not take these options: {error}",
                 location="task.options",
-                hint="they are what stands under [env] in verifiers' own config",
+                hint="they are the keys below [env] in verifiers' own config",
             ) from error
         self._name = str(taskset.get("id", "verifiers"))
         self._held_out = held_out
@@ -114,7 +114,7 @@ class VerifiersEnvironment:
                 await asyncio.Event().wait()
 
         if self._serving is None:
-            # In a context of its own: it belongs to no episode, and is not to end with one.
+            # In an empty context: it belongs to no episode, and must not be cancelled with one.
             self._serving = asyncio.get_running_loop().create_task(serve(), context=contextvars.Context())
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait([ready, self._serving], return_when=asyncio.FIRST_COMPLETED)

@@ -33,7 +33,7 @@ MOST_PRINTED = 2**20
 
 
 class ProtocolError(Exception):
-    """The other side has ended, or said what makes no sense."""
+    """The other side has ended, or sent an invalid message."""
 
 
 class Peer(Codec):
@@ -80,7 +80,7 @@ class Peer(Codec):
                     update([list(arguments), named], self.decode(changed))
                 self.show(str(printed))
             except Exception as error:
-                raise ProtocolError(f"an answer that makes no sense: {error}") from None
+                raise ProtocolError(f"an invalid answer: {error}") from None
         if kind == "error" and isinstance(result, BaseException):
             if isinstance(result, (StopIteration, StopAsyncIteration)) and action != "next":
                 # It would end a loop over a test's own iterator, as if all had been compared.
@@ -268,11 +268,11 @@ class Tests(Peer):
         """As in ``Peer``. Lists and dicts that are attributes of the code's objects are changed there, too, if the test
         has changed them."""
         lent, self._lent = self._lent, {}
-        for key, (place, value, before) in lent.items():
+        for key, (path, value, before) in lent.items():
             after = self.encode(value)
             if after != before:
-                super().ask("update", *place, value)
-            self._lent[key] = place, value, after
+                super().ask("update", *path, value)
+            self._lent[key] = path, value, after
         result = super().ask(action, *arguments, **named)
         if action == "getattr" and isinstance(result, (list, dict, set)):
             key = arguments[0]._number, arguments[1]  # the hash of a Remote would be the code's
@@ -336,7 +336,7 @@ class Tests(Peer):
 
 
 class Remote:
-    """In the tests' process: a value of the code that is no data.
+    """In the tests' process: a value of the code that is not plain data.
 
     Operators take another value of the code only. Against a plain value ``==`` is false and the others raise
     ``TypeError``: were the code asked, it would be shown the expected value before it answers.

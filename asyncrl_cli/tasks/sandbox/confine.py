@@ -1,6 +1,6 @@
 """What a process in a sandbox does to itself before it runs code that nobody has read.
 
-Its limits, a user's id of its own when it is root, Landlock (where no namespaces hide the file system), and seccomp.
+Limits, an unused user id when it is root, Landlock (where no namespaces hide the file system), and seccomp.
 None of it can be undone.
 """
 
@@ -81,7 +81,7 @@ def confine(setup: dict[str, Any]) -> list[str]:
         _limit(kind, limit)
     if uid:
         _become(uid)
-        if uid != NOBODY:  # the kernel counts a user's threads, and nobody's may be others'
+        if uid != NOBODY:  # the kernel counts a user's threads, and `nobody` may have others
             _limit(resource.RLIMIT_NPROC, limits["processes"])
     _drop_capabilities()
     _call("prctl PDEATHSIG", _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))

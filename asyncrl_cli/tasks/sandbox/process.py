@@ -132,7 +132,7 @@ class SandboxProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process inside, as seen from here; until bwrap has said it, that of bwrap, with which it ends."""
+        """Of the process inside, as seen from here; until bwrap has written it, that of bwrap, with which it ends."""
         if not self._pid:
             with suppress(BlockingIOError):  # bwrap has not written it yet
                 self._info_text += os.read(self._info, 4096)
@@ -267,7 +267,7 @@ def _bubblewrap(disk_mb: int) -> Sequence[str]:
     """bwrap and its arguments, without the command."""
     namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if _unused_uid() is not None:
-        # Root makes these itself, and the process drops to an id of its own: a user namespace would map it to root.
+        # Root makes these itself, and the process drops to an unused id: a user namespace would map it to root.
         # The first process of the namespace is bwrap's then: dying parents may not send signals to other ids.
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:

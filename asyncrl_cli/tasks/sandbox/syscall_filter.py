@@ -1,7 +1,7 @@
 """The system calls that code in a sandbox may make, as a seccomp program that libseccomp compiles.
 
 What is not named here is refused, new system calls of later kernels included: programs and processes (threads are
-allowed), sockets, signals, limits and priorities of other processes, memory that nobody maps, owners, modes and times
+allowed), sockets, signals, limits and priorities of other processes, memory that is not mapped, owners, modes and times
 of files, disk space that is taken without writing (fallocate), namespaces, keys, tracing, io_uring.
 """
 
@@ -70,16 +70,16 @@ def program() -> bytes:
     try:
         for name in ALLOWED:
             allow(name)
-        for name, place, values in (("fcntl", 1, FCNTL), ("ioctl", 1, IOCTL), ("prctl", 0, PRCTL)):
+        for name, argument, values in (("fcntl", 1, FCNTL), ("ioctl", 1, IOCTL), ("prctl", 0, PRCTL)):
             for value in values:
-                allow(name, (place, SCMP_CMP_EQ, value, 0))
+                allow(name, (argument, SCMP_CMP_EQ, value, 0))
         allow("clone", (0, SCMP_CMP_MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
-        for place, name in ((1, "open"), (2, "openat")):
+        for argument, name in ((1, "open"), (2, "openat")):
             # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC. A file without a
             # name (O_TMPFILE) would be missing where the files are counted by name.
             for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
                 masked = os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC)
-                allow(name, (place, SCMP_CMP_MASKED_EQ, masked, mode))
+                allow(name, (argument, SCMP_CMP_MASKED_EQ, masked, mode))
         allow("prlimit64", (0, SCMP_CMP_EQ, 0, 0))
         allow("setrlimit")
         # What event loops wake themselves up with. No other socket, and no address to send to.

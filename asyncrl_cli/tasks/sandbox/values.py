@@ -1,6 +1,6 @@
 """Python values as JSON, between the process of the tests and the process of the code they judge.
 
-Nothing that is decoded is executed: plain values and those in ``RECIPES`` are built anew with the reader's own types.
+Nothing that is decoded is executed: plain values and those in ``RECIPES`` are rebuilt with the reader's own types.
 Whatever else there is travels as a reference, which ``Codec.refer`` makes and ``Codec.resolve`` reads.
 """
 
@@ -49,10 +49,10 @@ ARRAY_TYPE = re.compile(r"[<>|][biufcUS][0-9]{1,9}")
 
 
 class Codec:
-    """Encodes and decodes. Subclasses say what becomes of the values that are no data."""
+    """Encodes and decodes. Subclasses say what becomes of the values that are not plain data."""
 
     def refer(self, value: Any) -> list[Any]:
-        """The reference of a value that is no data. Raises ``TypeError`` when it has none."""
+        """The reference of a value that is not plain data. Raises ``TypeError`` when it has none."""
         raise NotImplementedError
 
     def resolve(self, kind: str, rest: list[Any]) -> Any:
