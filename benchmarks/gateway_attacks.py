@@ -140,7 +140,7 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     """Start the gateway, attack it, and print a table."""
     import psutil
 
-    from asyncrl_cli.gateway.crossing import SessionOpening
+    from asyncrl_cli.gateway.actor import SessionOpening
     from asyncrl_cli.gateway.session import Limits
     from asyncrl_cli.orchestrator.actors import ActorFactory
     from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of

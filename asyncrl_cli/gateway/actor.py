@@ -1,7 +1,11 @@
-"""The Ray actor that is the gateway: network, rendering, tokenizing and sessions, apart from the driver.
+"""The Ray actor that is the gateway, and what crosses between it and the driver: token ids, in bulk (decision 0022).
 
-Only token ids cross to the driver (``crossing``). The actor keeps nothing that the journal does not have: when it dies,
-episodes are played again from the tokens that it had told.
+Network, rendering, tokenizing and sessions happen here, apart from the driver. The actor keeps nothing that the journal
+does not have: when it dies, episodes are played again from the tokens that it had reported.
+
+The gateway asks for generations and reports what sessions recorded; the driver opens and closes sessions and answers.
+Each direction is one call at a time (``tell`` and ``collect`` of ``GatewayActor``), which carries everything there is,
+so the order of events is kept.
 """
 
 from __future__ import annotations
@@ -9,21 +13,149 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.crossing import Crossing, News, Orders, SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import Limits, Session
 from asyncrl_cli.gateway.sessions import Sessions
-from asyncrl_cli.records.generation import Sampling
+from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.client import GenerationFailed, OnSegments
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
 log = logging.getLogger(__name__)
+
+MOST_TOKENS = 200_000
+"""Prompt tokens after which ``collect`` leaves further requests to its next call, so that the driver reads each answer
+quickly."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpening:
+    """A session to open. ``name`` is in its URL and may be reused when the session has ended; ``number``, which
+    ``GatewayClient`` sets, is unique. The other fields are those of ``session.Session``."""
+
+    name: str
+    rollout_id: str
+    sampling: Sampling
+    limits: Limits
+    number: int = -1
+    priority: int = 0
+    recorded: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """A session's result: its rollout (None: nothing was sampled), the text of its last reply, and the first limit that
+    refused a call."""
+
+    number: int
+    rollout: Rollout | None = None
+    last_text: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request of a session (None: a call without one). ``number`` is unique: request ids are reused when an episode
+    is played again."""
+
+    number: int
+    session: int | None
+    request: RolloutRequest
+
+
+@dataclass(slots=True)
+class Orders:
+    """From the driver: sessions to open or (by number) to end, in this order; new tokens of generations; and the
+    results of those that ended."""
+
+    sessions: list[SessionOpening | int] = field(default_factory=list)
+    segments: list[tuple[int, list[Segment]]] = field(default_factory=list)
+    results: list[tuple[int, Rollout | RolloutFailure]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class News:
+    """To the driver: segments to record by session, cancelled generations, requested ones, and ended sessions.
+
+    To be handled in this order: tokens before the end of their session, and a cancelled generation before one that
+    reuses its id.
+    """
+
+    segments: list[tuple[int, list[Segment]]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    requests: dict[int, Generation] = field(default_factory=dict)
+    ends: list[SessionEnd] = field(default_factory=list)
+
+
+class Crossing:
+    """The gateway's end of the two calls."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._open: dict[int, tuple[asyncio.Future[Rollout | RolloutFailure], OnSegments | None]] = {}
+        self._news = News()
+        self._has_news = asyncio.Event()
+
+    async def generate(
+        self, session: int | None, request: RolloutRequest, on_segments: OnSegments | None = None
+    ) -> Rollout:
+        """Have the driver generate this, as ``GenerationClient.generate`` does. Raises ``GenerationFailed``."""
+        number = next(self._numbers)
+        result: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
+        self._open[number] = (result, on_segments)
+        self._news.requests[number] = Generation(number, session, request)
+        self._has_news.set()
+        try:
+            generated = await result
+        finally:
+            if self._open.pop(number, None) is not None and self._news.requests.pop(number, None) is None:
+                self._news.cancelled.append(number)
+                self._has_news.set()
+        if isinstance(generated, RolloutFailure):
+            raise GenerationFailed(generated.reason)
+        return generated
+
+    def record(self, session: int, segments: list[Segment]) -> None:
+        """Report new tokens of a session to the driver."""
+        self._news.segments.append((session, segments))
+        self._has_news.set()
+
+    def ended(self, end: SessionEnd) -> None:
+        """Report a session's result to the driver, after everything else about it."""
+        self._news.ends.append(end)
+        self._has_news.set()
+
+    def answer(self, orders: Orders) -> None:
+        """Deliver what the driver generated."""
+        for number, segments in orders.segments:
+            if number in self._open and (on_segments := self._open[number][1]) is not None:
+                on_segments(segments)
+        for number, generated in orders.results:
+            if (entry := self._open.pop(number, None)) is not None and not entry[0].done():
+                entry[0].set_result(generated)
+
+    async def collect(self, timeout_s: float) -> News:
+        """Everything since the last call; waits up to ``timeout_s`` for the first."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+        news, self._news = self._news, News()
+        tokens, now = 0, {}
+        while news.requests and tokens < MOST_TOKENS:
+            number = next(iter(news.requests))
+            now[number] = news.requests.pop(number)
+            tokens += len(now[number].request.prompt_ids)
+        self._news.requests, news.requests = news.requests, now
+        if not self._news.requests:
+            self._has_news.clear()
+        return news
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +166,7 @@ class GatewaySetup:
         spec: where it listens, and how long its contexts are.
         chat: reads the model's chat format.
         model: the name that clients use.
-        secret: what session keys are derived from.
+        secret: session keys are derived from it.
         api_key: opens `/v1`, to calls without a session; None where there is no `/v1`.
     """
 
@@ -78,7 +210,7 @@ class GatewayActor:
         return os.getpid(), self._server.url
 
     async def tell(self, orders: Orders) -> None:
-        """Take what the driver has to tell."""
+        """Take the driver's orders."""
         for change in orders.sessions:
             if isinstance(change, SessionOpening):
                 self._open(change)
@@ -87,7 +219,7 @@ class GatewayActor:
         self._crossing.answer(orders)
 
     async def collect(self, timeout_s: float) -> News:
-        """What there is to tell the driver; waits up to ``timeout_s`` for it."""
+        """The news for the driver; waits up to ``timeout_s`` for some."""
         return await self._crossing.collect(timeout_s)
 
     async def stop(self) -> None:
@@ -114,7 +246,8 @@ class GatewayActor:
         name, session = self._by_number.pop(number)
         self._sessions.close(name)
         end = SessionEnd(number, session.rollout(), session.last_text, session.failure)
-        # After the cancellations of its calls, which happen in the loop's next turn.
+        # After the cancellations of its calls, which are reported in the loop's next turn: the driver must know them
+        # before the session's end.
         asyncio.get_running_loop().call_soon(self._crossing.ended, end)
 
 
@@ -133,15 +266,15 @@ def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, crossing: Crossing
 
 
 class _FullOnce:
-    """An event loop's handler of errors that says once that there are no descriptors left: asyncio reports every
-    connection that it cannot accept, thousands a second."""
+    """An event loop's error handler that logs once that no descriptors are left: asyncio reports every connection that
+    it cannot accept, thousands a second."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._logged = False
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if context.get("message") != "socket.accept() out of system resource":
             loop.default_exception_handler(context)
-        elif not self._said:
-            self._said = True
+        elif not self._logged:
+            self._logged = True
             log.error("no file descriptors are left for connections: %s", context.get("exception"))

@@ -1,7 +1,8 @@
-"""Replies as OpenAI's API says them: whole answers, and the chunks of a stream.
+"""Replies in the form of OpenAI's API: complete answers, and the chunks of a stream.
 
-The answers are typed dictionaries, so that what is sent is what the OpenAPI document says, and nothing is validated a
-second time on its way out.
+The answers are typed dictionaries of exactly what is sent: FastAPI makes the OpenAPI document of them, and nothing is
+validated a second time on its way out. (openai.types has neither the token ids nor what is left out here, and takes a
+second to import: decision 0035.)
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NotRequired
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 from asyncrl_cli.gateway.session import Reply
 
 LEAST_LOGPROB = -9999.0
-"""What JSON gets for minus infinity, which it cannot say."""
+"""Stands for minus infinity, which JSON does not have."""
 
 
 class Usage(TypedDict):
@@ -47,7 +49,7 @@ class Call(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """What the model said."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -86,13 +88,18 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(TypedDict):
-    """The answer of `/v1/chat/completions`."""
+class Envelope(TypedDict):
+    """What all generated answers begin with; ``created`` is a unix time in s."""
 
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+
+
+class ChatCompletion(Envelope):
+    """The answer of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: NotRequired[list[int]]
@@ -116,13 +123,10 @@ class ChatChunkChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(Envelope):
     """One event of a streamed answer."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage]
     prompt_token_ids: NotRequired[list[int]]
@@ -148,13 +152,10 @@ class TextChoice(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(TypedDict):
+class Completion(Envelope):
     """The answer of `/v1/completions`, and one event of a streamed one."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
     usage: NotRequired[Usage]
 
@@ -197,7 +198,7 @@ def usage(prompts: Sequence[Sequence[Reply]]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request wants to be told beside the text. The request itself need not be kept for it."""
+    """What a request wants beside the text. Kept instead of the request, which may be large."""
 
     token_ids: bool = False
     logprobs: bool = False
@@ -214,14 +215,23 @@ class TokenTexts:
         return self._text(token)
 
 
-class ChatAnswer:
-    """Answers one chat request."""
+class _Answer:
+    """The answer to one request: complete, or as server-sent events. Choices count over all prompts."""
+
+    prefix: ClassVar[str]
+    """What the ids of such answers begin with."""
 
     def __init__(self, wanted: Wanted, model: str, texts: TokenTexts) -> None:
         self._wanted, self._model, self._texts = wanted, model, texts
-        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
 
-    def whole(self, prompts: Sequence[Sequence[Reply]]) -> ChatCompletion:
+
+class ChatAnswer(_Answer):
+    """Answers one request of `/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+
+    def complete(self, prompts: Sequence[Sequence[Reply]]) -> ChatCompletion:
         """The answer to a request that is not streamed."""
         (replies,) = prompts
         choices: list[ChatChoice] = []
@@ -245,9 +255,9 @@ class ChatAnswer:
             choices.append(choice)
         answer: ChatCompletion = {
             "id": self._id,
-            "object": "chat.completion",
             "created": self._created,
             "model": self._model,
+            "object": "chat.completion",
             "choices": choices,
             "usage": usage(prompts),
         }
@@ -256,7 +266,7 @@ class ChatAnswer:
         return answer
 
     def opening(self, choice: int) -> bytes:
-        """The first event of a choice."""
+        """The first event of a choice; empty when it needs none."""
         return event(self._chunk(choice, {"role": "assistant", "content": ""}))
 
     def piece(self, choice: int, text: str) -> bytes:
@@ -288,9 +298,9 @@ class ChatAnswer:
     def _chunk(self, choice: int, delta: Delta) -> ChatChunk:
         return {
             "id": self._id,
-            "object": "chat.completion.chunk",
             "created": self._created,
             "model": self._model,
+            "object": "chat.completion.chunk",
             "choices": [{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}],
         }
 
@@ -309,26 +319,21 @@ class ChatAnswer:
         return {"content": content, "refusal": None}
 
 
-class TextAnswer:
-    """Answers one request of `/v1/completions`; choices count over all prompts."""
+class TextAnswer(_Answer):
+    """Answers one request of `/v1/completions`, with the methods of ``ChatAnswer``."""
 
-    def __init__(self, wanted: Wanted, model: str, texts: TokenTexts) -> None:
-        self._wanted, self._model, self._texts = wanted, model, texts
-        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+    prefix = "cmpl"
 
-    def whole(self, prompts: Sequence[Sequence[Reply]]) -> Completion:
-        """The answer to a request that is not streamed."""
+    def complete(self, prompts: Sequence[Sequence[Reply]]) -> Completion:
         replies = [reply for of_prompt in prompts for reply in of_prompt]
         answer = self._body([self._last(index, reply, reply.text) for index, reply in enumerate(replies)])
         answer["usage"] = usage(prompts)
         return answer
 
     def opening(self, choice: int) -> bytes:
-        """Nothing: a completion begins with its text."""
-        return b""
+        return b""  # a completion begins with its text
 
     def piece(self, choice: int, text: str) -> bytes:
-        """More of a choice's text."""
         return event(self._body([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}]))
 
     def closing(self, choice: int, reply: Reply, sent: str) -> Iterator[bytes]:
@@ -336,7 +341,6 @@ class TextAnswer:
         yield event(self._body([self._last(choice, reply, reply.text[len(sent) :])]))
 
     def used(self, prompts: Sequence[Sequence[Reply]]) -> bytes:
-        """The event that counts the tokens."""
         body = self._body([])
         body["usage"] = usage(prompts)
         return event(body)
@@ -344,19 +348,18 @@ class TextAnswer:
     def _body(self, choices: list[TextChoice]) -> Completion:
         return {
             "id": self._id,
-            "object": "text_completion",
             "created": self._created,
             "model": self._model,
+            "object": "text_completion",
             "choices": choices,
         }
 
     def _last(self, index: int, reply: Reply, text: str) -> TextChoice:
-        finish: Literal["stop", "length"] = "length" if reply.finish_reason == "length" else "stop"
         choice: TextChoice = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(reply),
-            "finish_reason": finish,
+            "finish_reason": "length" if reply.finish_reason == "length" else "stop",
         }
         if self._wanted.token_ids:
             choice["token_ids"] = list(reply.token_ids)
@@ -368,12 +371,12 @@ class TextAnswer:
             return None
         tokens = [self._texts(token) for token in reply.token_ids]
         values = [max(float(logprob), LEAST_LOGPROB) for logprob in reply.logprobs]
-        offsets, at = [], 0
-        for text in tokens:
-            offsets.append(at)
-            at += len(text)
+        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self._wanted.top_logprobs else None
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+Answer = ChatAnswer | TextAnswer
 
 
 def _calls(reply: Reply) -> list[Call]:

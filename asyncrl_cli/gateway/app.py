@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from asyncrl_cli import __version__
 from asyncrl_cli.gateway import errors, openapi
 from asyncrl_cli.gateway.answers import (
+    Answer,
     ChatAnswer,
     Model,
     ModelList,
@@ -29,11 +30,8 @@ from asyncrl_cli.gateway.answers import (
     encoded,
     usage,
 )
-from asyncrl_cli.gateway.bodies import Bodies
-from asyncrl_cli.gateway.calls import Calls, OnText, Pieces, Prompts, stream
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.keys import same_key, session_key
 from asyncrl_cli.gateway.metrics import Metrics, Watched
 from asyncrl_cli.gateway.protocol import (
     ChatRequest,
@@ -41,8 +39,9 @@ from asyncrl_cli.gateway.protocol import (
     GenerationRequest,
     refuse_unsupported,
 )
-from asyncrl_cli.gateway.session import Asked, CallOptions, Render, Session
-from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.requests import Bodies, Calls, OnText, Pieces, Prompts, stream
+from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Session
+from asyncrl_cli.gateway.sessions import Sessions, same_key, session_key
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of `/v1/completions` when it is left out, as OpenAI has it."""
@@ -53,10 +52,10 @@ class Service:
     """What the gateway serves.
 
     Args:
-        sessions: the rollouts that have a session.
-        secret: what their keys are derived from.
+        sessions: the open sessions of rollouts.
+        secret: their keys are derived from it.
         new_session: makes the session of a call that names none; it is closed after the call.
-        api_key: the bearer token of such calls; None where there are none of them.
+        api_key: the bearer token of such calls; None: there are no such calls.
         chat: the model's chat format.
         model: the name that clients use.
         bodies: reads requests.
@@ -75,12 +74,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What is left of a request once its prompts are tokens."""
+    """What is kept of a request once its prompts are tokens."""
 
     session: Session
-    asked: list[Asked]
+    rendered: list[Rendered]
     options: CallOptions
-    answer: ChatAnswer | TextAnswer
+    answer: Answer
     stream: bool
     with_usage: bool
     in_pieces: bool
@@ -157,8 +156,7 @@ def _check_key(credentials: HTTPAuthorizationCredentials | None, right: str) -> 
 
 
 def _openai(service: Service, session_of: Callable[..., Awaitable[Session | None]]) -> APIRouter:
-    """The paths that OpenAI's API has. ``session_of`` is the dependency that finds a call's session; None: it has
-    none."""
+    """The paths of OpenAI's API. ``session_of`` is the dependency that finds a call's session, if it has one."""
     router = APIRouter()
     texts = TokenTexts(service.chat.decode)
     created = int(time.time())
@@ -167,7 +165,7 @@ def _openai(service: Service, session_of: Callable[..., Awaitable[Session | None
 
     @router.get("/models", responses=openapi.ERRORS | openapi.SESSION_ERRORS)
     async def models(session: OwnSession) -> ModelList:
-        """The one model there is."""
+        """The served model."""
         return {"object": "list", "data": [described]}
 
     @router.get("/models/{model:path}", responses=openapi.ERRORS | openapi.SESSION_ERRORS)
@@ -181,12 +179,12 @@ def _openai(service: Service, session_of: Callable[..., Awaitable[Session | None
         """The model's reply to a conversation."""
         async with service.bodies.read(request, ChatRequest) as (body, render):
             prepared = await _prepare_chat(service, session, body, render, texts)
-            del body
+            del body  # before the generation: only a few large bodies may be in memory (decision 0022)
         return await _answer(service, request, prepared, own=session is None)
 
     @router.post("/completions", **openapi.COMPLETION)
     async def completions(request: Request, session: OwnSession) -> Response:
-        """Text that goes on from a prompt."""
+        """Text that continues a prompt."""
         async with service.bodies.read(request, CompletionRequest) as (body, render):
             prepared = await _prepare_text(service, session, body, render, texts)
             del body
@@ -196,7 +194,7 @@ def _openai(service: Service, session_of: Callable[..., Awaitable[Session | None
 
 
 def _session(service: Service, named: Session | None, body: GenerationRequest) -> Session:
-    """The session that a request belongs to; one of its own when it names none. Raises ``ApiError``."""
+    """The session of a request; a new one when it names none. Raises ``ApiError``."""
     _check_model(service, body.model)
     session = named or service.new_session()
     refuse_unsupported(body, session.fixed_sampling)
@@ -208,41 +206,30 @@ async def _prepare_chat(
 ) -> _Prepared:
     session = _session(service, named, body)
     tools = body.offered_tools()
-    asked = await session.place_chat([message.plain() for message in body.messages], tools, render)
+    rendered = await session.render_chat([message.plain() for message in body.messages], tools, render)
     wanted = Wanted(bool(body.return_token_ids), bool(body.logprobs), bool(body.top_logprobs))
-    return _Prepared(
-        session,
-        [asked],
-        _options(body, body.max_completion_tokens or body.max_tokens),
-        ChatAnswer(wanted, service.model, texts),
-        bool(body.stream),
-        body.with_usage,
-        in_pieces=tools is None,  # what a tool call looks like is known only when it is whole
-    )
+    options = _options(body, body.max_completion_tokens or body.max_tokens)
+    answer = ChatAnswer(wanted, service.model, texts)
+    # Whether a reply calls a tool is known only at its end.
+    return _Prepared(session, [rendered], options, answer, bool(body.stream), body.with_usage, in_pieces=tools is None)
 
 
 async def _prepare_text(
     service: Service, named: Session | None, body: CompletionRequest, render: Render, texts: TokenTexts
 ) -> _Prepared:
     session = _session(service, named, body)
-    asked = [
-        await (session.place_text(prompt, render) if isinstance(prompt, str) else session.place_ids(prompt))
+    rendered = [
+        await (session.render_text(prompt, render) if isinstance(prompt, str) else session.render_ids(prompt))
         for prompt in body.prompts()
     ]
     wanted = Wanted(bool(body.return_token_ids), body.logprobs is not None, bool(body.logprobs))
-    return _Prepared(
-        session,
-        asked,
-        _options(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS),
-        TextAnswer(wanted, service.model, texts),
-        bool(body.stream),
-        body.with_usage,
-        in_pieces=True,
-    )
+    options = _options(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    answer = TextAnswer(wanted, service.model, texts)
+    return _Prepared(session, rendered, options, answer, bool(body.stream), body.with_usage, in_pieces=True)
 
 
 async def _answer(service: Service, request: Request, prepared: _Prepared, own: bool) -> Response:
-    """Generate, and answer. A session of the call's ``own`` ends with it."""
+    """Generate, and answer. A session that is the call's ``own`` ends with it."""
     session, options, answer = prepared.session, prepared.options, prepared.answer
 
     def used(prompts: Prompts) -> None:
@@ -252,8 +239,8 @@ async def _answer(service: Service, request: Request, prepared: _Prepared, own: 
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(session.answer(asked, options, _counted(on_text, index * options.n)))
-                    for index, asked in enumerate(prepared.asked)
+                    group.create_task(session.answer(rendered, options, _counted(on_text, index * options.n)))
+                    for index, rendered in enumerate(prepared.rendered)
                 ]
             return [task.result() for task in tasks]
         finally:
@@ -266,7 +253,7 @@ async def _answer(service: Service, request: Request, prepared: _Prepared, own: 
         return await stream(call, pieces, answer, prepared.with_usage, used)
     prompts = await service.calls.begin(request, generate(None)).result()
     used(prompts)
-    return Response(encoded(answer.whole(prompts)), media_type="application/json")
+    return Response(encoded(answer.complete(prompts)), media_type="application/json")
 
 
 def _check_model(service: Service, name: str | None) -> None:

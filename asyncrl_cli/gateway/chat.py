@@ -1,10 +1,9 @@
-"""Conversations as tokens: one model's tokenizer, chat template and tool parser.
+"""Conversations as tokens: one model's tokenizer, chat template and tool parser (decision 0017).
 
-A conversation is rendered as a whole once, when it begins. From then on its tokens are what they are, and
-``continue_`` says which ones follow: what the template puts after a reply, and the new messages. It is found as a
-difference of texts. A fixed conversation is rendered with the new messages after it, and what stands behind the fixed
-reply is the answer; only that is tokenized. What came before the reply never takes part, so a template may as well
-treat older turns differently from newer ones.
+A conversation is rendered once, when it begins. From then on its tokens are fixed, and ``continue_`` returns those that
+follow: what the template puts after a reply, and the new messages. They are found as a difference of texts: a fixed
+conversation is rendered with the new messages after it, and what comes after the fixed reply is tokenized. Messages
+before the reply take no part, so a template may treat older turns differently from newer ones.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from asyncrl_cli.gateway.tool_calls import Tools, tool_parser
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
 
 _FIXED_REPLY = "the-reply-of-before"
-"""Stands for a reply while the text after it is found. Templates trim, so it has nothing to trim."""
+"""Stands for a reply while the text after it is found. Without spaces at its ends, which templates trim."""
 
 
 class ChatFormat:
-    """How one model speaks."""
+    """One model's chat format."""
 
     def __init__(
         self, tokenizer: Any, tool_parser_name: str | None = None, *, end_tokens: frozenset[int] | None = None
@@ -32,7 +31,7 @@ class ChatFormat:
         """``tokenizer``: a transformers tokenizer. ``tool_parser_name``: as ``rollout.tool_parser``. ``end_tokens``:
         the model's (``train.tokenizer.end_tokens``); None for the tokenizer's own alone.
 
-        Raises ``ToolParserError``. A parser other than hermes imports vLLM, which takes its time.
+        Raises ``ToolParserError``. A parser other than hermes imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
         self._tool_calls = tool_parser(tool_parser_name, tokenizer)
@@ -44,7 +43,7 @@ class ChatFormat:
         """Characters of the longest token: a text has at least its length over this of tokens."""
 
     def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """A whole prompt, with the beginning of the reply that is asked for. Raises ``ChatError``."""
+        """A complete prompt, with the beginning of the requested reply. Raises ``ChatError``."""
         return self.encode(self._text([normalized(message) for message in messages], tools, reply=True))
 
     def continue_(
@@ -59,27 +58,27 @@ class ChatFormat:
         The template's end of a turn comes first, unless the model ended the turn itself: no two end tokens follow
         each other. ``reply`` is that reply as a message; templates look back at its tool calls.
 
-        Raises ``ChatError`` when the template refuses the messages, or renders what is behind a reply differently
-        when more follows.
+        Raises ``ChatError`` when the template refuses the messages, or renders the end of a reply differently when
+        more follows.
         """
         new = [normalized(message) for message in messages]
         question: Message = {"role": "user", "content": "?"}
-        said: dict[str, Any] = {"role": "assistant", "content": _FIXED_REPLY}
-        before = self._text([question, said], tools)
+        fixed: dict[str, Any] = {"role": "assistant", "content": _FIXED_REPLY}
+        before = self._text([question, fixed], tools)
         turn_end = _after(before, _FIXED_REPLY)
         if calls := (normalized(reply) if reply else {}).get("tool_calls"):
-            said = said | {"tool_calls": calls}
-            before = self._text([question, said], tools)
-        whole = self._text([question, said, *new], tools, reply=True)
+            fixed = fixed | {"tool_calls": calls}
+            before = self._text([question, fixed], tools)
+        full = self._text([question, fixed, *new], tools, reply=True)
         if _FIXED_REPLY in before:
-            before, whole = _after(before, _FIXED_REPLY), _after(whole, _FIXED_REPLY)
-        if not before.endswith(turn_end) or not whole.startswith(before):
+            before, full = _after(before, _FIXED_REPLY), _after(full, _FIXED_REPLY)
+        if not before.endswith(turn_end) or not full.startswith(before):
             raise ChatError("the chat template renders a turn differently when others follow")
-        ids = self.encode(turn_end + whole[len(before) :])
+        ids = self.encode(turn_end + full[len(before) :])
         if last_token not in self.end_tokens or not ids:
             return ids
         # Without an end of turn in the template, the first token begins the next message (GLM's <|user|>): it goes only
-        # if the model has already sampled the very same one.
+        # if the model has sampled the same one.
         ends_twice = ids[0] == last_token or (turn_end and ids[0] in self.end_tokens)
         return ids[1:] if ends_twice else ids
 
@@ -92,8 +91,7 @@ class ChatFormat:
     ) -> Message:
         """The assistant message that ``token_ids`` are, in OpenAI's shape; with ``tool_calls`` if it makes any.
 
-        The ids of the calls are a function of the tokens before and in the reply, so that they are the same whenever
-        it is.
+        The ids of the calls follow from the tokens before and in the reply: equal tokens give equal ids.
         """
         text = before_stop(self.decode(token_ids), stop)
         if not tools:
@@ -116,15 +114,15 @@ class ChatFormat:
         return {"role": "assistant", "content": found.content or None, "tool_calls": calls}
 
     def encode(self, text: str) -> list[int]:
-        """A text's token ids; nothing is put before or behind it. Raises ``ChatError`` for what is no text."""
+        """A text's token ids, without special tokens added. Raises ``ChatError`` for text that is not Unicode."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that a sequence begins with: ``encode``, after the tokenizer's own beginning, if any."""
+        """Token ids of a text at the beginning of a sequence: with the tokenizer's first token, if any."""
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of token ids as engines decode it: without special tokens, unless they are asked for."""
+        """The text of token ids as engines decode it; with special tokens only if ``special``."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -147,7 +145,7 @@ class ChatFormat:
                     tokenize=False,
                 )
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # a template may raise anything
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
 
 

@@ -1,7 +1,7 @@
-"""What a client may cost by its connection alone: time, and a descriptor.
+"""Limits on a client's connection: deadlines, and a cap on their number (decision 0022).
 
-uvicorn closes a connection only between two requests. Here the head of a request has a deadline, a client that does not
-read its answer has one, and there are so many connections at most: of more, the one that has been idle longest goes.
+uvicorn closes a connection only between two requests. Here a request's head has a deadline, and so has a client that
+does not read its answer; above the cap, the connection that has been idle longest is closed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MOST_CONNECTIONS = 8192
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Seconds for a request's head, from its first byte (or the connection's start) to its end; for its body; that a
-    connection may be idle between requests, which is longer than clients keep theirs, so that it is they who close it;
-    and that a client may not read. ``most`` connections are open at a time."""
+    """Seconds for a request's head, from its first byte (or the connection's start) to its end; for its body; for a
+    connection to be idle between requests, longer than clients keep theirs, so that the client closes it; and for a
+    client not to read. ``most`` connections are open at a time."""
 
     head_s: float = 10.0
     body_s: float = 60.0
@@ -30,7 +30,7 @@ class ConnectionLimits:
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files as it may; returns how many of them may be connections."""
+    """Raise this process's soft limit of open files to the hard one; returns how many may be connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -51,21 +51,21 @@ class Connections:
         return Connection(self, **arguments)
 
     def opened(self, connection: Connection) -> None:
-        """Count a connection, and close the one that is idle longest if there are too many: maybe this one."""
+        """Count a connection; if there are too many, close the one that is idle longest, perhaps this one."""
         self._open.add(connection)
         self._idle[connection] = None
         if len(self._open) > self.limits.most:
             next(iter(self._idle)).abort()
 
     def note(self, connection: Connection) -> None:
-        """A connection may have begun to serve, or ended."""
+        """Update whether a connection is idle."""
         if connection.serving:
             self._idle.pop(connection, None)
         elif connection in self._open:
             self._idle.setdefault(connection)
 
     def closed(self, connection: Connection) -> None:
-        """Count it no more."""
+        """Forget a connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
@@ -121,16 +121,16 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _await_reading(self, unread: int) -> None:
-        """Close it unless its client reads some of the ``unread`` bytes in time, and so on until it has read enough."""
+        """Close it unless its client reads some of the ``unread`` bytes in time; repeat until it has read enough."""
 
-        def look() -> None:
+        def check() -> None:
             left = self.transport.get_write_buffer_size()
             if left < unread:
                 self._await_reading(left)
             else:
                 self.abort()
 
-        self._unread = self.loop.call_later(self._connections.limits.unread_s, look)
+        self._unread = self.loop.call_later(self._connections.limits.unread_s, check)
 
     def _stop_head(self) -> None:
         if self._head is not None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 CLIENT_GONE = 499
-"""What the metrics count an answer as that nobody waits for any more. Never sent."""
+"""The status under which metrics count answers whose client has left. Never sent."""
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told about an exception; one that nobody foresaw is logged with its traceback."""
+    """The answer to an exception; an unexpected one is logged with its traceback."""
     from asyncrl_cli.gateway.session import SessionError
     from asyncrl_cli.rollout.client import GenerationFailed
 
@@ -72,20 +72,20 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")
-"""What pydantic puts into an error's place where a value may be of several types: no key of ours, and no index."""
+"""Parts of pydantic's error locations that name one of several types of a value: neither a key nor an index."""
 
 
 def invalid(error: ValidationError) -> ApiError:
-    """A body that is no request, by the first thing that is wrong with it."""
+    """The answer to a malformed body: its first error."""
     first, *others = error.errors(include_url=False, include_context=False, include_input=False)
-    param = _place(first["loc"])
+    param = _location(first["loc"])
     # Where a value may be of several types, each says why it is none of them.
-    reasons = dict.fromkeys([first["msg"], *(other["msg"] for other in others if _place(other["loc"]) == param)])
+    reasons = dict.fromkeys([first["msg"], *(other["msg"] for other in others if _location(other["loc"]) == param)])
     message = "; or: ".join(list(reasons)[:4])
     return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
 
 
-def _place(loc: tuple[str | int, ...]) -> str:
+def _location(loc: tuple[str | int, ...]) -> str:
     return ".".join(str(part) for part in takewhile(lambda part: not TYPE_NAME.fullmatch(str(part)), loc))
 
 
@@ -93,7 +93,7 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def install(app: FastAPI) -> None:
-    """Have an application answer all errors in this shape that it knows of; ``metrics.Watched`` sees to the others."""
+    """Have an application answer expected errors in this shape; ``metrics.Watched`` answers the others."""
 
     async def refused(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -106,12 +106,12 @@ def install(app: FastAPI) -> None:
         )
         return answer.response(error.headers)
 
-    for kind in _foreseen():
+    for kind in _expected():
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(HTTPException, http_error)
 
 
-def _foreseen() -> tuple[type[Exception], ...]:
+def _expected() -> tuple[type[Exception], ...]:
     from asyncrl_cli.gateway.session import SessionError
     from asyncrl_cli.rollout.client import GenerationFailed
 

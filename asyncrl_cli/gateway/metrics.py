@@ -14,7 +14,7 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 12
 
 
 class Metrics:
-    """Counters in a registry of their own, so that two gateways of a process do not meet."""
+    """Counters in a registry of their own, so that two gateways in a process stay apart."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class Metrics:
 
 
 class Watched:
-    """Counts every request of an application, and answers for it when it raises what nobody foresaw."""
+    """Middleware that counts every request, and answers unexpected exceptions."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

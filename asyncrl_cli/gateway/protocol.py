@@ -1,8 +1,7 @@
 """What clients may send: the requests of OpenAI's API, as far as a policy can serve them.
 
-Own small models, not vLLM's (docs/decisions/0016-gateway.md). Keys that are not named here are accepted, since clients
-send many that make no difference; those that would make one and cannot be served are refused by
-``refuse_unsupported``, unless they say what happens anyway.
+Small models instead of vLLM's (decision 0016). Other keys are accepted, since clients send many without an effect;
+those that would have one and cannot be served are refused by ``refuse_unsupported``, unless they ask for the default.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
 
 
 class Wire(BaseModel):
-    """Base of what comes over the wire."""
+    """Base of all requests."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -106,9 +105,9 @@ class ChatMessage(Wire):
     name: Text | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as it was sent, as far as chat templates know it."""
-        said = self.model_dump(exclude_none=True, include={"role", "content", "tool_calls", "tool_call_id", "name"})
-        return said | {"role": "system"} if self.role == "developer" else said
+        """The message with the keys that chat templates know."""
+        plain = self.model_dump(exclude_none=True, include={"role", "content", "tool_calls", "tool_call_id", "name"})
+        return plain | {"role": "system"} if self.role == "developer" else plain
 
 
 class FunctionDefinition(Wire):
@@ -163,7 +162,7 @@ class ChatRequest(GenerationRequest):
         return self
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model gets to see, as they were sent."""
+        """The tools that the model sees, as they were sent."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
@@ -218,7 +217,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "web_search_options": (),
 }
-"""Keys that no session can do as asked, with the values (beside null) that ask for nothing."""
+"""Keys that no session supports, with the values (beside null) that ask for nothing."""
 
 RESHAPING: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -234,8 +233,8 @@ RESHAPING: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "top_p": (1,),
 }
-"""Keys that change the distribution that is sampled from, likewise. A policy is sampled from as it is, so that
-log-probs mean what they say; a session with a sampling of its own overrides them, as it does the temperature."""
+"""Keys that change the distribution sampled from, likewise. A policy is sampled from unchanged, so that its log-probs
+are those of the distribution; a session with fixed sampling ignores these keys, as it does the temperature."""
 
 
 def refuse_unsupported(request: Wire, fixed_sampling: bool) -> None:

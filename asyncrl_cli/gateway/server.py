@@ -1,4 +1,4 @@
-"""The HTTP server around the application, in the event loop of whoever starts it."""
+"""The HTTP server around the application, in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import uvicorn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.gateway.app import Service, create_app
-from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits, Connections
+from asyncrl_cli.gateway.requests import Bodies
 from asyncrl_cli.gateway.session import Session
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.spec.sections import GatewaySpec
@@ -33,7 +33,7 @@ class GatewayError(UserError):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and says when it serves."""
+    """Leaves signals to the process, and sets ``serving`` when it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -62,7 +62,7 @@ class Gateway:
             create_app(service),
             http=connections.protocol,
             log_config=None,
-            log_level="critical",  # what clients do wrong is told to them
+            log_level="critical",  # clients' errors are in their answers
             access_log=False,
             lifespan="off",
             ws="none",
@@ -87,7 +87,7 @@ class Gateway:
             raise GatewayError("the gateway's server did not start", location="rollout.gateway")
 
     async def stop(self) -> None:
-        """End every request and stop to serve, within ``STOP_S``."""
+        """End every request and stop serving, within ``STOP_S``."""
         assert self._task is not None, "it was started"
         self._server.should_exit = True
         self._service.calls.cancel_all()
@@ -147,7 +147,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise GatewayError(
             f"the gateway cannot listen on {host}:{port}: {reason}",
             location="rollout.gateway.port",
-            hint="Set rollout.gateway.port to 0 for a free one, and rollout.gateway.host to an address of this host",
+            hint="set rollout.gateway.port to 0 for a free one, and rollout.gateway.host to an address of this host",
         ) from None
     listener.setblocking(False)
     return listener

@@ -1,12 +1,11 @@
-"""A session: what one program says to the model and hears from it, as the token sequences of one rollout.
+"""A session: the calls that one program makes to the model, as the token sequences of one rollout.
 
-A call whose messages begin with those of an earlier call and the reply to it goes on with that call's tokens, exactly
-as they were; every other call begins a branch (docs/gateway.md, "Conversations and token ids"). transcript.py keeps the
-tokens, chat.py makes them of messages, and here is what happens in a call: it finds its place, is checked against the
-limits, and is generated, or handed out as it was recorded.
+A call whose messages begin with those of an earlier call and the reply to it continues that call's tokens, exactly as
+they were; every other call begins a branch (docs/gateway.md, "Conversations and token ids"; decision 0017).
+transcript.py keeps the tokens, chat.py makes them of messages.
 
-A call is rendered first (``place_chat``, ``place_text``, ``place_ids``), which may take a thread of its own, and takes
-its sequence only when it is answered: between two awaits nothing else runs, so calls may well come at the same time.
+A call is rendered first (``render_chat``, ``render_text``, ``render_ids``), perhaps in another thread, and takes its
+branch only when it is answered. Between two awaits nothing else runs, so calls may come at the same time.
 """
 
 from __future__ import annotations
@@ -39,38 +38,33 @@ OnText = Callable[[int, str], None]
 """Gets the choice that a piece of text belongs to, and the piece."""
 
 ALWAYS_RENDERED = 64 * 2**10
-"""Characters that are rendered whatever the model's length: a template may leave most of them out."""
+"""Characters that are rendered for any model: a template may leave most of them out."""
 
 T = TypeVar("T")
 
 
 class Render(Protocol):
-    """Where work is done that takes as long as a text is."""
+    """Runs work whose time grows with a text's length, perhaps in a thread."""
 
     async def __call__(self, work: Callable[[], T]) -> T: ...
 
 
-async def at_once(work: Callable[[], T]) -> T:
-    """Renders right here."""
+async def inline(work: Callable[[], T]) -> T:
+    """Renders in the caller's thread."""
     return work()
 
 
 class SessionError(Exception):
-    """A call that the program gets an error for.
-
-    ``status`` is the HTTP status, ``code`` the error code as OpenAI's servers have it.
-    """
+    """A call that is refused, with the HTTP status and OpenAI's error code."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
+        self.status, self.code, self.message = status, code, message
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What one call asks for. None leaves it to the session."""
+    """What one call asks for; None: the session's setting."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -81,10 +75,8 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Tokens of one sequence, sampled tokens of one call, and over the whole session calls (each choice counts) and
-    sampled tokens.
-
-    Calls that run at the same time may each sample what was left of ``max_sampled_tokens`` when they began.
+    """Tokens of one sequence, sampled tokens of one call, and of a session its calls (each choice counts) and sampled
+    tokens. Calls that run at the same time may each sample what was left of ``max_sampled_tokens`` when they began.
     """
 
     max_length: int
@@ -97,8 +89,8 @@ class Limits:
 class Reply:
     """One choice of a call. ``logprobs`` (float32) and ``versions`` (int32) have one entry per token of ``token_ids``.
 
-    ``message`` is in OpenAI's shape. ``text`` is all that was said, calls of tools too, up to a stop string.
-    ``stopped_by`` is that stop string, where there is one.
+    ``message`` is in OpenAI's shape. ``text`` is the reply with its calls of tools, up to the stop string
+    ``stopped_by``, if any.
     """
 
     message: Message
@@ -112,9 +104,9 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A call that has been rendered: all its prompt's tokens, the place in a sequence that it goes on from (None: it
-    begins a branch), and how its conversation is found again after the reply."""
+class Rendered:
+    """A call's prompt: all its tokens, the turn that it continues (None: it begins a branch), and how its conversation
+    is found again after the reply."""
 
     prompt_ids: tuple[int, ...]
     after: tuple[Branch, Turn] | None = None
@@ -130,7 +122,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """Messages in the form that they are compared in, with a key of the tools and of every beginning."""
+    """Messages in canonical form, with a key of the tools and of every beginning."""
 
     messages: list[Message]
     keys: tuple[str, ...]
@@ -139,25 +131,25 @@ class _Conversation:
     @classmethod
     def of(cls, messages: Sequence[Message], tools: Tools | None) -> _Conversation:
         """Raises ``ChatError``."""
-        same = [normalized(message) for message in messages]
-        if not same:
+        canonical = [normalized(message) for message in messages]
+        if not canonical:
             raise ChatError("there are no messages")
-        texts = [key(list(tools or ())), *map(key, same)]
-        return cls(same, tuple(accumulate(texts, _chained, initial=""))[1:], sum(map(len, texts)))
+        texts = [key(list(tools or ())), *map(key, canonical)]
+        return cls(canonical, tuple(accumulate(texts, _chained, initial=""))[1:], sum(map(len, texts)))
 
     @property
-    def whole(self) -> tuple[int, str]:
-        """How many keys there are, and the last one."""
+    def end(self) -> tuple[int, str]:
+        """The number of keys, and the last one."""
         return len(self.keys), self.keys[-1]
 
     def covers(self, _: Branch, turn: Turn) -> int | None:
-        """How much of it an earlier turn covers."""
-        count, said = turn.messages or (0, "")
-        return count if 0 < count <= len(self.keys) and self.keys[count - 1] == said else None
+        """How many of the keys an earlier turn covers; None when the conversation does not begin with that turn."""
+        count, last = turn.messages or (0, "")
+        return count if 0 < count <= len(self.keys) and self.keys[count - 1] == last else None
 
 
 class Session:
-    """One rollout, while it is being played."""
+    """One rollout, while its calls come."""
 
     def __init__(
         self,
@@ -172,25 +164,24 @@ class Session:
         recorded: Mapping[int, tuple[Segment, ...]] | None = None,
         on_segments: OnSegments | None = None,
     ) -> None:
-        """``fixed_sampling``: temperature and seed are those of ``sampling``, whatever a call says, so that log-probs
-        mean what they say; each call has a seed of its own, which follows from ``sampling.seed`` and the number of
-        calls before. Otherwise a call's own count, and ``sampling`` where it says nothing. Stop strings are those of
-        both.
+        """``fixed_sampling``: temperature and seed are those of ``sampling``, whatever a call asks for, so that the
+        policy's log-probs are of the distribution sampled from; each call's seed follows from ``sampling.seed`` and the
+        number of calls before. Otherwise a call's own settings go before ``sampling``. Stop strings are those of both.
 
-        ``recorded``: the segments of each sequence (0, 1, ...) that were told before, when the rollout is played
-        again. ``on_segments`` is told the segments of all sequences as they grow, with tokens that were given.
+        ``recorded``: the segments of each sequence (0, 1, ...) that were recorded before, when the rollout is played
+        again. ``on_segments`` gets the segments of all sequences as they grow, with their context.
         """
         self.rollout_id = rollout_id
         self.fixed_sampling = fixed_sampling
-        """Whether the session says how tokens are sampled, and not the call."""
+        """Whether sampling follows the session's settings, not the call's."""
         self.last_text = ""
         """The text of the last reply."""
         self.failure = ""
-        """Of the first call that was refused because of a limit, why."""
+        """Why a call was refused because of a limit; of the first one."""
         self.calls = 0
-        """Replies that were asked for."""
+        """Replies requested so far."""
         self.sampled_tokens = 0
-        """Tokens of all replies that ended."""
+        """Tokens of all completed replies."""
         self._chat = chat
         self._generate = generate
         self._sampling = sampling
@@ -207,29 +198,29 @@ class Session:
         options: CallOptions,
         on_text: OnText | None = None,
     ) -> list[Reply]:
-        """``place_chat`` and ``answer``."""
-        return await self.answer(await self.place_chat(messages, tools), options, on_text)
+        """``render_chat`` and ``answer``."""
+        return await self.answer(await self.render_chat(messages, tools), options, on_text)
 
     async def complete(
         self, prompt: str | Sequence[int], options: CallOptions, on_text: OnText | None = None
     ) -> list[Reply]:
-        """``place_text`` or ``place_ids``, and ``answer``."""
-        place = self.place_text(prompt) if isinstance(prompt, str) else self.place_ids(prompt)
-        return await self.answer(await place, options, on_text)
+        """``render_text`` or ``render_ids``, and ``answer``."""
+        rendered = self.render_text(prompt) if isinstance(prompt, str) else self.render_ids(prompt)
+        return await self.answer(await rendered, options, on_text)
 
     def close(self) -> None:
-        """The end: calls under way are cancelled, later ones refused. What they refuse with is a ``SessionError``."""
+        """End the session: calls under way are cancelled, later ones refused, both with a ``SessionError``."""
         self._closed = True
         for task in self._running:
             task.cancel()
 
     def rollout(self) -> Rollout | None:
-        """All that was sampled and answered, branches and all; None when there is nothing."""
+        """Everything that was sampled and answered, with all branches; None when there is nothing."""
         return self._transcript.rollout(self._chat.decode)
 
     # -- a call
 
-    async def answer(self, asked: Asked, options: CallOptions, on_text: OnText | None = None) -> list[Reply]:
+    async def answer(self, asked: Rendered, options: CallOptions, on_text: OnText | None = None) -> list[Reply]:
         """The reply to a call, ``options.n`` times.
 
         Raises ``SessionError`` for a call that cannot be answered, and what ``generate`` raises.
@@ -245,20 +236,20 @@ class Session:
         replies = []
         for choice, call in enumerate(calls):
             index = first + choice
-            heard = None if on_text is None else partial(on_text, choice)
-            replies.append(self._reply(call, asked, self._seeded(sampling, options, choice, index), index, heard))
+            listener = None if on_text is None else partial(on_text, choice)
+            replies.append(self._reply(call, asked, self._seeded(sampling, options, choice, index), index, listener))
         try:
             return [await replies[0]] if options.n == 1 else await _all(replies)
         finally:
             for call in calls:
-                self._transcript.give_up(call, keep=self.fixed_sampling)  # unless it has ended
+                self._transcript.abandon(call, keep=self.fixed_sampling)  # unless it has ended
 
     async def _reply(
-        self, call: Call, asked: Asked, sampling: Sampling, index: int, on_text: Callable[[str], None] | None
+        self, call: Call, asked: Rendered, sampling: Sampling, index: int, on_text: Callable[[str], None] | None
     ) -> Reply:
         stream = None if on_text is None else TextStream(self._chat.decode, sampling.stop, on_text)
-        whole = self._whole(call, sampling)
-        tokens, finish = whole if whole is not None else await self._sample(call, sampling, index, stream)
+        replayed = self._replayed(call, sampling)
+        tokens, finish = replayed if replayed is not None else await self._sample(call, sampling, index, stream)
         ids = tuple(tokens.ids.tolist())
         message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
         turn = Turn(
@@ -271,8 +262,8 @@ class Session:
         )
         self._transcript.end(call, tokens, finish, turn)
         self.sampled_tokens += len(ids)
-        said = self._chat.decode(ids)
-        text = self.last_text = before_stop(said, sampling.stop)
+        decoded = self._chat.decode(ids)
+        text = self.last_text = before_stop(decoded, sampling.stop)
         if stream is not None:
             stream.finish(text)
         return Reply(
@@ -283,7 +274,7 @@ class Session:
             logprobs=tokens.logprobs,
             versions=tokens.versions,
             finish_reason="tool_calls" if message.get("tool_calls") else finish,
-            stopped_by=next((stop for stop in sampling.stop if said.startswith(stop, len(text))), None),
+            stopped_by=next((stop for stop in sampling.stop if decoded.startswith(stop, len(text))), None),
         )
 
     async def _sample(
@@ -291,9 +282,8 @@ class Session:
     ) -> tuple[TokenSequence, FinishReason]:
         self._refuse_if_ended()  # each of several choices is a task, which may begin late
         request_id = f"{self.rollout_id}/{index}"
-        replayed = call.replayed
         if stream is not None:
-            stream.feed(replayed.ids.tolist())
+            stream.feed(call.replayed.ids.tolist())
 
         def grown(segments: list[Segment]) -> None:
             fresh = self._transcript.grow(call, segments)
@@ -304,7 +294,7 @@ class Session:
             rollout_id=request_id,
             prompt_ids=call.prompt_ids,
             sampling=sampling,
-            prefix=tuple(replayed.segments(request_id)),
+            prefix=tuple(call.replayed.segments(request_id)),
             newest=call.newest,
             priority=self._priority,
             affinity=self.rollout_id,
@@ -326,8 +316,8 @@ class Session:
             raise RuntimeError(f"nothing was generated for {request_id}")
         return rollout, rollout.finish_reason
 
-    def _whole(self, call: Call, sampling: Sampling) -> tuple[TokenSequence, FinishReason] | None:
-        """A reply that is recorded to its end; None when (more of) it is to be sampled."""
+    def _replayed(self, call: Call, sampling: Sampling) -> tuple[TokenSequence, FinishReason] | None:
+        """A reply that is recorded to its end; None when some of it is still to be sampled."""
         tokens, count = call.replayed, len(call.replayed.ids)
         if not count:
             return None
@@ -340,34 +330,34 @@ class Session:
             return None
         return tokens, "stop" if tokens.ids[-1] in self._chat.end_tokens else "length"
 
-    # -- where a call belongs
+    # -- rendering a call
 
-    async def place_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render = at_once) -> Asked:
-        """Find where the next message of a conversation belongs, and render what is new of it.
+    async def render_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render = inline) -> Rendered:
+        """Find the branch that a conversation continues, and render what is new of it.
 
         Raises ``SessionError`` for what cannot be rendered.
         """
         self._refuse_if_ended()
         tools = tools or None
         with _chat_errors():
-            said = await render(partial(_Conversation.of, messages, tools))
-            self._refuse_flood(said.characters)
-            if found := self._transcript.longest(said.covers):
+            conversation = await render(partial(_Conversation.of, messages, tools))
+            self._refuse_flood(conversation.characters)
+            if found := self._transcript.longest(conversation.covers):
                 branch, turn = found
                 assert turn.messages is not None
                 covered = turn.messages[0] - 1  # the tools are no message
-                new, before = said.messages[covered:], said.messages[covered - 1]
+                new, before = conversation.messages[covered:], conversation.messages[covered - 1]
                 try:
                     rest = await render(partial(self._chat.continue_, new, tools, turn.last_token, before))
                 except ChatError:
-                    pass  # the template cannot go on from here: a conversation of its own
+                    pass  # the template cannot continue from here: the call begins a branch
                 else:
-                    return Asked((*_until(branch, turn), *rest), found, tools, said.whole)
-            ids = await render(partial(self._chat.render, said.messages, tools))
-        return Asked(tuple(ids), None, tools, said.whole)
+                    return Rendered((*_until(branch, turn), *rest), found, tools, conversation.end)
+            ids = await render(partial(self._chat.render, conversation.messages, tools))
+        return Rendered(tuple(ids), None, tools, conversation.end)
 
-    async def place_text(self, prompt: str, render: Render = at_once) -> Asked:
-        """As ``place_chat``, for a text that is to go on."""
+    async def render_text(self, prompt: str, render: Render = inline) -> Rendered:
+        """As ``render_chat``, for a text to continue."""
         self._refuse_if_ended()
         self._refuse_flood(len(prompt))
 
@@ -378,11 +368,11 @@ class Session:
             if found := self._transcript.longest(covers):
                 branch, turn = found
                 rest = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
-                return Asked((*_until(branch, turn), *rest), found, text=prompt)
-            return Asked(tuple(await render(partial(self._chat.encode_prompt, prompt))), text=prompt)
+                return Rendered((*_until(branch, turn), *rest), found, text=prompt)
+            return Rendered(tuple(await render(partial(self._chat.encode_prompt, prompt))), text=prompt)
 
-    async def place_ids(self, prompt: Sequence[int]) -> Asked:
-        """As ``place_text``, for token ids."""
+    async def render_ids(self, prompt: Sequence[int]) -> Rendered:
+        """As ``render_text``, for token ids."""
         self._refuse_if_ended()
         if len(prompt) > self._limits.max_length:
             raise self._too_long(f"{len(prompt)} tokens")
@@ -394,7 +384,7 @@ class Session:
             known = branch.known.ids[: turn.end]
             return turn.end if np.array_equal(known, ids[: turn.end]) else None
 
-        return Asked(tuple(ids.tolist()), self._transcript.longest(covers))
+        return Rendered(tuple(ids.tolist()), self._transcript.longest(covers))
 
     # -- limits and sampling
 
@@ -438,7 +428,8 @@ class Session:
         return replace(sampling, seed=seed)
 
     def _refuse_flood(self, characters: int) -> None:
-        """What is too long by its characters alone is not rendered: megabytes would take seconds, and gigabytes."""
+        """Refuse a text that is too long by its characters alone before it is rendered: megabytes would take seconds,
+        and gigabytes of memory (decision 0022)."""
         if characters > max(self._limits.max_length * self._chat.longest_token, ALWAYS_RENDERED):
             raise self._too_long(f"{characters} characters")
 
@@ -461,7 +452,7 @@ class Session:
 
 @contextmanager
 def _chat_errors() -> Iterator[None]:
-    """What cannot be rendered is the program's error."""
+    """Messages that cannot be rendered are the client's error."""
     try:
         yield
     except ChatError as error:
@@ -469,8 +460,8 @@ def _chat_errors() -> Iterator[None]:
 
 
 def _chained(before: str, text: str) -> str:
-    """Stands for texts that are only compared, ``before`` for all but the last: one is kept of every turn, however many
-    messages it has."""
+    """A digest of texts that are only compared, from that of all but the last (``before``): one is kept of every turn,
+    however many messages it has."""
     return hashlib.blake2b(f"{before}/{text}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -481,7 +472,7 @@ def _until(branch: Branch, turn: Turn) -> list[int]:
 
 
 async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-    """All of them, or the first error; the others are cancelled then."""
+    """All replies, or the first error; then the others are cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(reply) for reply in replies]

@@ -1,25 +1,32 @@
-"""The sessions that are open, by the names in their URLs."""
+"""The open sessions by the names in their URLs, and the keys that open them.
+
+Each session has a key of its own, derived from the run's secret and the session's name; it opens no other (decision
+0022).
+"""
 
 from __future__ import annotations
 
+import hmac
+import secrets
 from collections import OrderedDict
+from urllib.parse import quote
 
 from asyncrl_cli.gateway.session import Session, SessionError
 
 ENDED_KEPT = 10_000
-"""Sessions of which it is remembered that they ended."""
+"""Ended sessions that are remembered, so that late calls get 410 and not 404."""
 
 
 class Sessions:
-    """The sessions that are open, by their id: that of their rollout, if it has but one session."""
+    """The open sessions by id."""
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def open(self, session: Session, session_id: str | None = None) -> None:
-        """Take calls for a session from now on, under its rollout's id or another. Raises ``ValueError`` when one of
-        that id is open."""
+        """Serve a session from now on, under its rollout's id or another. Raises ``ValueError`` when that id is open
+        already."""
         session_id = session.rollout_id if session_id is None else session_id
         if session_id in self._open:
             raise ValueError(f"session {session_id} is open already")
@@ -27,7 +34,7 @@ class Sessions:
         self._open[session_id] = session
 
     def get(self, session_id: str) -> Session:
-        """An open session. Raises ``SessionError``: 410 for one that has ended, 404 for one that never was."""
+        """An open session. Raises ``SessionError``: 410 for one that has ended, 404 for one that never existed."""
         if session_id in self._open:
             return self._open[session_id]
         if session_id in self._ended:
@@ -46,3 +53,23 @@ class Sessions:
     def __len__(self) -> int:
         """How many are open."""
         return len(self._open)
+
+
+def new_secret() -> bytes:
+    """The secret that the session keys of one run are derived from."""
+    return secrets.token_bytes(32)
+
+
+def session_key(secret: bytes, session: str) -> str:
+    """The key of one session; it opens no other."""
+    return hmac.new(secret, session.encode("utf-8", "surrogatepass"), "sha256").hexdigest()
+
+
+def session_url(url: str, session: str) -> str:
+    """The base URL of a session of the gateway at ``url``."""
+    return f"{url}/sessions/{quote(session, safe='')}/v1"
+
+
+def same_key(given: str, right: str) -> bool:
+    """Compare a client's key with the right one, in constant time."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())

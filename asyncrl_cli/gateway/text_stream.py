@@ -1,19 +1,19 @@
-"""A reply's text, bit by bit, while its tokens come.
+"""A reply's text, piece by piece, while its tokens are generated.
 
-Invariant: the pieces put together are a beginning of the reply's final text, and all of it once ``finish`` was called.
-So a character whose bytes are not all there is held back, and so is whatever a stop string may begin in.
+Invariant: the pieces joined are a prefix of the reply's final text, and all of it after ``finish``. So an incomplete
+character is held back, and so is text in which a stop string may begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of half a character."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes half a character to."""
 
 
 class TextStream:
-    """Turns tokens that come into pieces of text that go."""
+    """Turns tokens into pieces of text."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop: Sequence[str], on_text: Callable[[str], None]
@@ -33,20 +33,20 @@ class TextStream:
         self._ids += ids
         known = self._decode(self._ids[self._context : self._settled])
         text = self._decode(self._ids[self._context :])
-        if text.endswith(BROKEN) or not text.startswith(known):
+        if text.endswith(INCOMPLETE) or not text.startswith(known):
             return
         self._text += text[len(known) :]
         self._context, self._settled = self._settled, len(self._ids)
         self._send(self._safe())
 
     def finish(self, text: str) -> None:
-        """The reply has ended, and this is its text: send what is missing of it."""
+        """Send what is missing of the reply's final text."""
         if text.startswith(self._text[: self._sent]):
             self._text = text
             self._send(len(text))
 
     def _safe(self) -> int:
-        """How much of the text may go: up to a stop string, or to what may be the beginning of one."""
+        """How much of the text may be sent: up to a stop string, or to what may be the beginning of one."""
         ends = [len(self._text)]
         for stop in self._stop:
             at = self._text.find(stop)

@@ -2,7 +2,7 @@
 
 A parser takes a reply's text and the request's tools, and gives the calls in it, or None where it finds none that are
 well formed: a function's name, and a JSON object of arguments that can be sent on as UTF-8. A malformed call is no
-error: the reply is then plain content, and what it is worth is up to the task.
+error: the reply is then plain content, which the task scores.
 
 ``hermes`` reads exactly what vLLM's parser of that name does (tests/gateway/test_chat.py compares the two). It is
 written out here because vLLM takes twelve seconds and 700 MB to import into a process that has no other use for it.
@@ -31,7 +31,7 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DO
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """What was said before the calls, and the calls: each a function's name and its arguments as JSON."""
+    """The text before the calls, and the calls: each a function's name and its arguments as JSON."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
@@ -72,7 +72,7 @@ def hermes(text: str, tools: Tools) -> ToolCalls | None:
 
 
 def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its notes would run through the live view
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log lines would break the live view
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
@@ -97,7 +97,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
             request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
             # Parsers keep state from one reply to the next, so each reply has its own.
             found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
-        except Exception:  # a parser may stumble over anything that a model writes
+        except Exception:  # a parser may fail on anything that a model writes
             return None
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
         return _well_formed(found.content or "", calls)

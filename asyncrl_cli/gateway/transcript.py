@@ -1,16 +1,16 @@
-"""The token sequences of one rollout: which one a call goes on with, which tokens are sampled in it, what is recorded.
+"""The token sequences of one rollout: which one a call continues, which tokens are sampled in it, what is recorded.
 
-Invariants:
+Invariants (decision 0017):
 
-* a sequence only grows at its end: by the tokens that a call is given, then by those that it samples (``end``). What
-  a call is asked with is its sequence so far, token for token;
-* every sampled token is sampled in one sequence. Another that has it in its history has it as ``CONTEXT``;
-* a sequence has at most one call under way. A call that is given up leaves the sequence as it was before;
-* what is told (``on_segments``) of a sequence are its tokens from 0 on without gaps. Telling starts over at an earlier
-  token only where other tokens than those told take its place.
+* a branch only grows at its end: by the tokens of a call's prompt, then by those that it samples (``end``). The prompt
+  of a call begins with its branch so far, token for token;
+* every sampled token is sampled in one branch. Another that has it in its history has it as ``CONTEXT``;
+* a branch has at most one call under way. A call that is abandoned leaves the branch as it was before;
+* ``on_segments`` gets a branch's tokens from 0 on without gaps. It starts over at an earlier token only where other
+  tokens take the place of those reported.
 
-Tokens that were recorded before, or that a call had sampled when it was given up, lie beyond a sequence's end, as long
-as nobody asked for something else there: the call that is asked with the same tokens gets them.
+Tokens that were recorded before, or that a call had sampled when it was abandoned, lie beyond a branch's end until
+another prompt replaces them: a call with the same prompt gets them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from asyncrl_cli.rollout.client import OnSegments
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The end of a reply, where a conversation can go on: so many tokens into its sequence.
+    """The end of a reply, where a conversation can continue: ``end`` tokens into its branch.
 
-    ``messages``, of a chat: how many keys tools and messages up to and with the reply have, and the last one. ``text``,
-    of a text: all there is up to there.
+    ``messages``, of a chat: the number of keys of the tools and the messages up to the reply, and the last key.
+    ``text``, of a completion: the text up to there.
     """
 
     end: int
@@ -41,26 +41,26 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One sequence. ``known`` are its tokens: ``end`` of them belong to it, those beyond are recorded."""
+    """One sequence. The first ``end`` tokens of ``known`` belong to it; those beyond are recorded."""
 
     number: int
     known: TokenSequence = field(default_factory=TokenSequence.context)
     end: int = 0
-    reported: int = 0  # so many of ``known`` were reported
+    reported: int = 0  # tokens of ``known`` that ``on_segments`` got
     turns: list[Turn] = field(default_factory=list)
     busy: bool = False
     finish: FinishReason = "length"
 
     def extends(self, turn: Turn) -> bool:
-        """Whether a call may go on from that turn right here, and not in a branch."""
+        """Whether a call may continue that turn in this branch."""
         return not self.busy and turn is self.turns[-1]
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One reply that is being generated: the tokens of ``sequence`` from ``first`` on.
+    """One reply that is being generated: the tokens of ``branch`` from ``first`` on.
 
-    ``replayed`` of them are recorded; ``more`` says that the sequence went on after them, so that they are all.
+    ``replayed`` of them are recorded; with ``more`` the branch continued after them, so they are the complete reply.
     """
 
     branch: Branch
@@ -71,12 +71,12 @@ class Call:
 
     @property
     def first(self) -> int:
-        """Where its reply begins in the sequence."""
+        """The index of its first token in the branch."""
         return len(self.prompt_ids)
 
     @property
     def newest(self) -> int:
-        """The newest version that sampled a token of the sequence before; 0 when none did."""
+        """The newest version that sampled a token of the branch before; 0 when none did."""
         return int(self.branch.known.versions[: self.first].max(initial=0))
 
 
@@ -86,18 +86,18 @@ class Transcript:
     def __init__(
         self, rollout_id: str, recorded: Mapping[int, Sequence[Segment]], on_segments: OnSegments | None
     ) -> None:
-        """``recorded``: the segments of each sequence that were told when the rollout was played before."""
+        """``recorded``: the segments of each branch from an earlier play of the rollout."""
         self._rollout_id = rollout_id
         self._on_segments = on_segments
         self._branches: list[Branch] = []
-        # Recorded sequences that no call has begun yet: tokens, and how many of them were reported under that number.
+        # Recorded branches that no call has begun yet: tokens, and how many of them were reported under that number.
         self._recorded = {number: TokenSequence.join(segments) for number, segments in recorded.items()}
         self._reported = {number: len(tokens.ids) for number, tokens in self._recorded.items()}
 
     def longest(self, covers: Callable[[Branch, Turn], int | None]) -> tuple[Branch, Turn] | None:
-        """The turn that covers most of what a call is asked with; among equals one that can be extended.
+        """The turn that covers most of a call's prompt; among equals one that can be extended.
 
-        ``covers`` says how much a turn covers; None when it is no part of it.
+        ``covers`` returns how much a turn covers; None when the prompt does not begin with it.
         """
         found = [
             (covered, branch.extends(turn), -branch.number, branch, turn)
@@ -105,10 +105,10 @@ class Transcript:
             for turn in branch.turns
             if (covered := covers(branch, turn)) is not None
         ]
-        return max(found, key=lambda one: one[:3])[3:] if found else None
+        return max(found, key=lambda candidate: candidate[:3])[3:] if found else None
 
     def begin(self, branch: Branch | None, prompt_ids: Sequence[int]) -> Call:
-        """A call that is asked with ``prompt_ids``, which begin with all of ``branch``; None begins a branch."""
+        """Begin a call with ``prompt_ids``, which begin with all of ``branch``; None begins a branch."""
         prompt = np.asarray(prompt_ids, np.int32)
         if branch is None:
             branch = self._new(prompt)
@@ -123,12 +123,12 @@ class Transcript:
         return Call(branch, tuple(prompt_ids), branch.known.slice(first, last), more)
 
     def grow(self, call: Call, segments: Sequence[Segment]) -> TokenSequence:
-        """Tokens that a call has sampled; ``start`` counts from its first. Returns those that are new."""
+        """Add tokens that a call has sampled; ``start`` counts from its first. Returns those that are new."""
         branch = call.branch
         fresh = TokenSequence.context()
         for segment in segments:
             known = len(branch.known.ids) - call.first
-            if segment.start <= known < segment.end:  # others are known, or come with the whole
+            if segment.start <= known < segment.end:  # earlier ones are known, later ones come with the rollout
                 versions = np.full(len(segment.ids), segment.version, np.int32)
                 new = TokenSequence(segment.ids, segment.logprobs, versions).slice(known - segment.start, None)
                 branch.known = branch.known.extended(new)
@@ -137,7 +137,7 @@ class Transcript:
         return fresh
 
     def end(self, call: Call, sampled: TokenSequence, finish: FinishReason, turn: Turn) -> None:
-        """A call has sampled these, and all of them."""
+        """End a call with all the tokens that it sampled."""
         branch, call.over = call.branch, True
         end = call.first + len(sampled.ids)
         agree = _agreement(branch.known.ids[call.first :], sampled.ids)
@@ -148,9 +148,9 @@ class Transcript:
         branch.turns.append(turn)
         self._report(branch, end)
 
-    def give_up(self, call: Call, keep: bool) -> None:
-        """A call ends with nothing, unless it has ended. With ``keep``, what it sampled is there for the next one that
-        is asked with the same tokens."""
+    def abandon(self, call: Call, keep: bool) -> None:
+        """End a call without a reply, unless it has ended. With ``keep``, the next call with the same prompt gets what
+        it sampled."""
         if call.over:
             return
         branch, call.over = call.branch, True
@@ -162,7 +162,7 @@ class Transcript:
             self._recorded[branch.number], self._reported[branch.number] = branch.known, branch.reported
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
-        """All sequences in which anything was sampled, in the order they began; None when there is none."""
+        """All branches in which anything was sampled, in the order they began; None when there is none."""
         rollouts = [
             Rollout(
                 *branch.known.slice(0, branch.end).arrays,
@@ -176,7 +176,7 @@ class Transcript:
         return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
 
     def _new(self, prompt: NDArray[np.int32]) -> Branch:
-        """The next branch, with what is recorded of one that begins like this, wherever it was in the order."""
+        """The next branch, with the recorded tokens of one that begins with this prompt, whatever its number."""
         unused = (branch for branch in self._branches if branch.end == 0 and not branch.busy)
         branch = next(unused, None)
         if branch is None:
@@ -184,7 +184,7 @@ class Transcript:
             self._branches.append(branch)
         number = branch.number
         reported = self._reported.pop(number, 0)
-        # The one of the same number first; it is the right one, unless calls came in another order than before.
+        # The one with the same number first: it is the right one unless calls come in another order than before.
         for other in sorted(self._recorded, key=lambda other: (other != number, other)):
             if _has(self._recorded[other], 0, prompt):
                 branch.known = self._recorded.pop(other)
@@ -202,7 +202,7 @@ class Transcript:
 
 
 def _has(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
-    """Whether recorded tokens were given, from ``start`` on, just what ``prompt`` has there."""
+    """Whether the recorded context from ``start`` on is what ``prompt`` has there, and no longer."""
     first = len(prompt)
     return (
         len(tokens.ids) >= first
@@ -220,6 +220,6 @@ def _agreement(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 def _run(versions: NDArray[np.int32]) -> int:
-    """How many sampled tokens there are before the next given one."""
-    given = np.flatnonzero(versions == CONTEXT)
-    return int(given[0]) if len(given) else len(versions)
+    """The number of sampled tokens before the next token of context."""
+    context = np.flatnonzero(versions == CONTEXT)
+    return int(context[0]) if len(context) else len(versions)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl_cli.core.seeds import derive_seed
-from asyncrl_cli.gateway.crossing import SessionEnd, SessionOpening
+from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import Limits
 from asyncrl_cli.orchestrator.episode_workers import EpisodeWorkers
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession

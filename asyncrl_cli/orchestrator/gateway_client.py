@@ -1,7 +1,7 @@
 """The gateway as the driver sees it: an actor that asks for generations, and that is replaced when it is lost.
 
 The driver holds one ``collect`` at the actor all the time and sends what it has to say in one ``tell`` after another
-(``gateway/crossing.py``). When the actor dies or does not answer, the generations that it asked for are
+(``gateway/actor.py``). When the actor dies or does not answer, the generations that it asked for are
 cancelled, its sessions end with ``GatewayLost``, and another actor takes its place.
 """
 
@@ -19,11 +19,10 @@ from itertools import count
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError, UserError
-from asyncrl_cli.gateway.actor import GatewaySetup
+from asyncrl_cli.gateway.actor import GatewaySetup, Generation, News, Orders, SessionEnd, SessionOpening
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.crossing import Generation, News, Orders, SessionEnd, SessionOpening
-from asyncrl_cli.gateway.keys import new_secret, session_key, session_url
 from asyncrl_cli.gateway.session import Generate
+from asyncrl_cli.gateway.sessions import new_secret, session_key, session_url
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
 from asyncrl_cli.rollout.client import GenerationFailed, OnSegments

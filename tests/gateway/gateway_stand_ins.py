@@ -18,10 +18,9 @@ import openai
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits
-from asyncrl_cli.gateway.keys import session_key, session_url
 from asyncrl_cli.gateway.server import Gateway, start_gateway
 from asyncrl_cli.gateway.session import Limits, Session
-from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.sessions import Sessions, session_key, session_url
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import GatewaySpec
 from asyncrl_cli.train.model.tokenizer import character_tokenizer

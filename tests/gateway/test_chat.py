@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.chat import ChatFormat, before_stop, key
-from asyncrl_cli.gateway.text_stream import BROKEN, TextStream
+from asyncrl_cli.gateway.text_stream import INCOMPLETE, TextStream
 from asyncrl_cli.gateway.tool_calls import ToolParserError, hermes, tool_parser
 from asyncrl_cli.records.prompt import ChatError, normalized
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
@@ -267,5 +267,5 @@ def test_half_a_character_and_what_may_become_a_stop_string_wait() -> None:
     for token in chat.encode("a😀ST, STOP it"):
         stream.feed([token])
     assert "".join(pieces) == "a😀ST, "
-    assert not any(BROKEN in piece for piece in pieces)
+    assert not any(INCOMPLETE in piece for piece in pieces)
     assert "S" not in pieces

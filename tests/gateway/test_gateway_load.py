@@ -12,7 +12,7 @@ import httpx
 import pytest
 from gateway_stand_ins import MODEL, Engine, Served, in_time, key_of, served, until
 
-from asyncrl_cli.gateway.keys import session_url
+from asyncrl_cli.gateway.sessions import session_url
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"

@@ -349,6 +349,6 @@ def test_a_call_for_several_choices_that_meets_the_end_of_its_session_is_refused
 def test_what_a_turn_keeps_of_its_messages_does_not_grow_with_them() -> None:
     messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(100)]
     whole, same, other = (_Conversation.of(said, None) for said in (messages, messages[:50], messages[1:]))
-    assert whole.whole[0] == 101 and len(whole.whole[1]) == len(same.whole[1])
-    kept = Turn(0, 0, same.whole)
+    assert whole.end[0] == 101 and len(whole.end[1]) == len(same.end[1])
+    kept = Turn(0, 0, same.end)
     assert whole.covers(None, kept) == 51 and other.covers(None, kept) is None  # type: ignore[arg-type]

@@ -18,9 +18,8 @@ import numpy as np
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl_cli.buffer.actor import Buffer
-from asyncrl_cli.gateway.actor import GatewayActor, GatewaySetup
+from asyncrl_cli.gateway.actor import GatewayActor, GatewaySetup, News, Orders
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.crossing import News, Orders
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.buffer_client import BufferClient

@@ -17,9 +17,8 @@ from stand_ins import turns as turns_of_the_loop
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.keys import session_key
 from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError
-from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.sessions import Sessions, session_key
 from asyncrl_cli.orchestrator.episodes import Episodes, _Told
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget

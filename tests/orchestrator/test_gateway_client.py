@@ -13,8 +13,7 @@ import pytest
 from stand_ins import StandInGateway, remote, run, spec, turns
 from test_episodes import CHAT, PROMPT, SAMPLING, Model
 
-from asyncrl_cli.gateway.actor import GatewaySetup
-from asyncrl_cli.gateway.crossing import MOST_TOKENS, Crossing, Orders, SessionOpening
+from asyncrl_cli.gateway.actor import MOST_TOKENS, Crossing, GatewaySetup, Orders, SessionOpening
 from asyncrl_cli.gateway.session import CallOptions, Limits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.orchestrator.restart_budget import RestartBudget
