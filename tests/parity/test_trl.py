@@ -199,5 +199,5 @@ def test_importance_weights(same: Same, seed: int, spread: float, level: str, ac
     )["importance_sampling_ratio"]  # fmt: skip
     bounds: dict[str, Any] = {"cap": 2.0} if action == "truncate" else {"mask_low": 0.5, "mask_high": 2.0}
     weights, _ = correct(proximal, behaviour, mask, CorrectionSpec(preset="decoupled", level=level, **bounds))  # type: ignore[arg-type]
-    what = f"weights by {level}, " + {"truncate": "cut", "mask": "masked"}[action]
+    what = f"weights by {level}, " + {"truncate": "truncated", "mask": "masked"}[action]
     same(what, f"TRL `{level}_{action}`", weights, theirs * mask)

@@ -210,7 +210,7 @@ def test_importance_weights(
     proto, _, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
         proximal, behaviour, mask.float(), rollout_is=level, rollout_is_threshold=threshold
     )
-    what = f"weights by {level}, " + ("cut" if ours.cap else "masked")
+    what = f"weights by {level}, " + ("truncated" if ours.cap else "masked")
     theirs = "verl `compute_rollout_correction_weights`"
     same(what, theirs, weights, proto.batch["rollout_is_weights"])
     same("k3 of behaviour and proximal", "verl `compute_offpolicy_metrics`",

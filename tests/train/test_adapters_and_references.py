@@ -61,7 +61,15 @@ def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "adapters",
+        "reference",
+        pytest.param("adapters-zero1", marks=pytest.mark.nightly),
+        pytest.param("both", marks=pytest.mark.nightly),
+    ],
+)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two ranks that trained three steps, saved, and trained one more."""
     folder = tmp_path_factory.mktemp("trained")
@@ -69,7 +77,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
-def test_a_checkpoint_goes_on(trained: Any, ranks: int) -> None:
+def test_a_checkpoint_resumes(trained: Any, ranks: int) -> None:
     folder, kind, before, checkpoint = trained
     now, _ = go(folder / f"with-{ranks}", kind, ranks, checkpoint, 3)
     assert differs(now["weights"], before["weights"]) == 0
