@@ -158,7 +158,7 @@ def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) ->
     """Print the peak of an update's memory, and what must be there."""
     import torch
 
-    from asyncrl_cli.train.model.chunked_logprobs import HEAD_NUMBERS
+    from asyncrl_cli.train.model.chunked_logprobs import CHUNK_NUMBERS
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.train.nonfinite_guard import backward, step
 
@@ -196,7 +196,7 @@ def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) ->
         backward(engine, -engine(*batch).sum())
         step(engine)
     peak = memory("VmHWM") - before
-    needed = (20 if spec.trainer.zero_stage else 16) * numbers + 4 * HEAD_NUMBERS
+    needed = (20 if spec.trainer.zero_stage else 16) * numbers + 4 * CHUNK_NUMBERS
     logits = 4 * int(batch[1].sum()) * MEMORY_VOCABULARY
     print(f"{numbers / 1e6:.0f} M weights in {layers} layers, {MEMORY_TOKENS} tokens, vocabulary {MEMORY_VOCABULARY:,}")
     print(

@@ -59,19 +59,12 @@ def precompute(
     rewards: Tensor,
     keep_old_logprobs: bool,
 ) -> None:
-    """Fill in what every micro-batch needs before its update; collective over the ranks.
+    """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
 
-    Args:
-        objective: the algorithm.
-        engine: the policy at the start of the step.
-        reference: for the KL penalty.
-        critic: for ``gae``.
-        minibatches: of the step.
-        rewards: float64 [groups, group_size], of all rollouts of the step.
-        keep_old_logprobs: whether log-probs at the start of the step are needed after its first update.
-
-    Raises:
-        ValueError: a user's function returned something else than advantages.
+    ``engine`` is the policy at the start of the step, ``reference`` is for a KL penalty, ``critic`` for ``gae``.
+    ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: whether log-probs at
+    the start of the step are needed after its first update. Raises ``ValueError`` when a user's function returned
+    something else than advantages.
     """
     algorithm = objective.algorithm
     in_reward = reference is not None and algorithm.kl_placement == "reward"

@@ -31,20 +31,12 @@ DUMMY_TOKENS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingRow:
-    """One token sequence of a rollout, up to the last token that the policy sampled.
+    """One token sequence of a rollout, up to the last token that the policy sampled."""
 
-    Args:
-        tokens: prompt and response; what is not ``CONTEXT`` counts in the loss.
-        version: the weight version that trains it.
-        on_policy: whether the trainer starts the step with the very weights that the tokens of ``version`` were
-            sampled with.
-        rollout: index of the rollout in the step, from which the row has its reward.
-    """
-
-    tokens: TokenSequence
-    version: int
-    on_policy: bool
-    rollout: int
+    tokens: TokenSequence  # prompt and response; what is not CONTEXT counts in the loss
+    version: int  # the weight version that trains it
+    on_policy: bool  # whether the step starts with the very weights that the tokens of this version were sampled with
+    rollout: int  # index in the step, from which the row has its reward
 
     def __len__(self) -> int:
         """Tokens of prompt and response together."""
@@ -100,14 +92,8 @@ def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -
     that takes a sequence whose sampled tokens are all of that version, as later tokens of another one saw keys and
     values of older weights.
 
-    Args:
-        batch: its groups all have ``group_size`` rollouts.
-        rewards: as ``shaped_rewards``.
-        spec: the experiment.
-
-    Returns:
-        A list for each group; empty where all rewards are equal and the spec skips such groups. A row's ``rollout``
-        is its index in ``rewards.flatten()``.
+    A list for each group (all have ``group_size`` rollouts); empty where all ``shaped_rewards`` are equal and the spec
+    skips such groups. A row's ``rollout`` is its index in ``rewards.flatten()``.
     """
     skipped = uniform_groups(rewards) if spec.algorithm.uniform_groups == "skip" else rewards.new_zeros(len(rewards))
     return [[] if skipped[index] else list(_rows(batch, index, spec)) for index in range(len(batch.groups))]
@@ -146,18 +132,12 @@ def plan_microbatches(
     2007). A rank with fewer micro-batches than another halves its largest ones, which costs nothing, and gets
     empty ones only when no rows are left to split.
 
-    Args:
-        lengths: tokens of each row, prompt and response together.
-        tokens_per_microbatch: bound of a micro-batch's size.
-        ranks: trainer ranks.
-        packing: whether rows are packed rather than padded.
-
     Returns:
         ``plan[rank][microbatch]`` is a list of indices into ``lengths``, from the longest row to the
         shortest. Every index occurs once; every rank has the same number of micro-batches, at least one.
 
     Raises:
-        ValueError: a length, the bound or the number of ranks is below 1.
+        ValueError: a length (tokens of a row), the bound or the number of ranks is below 1.
     """
     if tokens_per_microbatch < 1 or ranks < 1 or any(length < 1 for length in lengths):
         raise ValueError("lengths, tokens_per_microbatch and ranks are at least 1")

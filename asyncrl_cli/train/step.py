@@ -33,22 +33,15 @@ from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What a rank trains with.
-
-    Args:
-        engine: the DeepSpeed engine round a ``Policy``.
-        reference: answers as a ``Policy`` does, for a KL penalty. None without one.
-        limit: of updates that may be skipped in a row.
-        critic: the DeepSpeed engine round a ``ValueModel``. None unless it estimates advantages.
-    """
+    """What a rank trains with."""
 
     spec: ExperimentSpec
     rank: int
     objective: Objective
-    engine: Any
+    engine: Any  # DeepSpeed's, around a ``Policy``
     limit: SkipLimit
-    reference: Any | None = None
-    critic: Any | None = None
+    reference: Any | None = None  # called as a ``Policy``; None without a KL penalty
+    critic: Any | None = None  # DeepSpeed's engine around a ``ValueModel``; None unless it estimates advantages
 
 
 def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[StepReport, int]:
@@ -73,12 +66,9 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
     first = True
     for minibatch in minibatches * trainer.epochs:
+        shape = trainer.schedule
         factor = schedule.factor(
-            updates,
-            spec.stop.steps * per_step,
-            trainer.schedule.warmup_updates,
-            trainer.schedule.kind,
-            trainer.schedule.final_fraction,
+            updates, spec.stop.steps * per_step, shape.warmup_updates, shape.kind, shape.final_fraction
         )
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor

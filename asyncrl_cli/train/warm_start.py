@@ -1,9 +1,9 @@
 """Supervised training on a task's demonstrations, before reinforcement learning starts.
 
-The first ``clean_fraction`` of the updates sees faultless demonstrations only: they teach the skill. The rest
-sees the task's mixture: it teaches how seldom to use it. The loss is the mean over the response's tokens,
-its end token among them; prompts are not learned. Matrices of the blocks are trained by Muon, everything else
-(embeddings, norms, biases) by AdamW, both under one schedule: linear warm-up, then a cosine to 5 %.
+The first ``clean_fraction`` of the updates use correct demonstrations only, which teach the skill; the rest use the
+task's mixture, so that the model applies it rarely. The loss is the mean over the response's tokens, with its end
+token; prompts are not learned. Matrices of the blocks are trained by Muon, everything else (embeddings, norms,
+biases) by AdamW, both with one schedule: linear warm-up, then a cosine to 5 %.
 
 Invariant: with the same model, task, settings, seed and number of threads, the result is the same to the bit.
 Demonstrations are the only randomness, and they come from one generator.
@@ -69,7 +69,8 @@ def warm_start(
 
     if not isinstance(task, DemonstrationTask):
         raise WarmStartError(
-            "model.warm_start needs demonstrations, and the task has none",
+            "the task has no demonstrations",
+            location="model.warm_start",
             hint="give the task a method demonstration(rng, clean), or remove model.warm_start",
         )
     tokenizer = load_tokenizer(model_dir_in, chat_template)
@@ -126,7 +127,7 @@ def _tokenized(
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
         # What a template writes after the end of a turn, often a newline, is never sampled: engines stop there.
-        end = next((place for place, token in enumerate(response) if token in ends), len(response))
+        end = next((index for index, token in enumerate(response) if token in ends), len(response))
         ids = [*prompt, *response[:end], response[end] if end < len(response) else tokenizer.eos_token_id]
         if len(ids) > max_length:
             raise WarmStartError(
@@ -143,20 +144,13 @@ def _texts(demonstration: tuple[str, str] | Sequence[Message], tokenizer: Any) -
         return demonstration
     *before, reply = (dict(normalized(message)) for message in demonstration)  # as the gateway shows them to templates
     prompt: str = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
-    whole: str = tokenizer.apply_chat_template([*before, reply], tokenize=False)
-    if not whole.startswith(prompt):
+    conversation: str = tokenizer.apply_chat_template([*before, reply], tokenize=False)
+    if not conversation.startswith(prompt):
         raise WarmStartError(
-            "the chat template writes a conversation otherwise once the reply is there",
-            hint="use a template whose beginnings stay as they are, or give demonstrations as text",
+            "the chat template renders the messages before a reply differently once the reply is there",
+            hint="use a template that only appends, or give demonstrations as text",
         )
-    return prompt, whole[len(prompt) :]
-
-
-def _microbatches(examples: list[Example]) -> Iterator[list[Example]]:
-    """The examples of an update in rows of similar length: more than half of a plain batch would be padding."""
-    by_length = sorted(examples, key=lambda example: len(example[0]))
-    for start in range(0, len(by_length), MICROBATCH):
-        yield by_length[start : start + MICROBATCH]
+    return prompt, conversation[len(prompt) :]
 
 
 def _train(
@@ -185,8 +179,10 @@ def _accumulate_gradients(model: Any, examples: list[Example], pad_id: int) -> f
     """Add the gradient of the mean loss over all response tokens of ``examples``, and return that loss."""
     tokens = sum(len(ids) - prompt for ids, prompt in examples)
     total = 0.0
-    for rows in _microbatches(examples):
-        inputs, labels = collate(rows, pad_id)
+    # Rows of similar length go together: more than half of a plain batch would be padding.
+    by_length = sorted(examples, key=lambda example: len(example[0]))
+    for first in range(0, len(by_length), MICROBATCH):
+        inputs, labels = collate(by_length[first : first + MICROBATCH], pad_id)
         logits = model(input_ids=inputs, use_cache=False).logits
         summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss: Any = summed / tokens
@@ -196,17 +192,13 @@ def _accumulate_gradients(model: Any, examples: list[Example], pad_id: int) -> f
 
 
 def _optimizers(model: Any, spec: WarmStart) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of linear layers, the output layer aside; AdamW for all other parameters."""
+    """Muon for the matrices of linear layers except the output layer; AdamW for all other parameters."""
     outer = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, torch.nn.Linear)} - outer
     matrices = [parameter for parameter in model.parameters() if id(parameter) in linear]
     others = [parameter for parameter in model.parameters() if id(parameter) not in linear]
     muon = torch.optim.Muon(
-        matrices,
-        lr=spec.matrix_learning_rate,
-        momentum=0.95,
-        weight_decay=spec.weight_decay,
-        adjust_lr_fn="original",
+        matrices, lr=spec.matrix_learning_rate, momentum=0.95, weight_decay=spec.weight_decay, adjust_lr_fn="original"
     )
     adamw = torch.optim.AdamW(others, lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     optimizers = [muon, adamw]

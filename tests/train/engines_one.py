@@ -37,7 +37,7 @@ def main() -> None:
     from asyncrl_cli.train.model.initial import build_initial_model
 
     torch.set_num_threads(1)
-    chunked_logprobs.HEAD_NUMBERS = 500  # several chunks in every pass
+    chunked_logprobs.CHUNK_NUMBERS = 500  # several chunks in every pass
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)

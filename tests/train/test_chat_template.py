@@ -54,7 +54,7 @@ def test_model_stub_and_model_have_it_whatever_the_model_is_made_from(tmp_path: 
 def test_what_is_no_template_is_named_with_its_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
-    with pytest.raises(ChatTemplateError, match=r"broken\.jinja is no chat template: line 2"):
+    with pytest.raises(ChatTemplateError, match=r"broken\.jinja is not a chat template: line 2"):
         model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
     # One that takes no lone message is a template all the same.
     broken.write_text("{{ raise_exception('a system message comes first') }}")

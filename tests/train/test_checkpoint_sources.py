@@ -26,9 +26,9 @@ def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:
 def test_an_export_takes_nobodys_place(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(RunError, match="the model cannot be written"):
-        export_model(Checkpoint(tmp_path / "step-000001", 1), "", Path("/proc/models/mine"))
+        export_model(Checkpoint(tmp_path / "step-000001", 1), "", Path("/proc/models/mine"), None)
     with pytest.raises(RunError, match="the folder is not empty"):
-        export_model(Checkpoint(tmp_path / "step-000001", 1), "", tmp_path)
+        export_model(Checkpoint(tmp_path / "step-000001", 1), "", tmp_path, None)
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 

@@ -17,12 +17,12 @@ from asyncrl_cli.train.model import chunked_logprobs
 
 
 def score(*arguments: Any, numbers: int) -> tuple[Tensor, Tensor]:
-    """``score_tokens`` with chunks of so many numbers."""
-    before, chunked_logprobs.HEAD_NUMBERS = chunked_logprobs.HEAD_NUMBERS, numbers
+    """``chunked_logprobs`` with chunks of so many numbers."""
+    before, chunked_logprobs.CHUNK_NUMBERS = chunked_logprobs.CHUNK_NUMBERS, numbers
     try:
-        return chunked_logprobs.score_tokens(*arguments)
+        return chunked_logprobs.chunked_logprobs(*arguments)
     finally:
-        chunked_logprobs.HEAD_NUMBERS = before
+        chunked_logprobs.CHUNK_NUMBERS = before
 
 
 @settings(deadline=None)

@@ -117,7 +117,7 @@ def test_models_that_would_be_trained_wrongly_are_refused(architecture: str, pac
 def test_an_output_layer_that_is_not_linear_is_refused() -> None:
     model = make("llama").model
     model.set_output_embeddings(torch.nn.Sequential(model.lm_head))
-    with pytest.raises(PolicyError, match="output layer of this llama is no linear layer"):
+    with pytest.raises(PolicyError, match="output layer of this llama is not linear"):
         Policy(model, 1.0)
 
 

@@ -134,7 +134,7 @@ def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None
 
     folder, trainer, reference, checkpoint = two_ranks
     stub = folder / "first/rank-0.pt.model"
-    export_model(checkpoint, str(stub), tmp_path / "new/model")
+    export_model(checkpoint, str(stub), tmp_path / "new/model", None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new/model")
     assert str(model.dtype) == f"torch.{trainer['dtype']}"
     assert all(torch.equal(tensor, reference[0]["weights"][name]) for name, tensor in model.named_parameters())
@@ -172,7 +172,7 @@ def test_an_export_loads_in_vllm(two_ranks: Any, tmp_path: Path) -> None:
     folder, trainer, _, checkpoint = two_ranks
     if (trainer["zero_stage"], trainer["dtype"]) != (3, "float32"):
         pytest.skip("one of them will do")
-    export_model(checkpoint, str(folder / "first/rank-0.pt.model"), tmp_path / "model")
+    export_model(checkpoint, str(folder / "first/rank-0.pt.model"), tmp_path / "model", None)
     spec = load_spec(Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml").spec
     done = subprocess.run(
         [sys.executable, "-c", GENERATE, str(tmp_path / "model")],

@@ -181,7 +181,7 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_the_rest(tmp_path: Path, tie
 
 def test_tasks_and_demonstrations_that_cannot_be_used(initial: Path, tmp_path: Path) -> None:
     spec = WarmStart(steps=2, batch_size=2, threads=1)
-    with pytest.raises(WarmStartError, match="the task has none"):
+    with pytest.raises(WarmStartError, match="the task has no demonstrations"):
         warm_start(initial, FunctionTask(lambda prompt, response: 0.0, "m:f"), spec, 32, 0, tmp_path)
     with pytest.raises(WarmStartError, match=r"more than model\.max_length 7"):
         warm_start(initial, TASK, spec, 7, 0, tmp_path)

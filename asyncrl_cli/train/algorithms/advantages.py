@@ -116,13 +116,8 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Te
 
     Soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13, where it is negative and added to the reward.
 
-    Args:
-        lengths: tokens of responses, any shape.
-        max_tokens: length with the full penalty.
-        buffer_tokens: tokens before it in which the penalty grows; from 1 to ``max_tokens``, else ``ValueError``.
-
-    Returns:
-        float32, shape of ``lengths``, from 0 to 1.
+    float32, shape of ``lengths``, from 0 to 1. Raises ``ValueError`` unless ``buffer_tokens`` is from 1 to
+    ``max_tokens``.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens must be from 1 to max_tokens {max_tokens}, not {buffer_tokens}")
@@ -143,10 +138,7 @@ def last_token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def rewards_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + γ·G of the next token that counts; [rows, tokens] like both arguments.
-
-    ``gamma``: discount per token that counts, from 0 to 1.
-    """
+    """G_t = r_t + γ·G of the next token that counts; [rows, tokens] like both arguments."""
     check_shapes(mask, token_rewards)
     return _carried_back(_exact(token_rewards, mask), mask, gamma).to(token_rewards.dtype)
 
@@ -157,15 +149,8 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     With V' the value of the next token that counts (0 after the last): δ_t = r_t + γ·V' − V_t, A_t = δ_t + γ·λ·A', and
     the return is A_t + V_t.
 
-    Args:
-        token_rewards: [rows, tokens], floating point.
-        values: [rows, tokens]: what the critic expects from the token on, itself included; no gradient.
-        mask: bool, [rows, tokens].
-        gamma: discount per token that counts, from 0 to 1.
-        lam: decay per token that counts, from 0 (one step ahead) to 1 (the whole row).
-
-    Returns:
-        Advantages and returns, [rows, tokens] each.
+    ``values``, [rows, tokens] like all, are what the critic expects from the token on, itself included. ``gamma`` and
+    ``lam`` apply per token that counts; ``lam`` is from 0 (one step ahead) to 1 (the full row).
     """
     check_shapes(mask, token_rewards, values)
     exact = _exact(values, mask)

@@ -85,18 +85,17 @@ def correct(
 ) -> tuple[Tensor, CorrectionSums]:
     """The weight of each token, and statistics.
 
-    Log-ratios are clamped to ±20, sums of them over a row too. A row's tokens are those that count.
+    Log-ratios are clamped to ±20, sums of them over a row too. A row's tokens are those that count. The rules of the
+    spec refuse a ``correction`` with settings without effect.
 
     Args:
         proximal_logprobs: [rows, tokens]. With ``proximal`` behaviour, where both sides would be the same, those of the
             current policy: rejection and statistics are then about it.
         behaviour_logprobs: [rows, tokens], recorded when the tokens were sampled.
         mask: bool, [rows, tokens]; true where a token counts.
-        correction: what to do; the rules of the spec refuse settings without effect.
 
     Returns:
-        Weights, dtype of the log-probs, [rows, tokens], detached, 0 where the mask is false or a token is left
-        out; and the sums.
+        Weights, [rows, tokens], detached, 0 where the mask is false or a token is left out; and the sums.
     """
     check_shapes(mask, proximal_logprobs, behaviour_logprobs)
     with torch.no_grad():
@@ -147,14 +146,8 @@ def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, versions_b
     At the first update of a step current and proximal are the same, and the interpolation is off by 1 / (n + 1) of the
     distance; there the trainer's own log-probs cost nothing.
 
-    Args:
-        logprobs: [rows, tokens], of the current policy.
-        behaviour_logprobs: [rows, tokens], recorded when the tokens were sampled.
-        versions_behind: [rows, tokens], how many versions the token's is before the one at the start of the step; what
-            is below 0 counts as 0.
-
-    Returns:
-        [rows, tokens], dtype of ``logprobs``, detached.
+    All are [rows, tokens], the result detached, in the dtype of ``logprobs``, which are those of the current policy.
+    ``versions_behind``: how many versions the token's is before the one at the start of the step; below 0 counts as 0.
     """
     behind = versions_behind.clamp(min=0).to(logprobs.dtype)
     return torch.lerp(behaviour_logprobs.to(logprobs.dtype), logprobs.detach(), behind / (behind + 1.0))

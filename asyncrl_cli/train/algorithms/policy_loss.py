@@ -170,22 +170,20 @@ def policy_loss(
     The weight w corrects for where the token was sampled (corrections.py). It does not weigh the penalty and the
     bonus, which keep the policy near the reference, and wide, at tokens that are left out of the policy loss, too.
 
+    Tensors are [rows, tokens]; gradients flow through ``logprobs`` and ``entropies`` alone.
+
     Args:
-        logprobs: [rows, tokens], of the weights being trained; gradients flow through it.
-        proximal_logprobs: [rows, tokens], of the proximal policy, mostly that of the start of the step; no gradient.
-        advantages: [rows] or [rows, tokens]; no gradient.
-        mask: bool, [rows, tokens]; true where a token counts.
-        loss: one of ``POLICY_LOSSES`` or the user's own.
-        settings: its numbers.
-        aggregation: see ``aggregate``.
-        denominator: see ``aggregate``.
-        importance_weights: [rows, tokens]; no gradient. None: all 1.
-        reference_logprobs: [rows, tokens], of the reference model; no gradient. Needed if ``kl_coef`` > 0.
+        logprobs: of the weights being trained.
+        proximal_logprobs: of the proximal policy, mostly that of the start of the step.
+        advantages: also [rows].
+        mask: bool; true where a token counts.
+        loss: one of ``POLICY_LOSSES`` or the user's own; ``settings`` has its numbers.
+        aggregation, denominator: see ``aggregate``.
+        importance_weights: None: all 1.
+        reference_logprobs: of the reference model; needed if ``kl_coef`` > 0.
         kl: estimator of the penalty, of ``kl.KL``.
-        kl_coef: weight of the penalty.
-        entropies: [rows, tokens], nats, of the distribution that each token was sampled from, under the weights being
-            trained; with gradient if ``entropy_coef`` > 0. None: not measured.
-        entropy_coef: weight of the bonus.
+        entropies: nats, of the distributions that the tokens were sampled from, under the weights being trained; None:
+            not measured.
 
     Returns:
         The loss (no dimensions) and the sums for metrics.

@@ -55,17 +55,15 @@ def value_loss(
     leads back to it.
 
     Args:
-        values: [rows, tokens], of the critic being trained; gradients flow through it.
-        old_values: [rows, tokens], of the critic at the start of the step; no gradient.
-        returns: [rows, tokens]; no gradient.
+        values: [rows, tokens], of the critic being trained; gradients flow through these alone.
+        old_values: [rows, tokens], of the critic at the start of the step.
+        returns: [rows, tokens].
         mask: bool, [rows, tokens].
-        clip: how far a value may move; positive. None: the plain squared error.
+        clip: how far a value may move. None: the plain squared error.
         denominator: tokens of the whole minibatch that count, as for ``aggregate``.
 
     Returns:
         The loss (no dimensions) and the sums for metrics.
-
-    Raises ``ValueError`` for shapes that differ, a mask that is not bool, and as ``aggregate``.
     """
     check_shapes(mask, values, old_values, returns)
     values = values.masked_fill(~mask, 0.0)

@@ -1,7 +1,7 @@
 """The output head: log-probabilities and entropies of tokens without the logits of all of them.
 
 Positions go through the output layer in chunks. Invariant: beside the layer's weights and their gradient no tensor
-here has more than ``HEAD_NUMBERS`` numbers, or those of one position where a vocabulary is larger than that. A chunk's
+here has more than ``CHUNK_NUMBERS`` numbers, or those of one position where a vocabulary is larger than that. A chunk's
 logits live once, in float32: they become log-probabilities in place, and those become the logits' gradient in place.
 With more than one chunk each is computed again in the backward pass, so that one of them lives at a time.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-HEAD_NUMBERS = 2**25
+CHUNK_NUMBERS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
 
 BLOCK_NUMBERS = 2**18
@@ -23,21 +23,19 @@ Entropy = Literal["none", "measure", "train"]
 """Whether entropies are wanted: not at all, as numbers, or with a gradient."""
 
 
-def score_tokens(
+def chunked_logprobs(
     head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[Tensor, Tensor]:
     """Score the tokens that follow positions.
 
     Args:
-        head: the output layer. It is called as a module once, so that hooks which gather its weights for a pass run.
+        head: the output layer.
         hidden: [positions, width]; gradients flow through it.
-        targets: int64, [positions]; the token whose log-probability is wanted at each.
-        temperature: logits are divided by it.
-        entropy: whether entropies are wanted.
+        targets: int64, [positions]; the token that is scored at each.
 
     Returns:
         log softmax(logits / temperature) at ``targets``, and the entropy of that distribution, H = −Σ p log p: nats,
-        [positions], float32 (float64 for float64 logits). Entropies are zeros when they are not wanted.
+        [positions], float32 (float64 for float64 logits). Entropies are zeros where they are not wanted.
     """
     apply: Any = _Scores.apply
 
@@ -45,6 +43,7 @@ def score_tokens(
         scored: tuple[Tensor, Tensor] = apply(hidden, head.weight, head.bias, targets, temperature, entropy)
         return scored
 
+    # Called as a module, and once: ZeRO-3's hooks gather its weights for exactly one pass (decision 0019).
     head.forward = score  # type: ignore[method-assign, assignment]
     try:
         logprobs, entropies = head(hidden)
@@ -68,7 +67,7 @@ class _Scores(torch.autograd.Function):
     ) -> Any:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=dtype, device=hidden.device)
-        chunks = _chunks(hidden.shape[0], weight.shape[0], HEAD_NUMBERS)
+        chunks = _chunks(hidden.shape[0], weight.shape[0], CHUNK_NUMBERS)
         logs = None
         for chunk in chunks:
             logs = None  # frees the last one first

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "model."
-"""Where the model lies in a ``Policy``."""
+"""The model's name in a ``Policy``."""
 
 
 def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Whole float32 weights by their names in the model, from any ZeRO stage and any number of ranks.
+    """Full float32 weights by their names in the model, from any ZeRO stage and any number of ranks.
 
     They are the optimizer's own; only ZeRO 0 in bfloat16 gives the rounded weights, which the engines had. Raises
     ``RunError`` when the shards cannot be read.
@@ -33,12 +33,12 @@ def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
         raise RunError(
             f"the weights cannot be read: {type(error).__name__}: {error}",
             location=str(checkpoint.folder),
-            hint="`asyncrl checkpoint verify` says whether the checkpoint is damaged",
+            hint="check the checkpoint with `asyncrl checkpoint verify`",
         ) from error
     return {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
 
 
-def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None = None) -> None:
+def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None) -> None:
     """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
 
     ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters that it was

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): W + (alpha / rank) · B A, of which A and B are trained.
 
-Invariant: nobody outside the trainer sees adapters. Engines, saved models and exports get whole weights under the names
-of the model without adapters, made by ``plain_weights``; the trainer's own weights are only read for it. B begins at 0,
-so the policy begins as the model.
+Invariant: nothing outside the trainer sees adapters. Engines, saved models and exports get merged weights under the
+names of the model without adapters, made by ``plain_weights``, which only reads the trainer's own. B starts at 0, so
+the policy starts as the model.
 """
 
 from __future__ import annotations
@@ -22,37 +22,34 @@ ADAPTER = "default"
 """The one adapter's name."""
 
 BASE = "base_layer"
-"""What peft calls the layer that an adapted one is made round."""
+"""What peft calls the layer inside an adapted one."""
 
 
 class LoraError(ConfigError):
     """Adapters that the model cannot have."""
 
+    def __init__(self, message: str, hint: str = "name linear layers of the model, or use all-linear") -> None:
+        super().__init__(message, location="model.lora.target_modules", hint=hint)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainWeight:
-    """One weight as the model without adapters has it.
+    """One weight as the model without adapters has it."""
 
-    Args:
-        name: its name there.
-        parameter: the trainer's own, without what an adapter adds to it.
-        adapter: the adapted layer. None where there is no adapter.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    adapter: Any | None
+    name: str  # in that model
+    parameter: nn.Parameter  # the trainer's own, without what an adapter adds to it
+    adapter: Any | None  # the adapted layer; None without an adapter
 
     @property
     def parts(self) -> list[nn.Parameter]:
-        """What must be whole, and not a shard, for ``merged``."""
+        """What must be gathered for ``merged``."""
         if self.adapter is None:
             return [self.parameter]
         adapter = (module for name, module in self.adapter.named_children() if name != BASE)
         return [self.parameter, *(parameter for module in adapter for parameter in module.parameters())]
 
     def merged(self) -> Tensor:
-        """The whole weight, detached; with an adapter a new tensor, in float32."""
+        """The merged weight, detached; with an adapter a new tensor, in float32."""
         if self.adapter is None:
             return self.parameter.detach()
         delta: Tensor = self.adapter.get_delta_weight(ADAPTER).detach().float()
@@ -62,13 +59,14 @@ class PlainWeight:
 def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
     """Freeze a transformers model, and put adapters beside its layers in place.
 
-    The process's own random state is left as it was. Raises ``LoraError`` where peft is missing, or a name of
-    ``target_modules`` is no layer's, and for the embeddings and the output head.
+    The process's own random state is left as it was. Raises ``ConfigError`` without peft, and ``LoraError`` for a name
+    of ``target_modules`` that no layer has, the embeddings and the output head.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise LoraError(f"model.lora needs peft: {error}", hint="pip install 'asyncrl[lora]'") from error
+        hint = "pip install 'asyncrl[lora]'"
+        raise ConfigError(f"needs peft: {error}", location="model.lora", hint=hint) from error
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
     embeddings = model.get_input_embeddings(), model.get_output_embeddings()
     with torch.random.fork_rng(devices=[]):
@@ -76,29 +74,20 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
         try:
             inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
-            raise LoraError(
-                f"model.lora.target_modules: {' '.join(str(error).split())}",
-                hint="name linear layers of the model, or use all-linear",
-            ) from error
+            raise LoraError(" ".join(str(error).split())) from error
     adapted = _layers(model)
     wanted = [] if isinstance(lora.target_modules, str) else lora.target_modules
     if missing := [name for name in wanted if not any(f".{layer}".endswith(f".{name}") for layer in adapted)]:
-        raise LoraError(
-            f"model.lora.target_modules: the model has no layer {', '.join(missing)}",
-            hint="name linear layers of the model, or use all-linear",
-        )
+        raise LoraError(f"the model has no layer {', '.join(missing)}")
     if embeddings != (model.get_input_embeddings(), model.get_output_embeddings()):
-        raise LoraError(
-            "model.lora.target_modules: the embeddings and the output head can have no adapter",
-            hint="leave them out, or use all-linear",
-        )
-    # What goes into the first layer wants a gradient, too: its passing by is how ZeRO-3 knows that a layer is done.
+        raise LoraError("the embeddings and the output head can have no adapter", "leave them out, or use all-linear")
+    # The input of the first layer requires a gradient, too: ZeRO-3 sees by its backward pass that a layer is done.
     model.enable_input_require_grads()
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapters were trained, for the length of the block."""
+    """The model as it was before its adapters were trained, inside the block."""
     layers = _layers(model).values()
     for layer in layers:
         layer.set_scale(ADAPTER, 0.0)
@@ -124,7 +113,7 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
 
 
 def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights by their plain names, from those of a model with adapters by the names that these have there.
+    """Merged weights by their plain names, from the state of a model with adapters.
 
     ``model`` is a transformers model without adapters, on the meta device; it gets them. Raises as ``add_adapters``.
     """

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.train.model.chunked_logprobs import Entropy, score_tokens
+from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Nats by which ``check_policy`` lets log-probs differ: sums in another order, in numbers of this dtype."""
 
 
 class PolicyError(UserError):
-    """A model that cannot be trained as the spec says."""
+    """A model that cannot be trained with these settings."""
 
 
 class Policy(nn.Module):
@@ -30,12 +30,12 @@ class Policy(nn.Module):
     def __init__(self, model: Any, temperature: float, packing: bool = False) -> None:
         """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone.
 
-        Raises ``PolicyError`` when the model's output layer is no linear layer.
+        Raises ``PolicyError`` when the model's output layer is not linear.
         """
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise PolicyError(
-                f"the output layer of this {model.config.model_type} is no linear layer", hint="use another model"
+                f"the output layer of this {model.config.model_type} is not linear", hint="use another model"
             )
         self.model = model
         self.temperature = temperature
@@ -61,16 +61,16 @@ class Policy(nn.Module):
         """
         predicts = response_mask[:, 1:]
         hidden = predicting_states(self.model.base_model, input_ids, response_mask, self.packing)
-        logprobs, entropies = score_tokens(
+        logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
             hidden,
             input_ids[:, 1:][predicts],
             self.temperature,
             entropy,
         )
-        nothing = torch.zeros(response_mask.shape, dtype=logprobs.dtype, device=input_ids.device)
-        scored = nothing.masked_scatter(response_mask, logprobs)
-        return scored if entropy == "none" else (scored, nothing.masked_scatter(response_mask, entropies))
+        zeros = torch.zeros(response_mask.shape, dtype=logprobs.dtype, device=input_ids.device)
+        scored = zeros.masked_scatter(response_mask, logprobs)
+        return scored if entropy == "none" else (scored, zeros.masked_scatter(response_mask, entropies))
 
 
 class ValueModel(nn.Module):
@@ -105,11 +105,11 @@ def predicting_states(backbone: Any, input_ids: Tensor, response_mask: Tensor, p
     if not packing:
         padded: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
         return padded[predicts]
-    # A row's last token, and what comes after the last that counts, is read by none.
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    kept = places <= places.mul(predicts).amax(dim=1, keepdim=True)
+    # Nothing depends on a row's last token, or on those after the last that counts.
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    kept = positions <= positions.mul(predicts).amax(dim=1, keepdim=True)
     packed: Tensor = backbone(
-        input_ids=ids[kept][None], position_ids=places[kept][None], use_cache=False
+        input_ids=ids[kept][None], position_ids=positions[kept][None], use_cache=False
     ).last_hidden_state
     return packed[0][predicts[kept]]
 

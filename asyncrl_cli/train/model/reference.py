@@ -1,7 +1,7 @@
 """The reference model of the KL penalty: the initial model, or the policy as it was some steps ago.
 
-A reference answers as a ``Policy`` does, without gradient. With adapters the initial model is the policy without them,
-which takes no memory. Otherwise it is a model of its own, frozen and whole on every rank; with
+A reference is called as a ``Policy`` is, without gradient. With adapters the initial model is the policy without them,
+which takes no memory. Otherwise it is a separate model, frozen and complete on every rank; with
 ``algorithm.reference_update_every`` it becomes the policy before every step whose number that divides, so a run that
 resumes from a checkpoint needs the reference of that step: it is a file of the checkpoint.
 
@@ -39,10 +39,10 @@ class Unadapted:
 
 
 class Copy:
-    """A model of its own."""
+    """A separate model."""
 
     def __init__(self, policy: Policy, every: int = 0) -> None:
-        """``every``: steps from one refreshment to the next; 0 refreshes it never."""
+        """``every``: steps from one refresh to the next; 0: never."""
         self._policy = policy
         self._every = every
 
@@ -53,10 +53,7 @@ class Copy:
         return logprobs
 
     def before_step(self, step: int, model: nn.Module, zero_stage: int) -> None:
-        """Become the policy where it is time, ``step`` being the number of the step to come; collective.
-
-        ``model``: the policy's, sharded as in this ZeRO stage.
-        """
+        """Become the policy if it is due before ``step``; collective. ``model`` is the policy's."""
         if not self._every or step % self._every or not step:
             return
         own = dict(self._policy.model.named_parameters())

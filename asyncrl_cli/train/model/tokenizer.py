@@ -4,7 +4,7 @@ Invariant: ``decode(encode(text)) == text`` for every text of printable ASCII an
 merged, added, normalised or cleaned up; a character outside that set becomes ``<unk>``. The special tokens
 come first, so that the ids of characters do not move when a special token is renamed.
 
-``load_tokenizer`` is the one way to a run's tokenizer: it sees to ``model.chat_template``.
+``load_tokenizer`` is the only way to a run's tokenizer: it applies ``model.chat_template``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CHAT_TEMPLATE = (
     "}</tool_call>{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
 )
-"""Messages stand one behind the other, as they are; an assistant's ends with the end token, as when it was generated.
+"""Messages follow each other unchanged; an assistant's ends with the end token, as when it was generated.
 
-A tool's result stands in brackets, and tool calls in hermes form, as vLLM and gateway/tool_calls.py read them. A
-conversation's beginning is rendered as the beginning of the whole.
+A tool's result is in brackets, and tool calls have the hermes form, as vLLM and gateway/tool_calls.py read them. The
+rendering of a conversation begins with that of its beginning.
 """
 
 
@@ -60,11 +60,15 @@ def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
 
 
 _MARK = "what-the-user-said"
-"""Stands for a message while a template is tried."""
+"""The message that a template is tried with."""
 
 
 class ChatTemplateError(ConfigError):
-    """A ``model.chat_template`` that is no Jinja template."""
+    """A ``model.chat_template`` that is not a chat template."""
+
+    def __init__(self, path: str, why: str) -> None:
+        hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"
+        super().__init__(f"{path} is not a chat template: {why}", location="model.chat_template", hint=hint)
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
@@ -95,8 +99,7 @@ def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
 
 
 def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
-    """The tokenizer, with the template in the file ``chat_template`` in place of its own. Raises
-    ``ChatTemplateError``."""
+    """The tokenizer, its template replaced by the file ``chat_template``. Raises ``ChatTemplateError``."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     if chat_template is None:
@@ -106,18 +109,11 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        raise ChatTemplateError(
-            f"model.chat_template: {chat_template} is no chat template: {line}{error}",
-            hint="give a file with a Jinja template, or leave it out to use the tokenizer's own",
-        ) from error
+        raise ChatTemplateError(chat_template, f"{line}{error}") from error
     except TemplateError:
-        return tokenizer  # one may well refuse this conversation
+        return tokenizer  # a sound template may refuse this conversation
     if _MARK not in rendered:
-        raise ChatTemplateError(
-            f"{chat_template} is no chat template: what it renders has nothing of the messages",
-            location="model.chat_template",
-            hint="give a file with a Jinja template, or leave it out to use the tokenizer's own",
-        )
+        raise ChatTemplateError(chat_template, "its output does not contain the messages")
     return tokenizer
 
 
