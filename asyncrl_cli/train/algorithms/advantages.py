@@ -139,8 +139,7 @@ def last_token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 def rewards_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """G_t = r_t + γ·G of the next token that counts; [rows, tokens] like both arguments."""
-    check_shapes(mask, token_rewards)
-    return _carried_back(_exact(token_rewards, mask), mask, gamma).to(token_rewards.dtype)
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0)[0]  # with values of 0 it is just that
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -153,9 +152,15 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     ``lam`` apply per token that counts; ``lam`` is from 0 (one step ahead) to 1 (the full row).
     """
     check_shapes(mask, token_rewards, values)
-    exact = _exact(values, mask)
-    delta = _exact(token_rewards, mask) + gamma * _next(exact, mask) - exact
-    advantages = _carried_back(delta, mask, gamma * lam)
+    rewards, exact, decay = _exact(token_rewards, mask), _exact(values, mask), gamma * lam
+    advantages = torch.zeros_like(exact)
+    next_value = next_advantage = exact.new_zeros(len(exact))
+    for token in reversed(range(exact.shape[1])):
+        counts, value = mask[:, token], exact[:, token]
+        delta = rewards[:, token] + gamma * next_value - value
+        next_advantage = torch.where(counts, delta + decay * next_advantage, next_advantage)
+        next_value = torch.where(counts, value, next_value)
+        advantages[:, token] = next_advantage.masked_fill(~counts, 0.0)
     returns = (advantages + exact).masked_fill(~mask, 0.0)
     return advantages.to(token_rewards.dtype), returns.to(token_rewards.dtype)
 
@@ -205,24 +210,3 @@ def _centred(rewards: Tensor) -> Tensor:
 
 def _exact(values: Tensor, mask: Tensor) -> Tensor:
     return values.detach().double().masked_fill(~mask, 0.0)
-
-
-def _carried_back(values: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """x_t + decay·(the result at the next token that counts); 0 where the mask is false."""
-    carried = torch.zeros_like(values)
-    after = values.new_zeros(len(values))
-    for token in reversed(range(values.shape[1])):
-        counts = mask[:, token]
-        after = torch.where(counts, values[:, token] + decay * after, after)
-        carried[:, token] = after.masked_fill(~counts, 0.0)
-    return carried
-
-
-def _next(values: Tensor, mask: Tensor) -> Tensor:
-    """The value at the next token that counts; 0 after the last."""
-    following = torch.zeros_like(values)
-    after = values.new_zeros(len(values))
-    for token in reversed(range(values.shape[1])):
-        following[:, token] = after
-        after = torch.where(mask[:, token], values[:, token], after)
-    return following

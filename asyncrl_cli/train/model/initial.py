@@ -15,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli import __version__
@@ -59,13 +59,6 @@ def model_key(spec: ExperimentSpec) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-def made_model_dir(spec: ExperimentSpec) -> Path | None:
-    """Where the model lies once it is made; None when the spec names a saved model to use as it is."""
-    if spec.model.init is None and spec.model.warm_start is None:
-        return None
-    return spec.runs_dir.absolute() / "models" / model_key(spec)
-
-
 def model_stub_path(model: ModelSpec, folder: Path) -> str:
     """Where ``model_stub`` left config and tokenizer: ``folder``, or the saved model that is used as it is."""
     return str(model.path) if model.init is None and model.chat_template is None else str(folder)
@@ -92,45 +85,27 @@ def prepare_model(
     ``load_task`` is called only for a warm start, as importing a task takes its time. Raises ``ModelInitError``
     or ``WarmStartError``.
     """
-    final = made_model_dir(spec)
-    if final is None:
-        assert spec.model.path is not None
-        return Path(spec.model.path)
+    model = spec.model
+    if model.init is None and model.warm_start is None:
+        assert model.path is not None
+        return Path(model.path)
+    final = spec.runs_dir.absolute() / "models" / model_key(spec)
     if final.is_dir():
         return final
+    from asyncrl_cli.train.warm_start import warm_start
+
     try:
-        with atomic_folder(final) as folder:
-            _make(spec, load_task, folder, progress)
+        with atomic_folder(final) as folder, TemporaryDirectory(prefix=".initial-", dir=final.parent) as temporary:
+            initial = folder if model.warm_start is None else Path(model.path or temporary)
+            if model.init is not None:
+                build_initial_model(model.init, model.max_length, spec.seed, initial, model.chat_template)
+            if model.warm_start is not None:
+                settings = model.warm_start, model.max_length, spec.seed
+                warm_start(initial, load_task(), *settings, folder, progress, model.chat_template)
     except OSError:
         if not final.is_dir():  # another run has just made the same model
             raise
     return final
-
-
-def _make(
-    spec: ExperimentSpec, load_task: Callable[[], Task], folder: Path, progress: Callable[[int, int, float], None]
-) -> None:
-    from asyncrl_cli.train.warm_start import warm_start
-
-    model = spec.model
-    if model.init is not None and model.warm_start is None:
-        build_initial_model(model.init, model.max_length, spec.seed, folder, model.chat_template)
-        return
-    assert model.warm_start is not None
-    with tempfile.TemporaryDirectory(prefix=".initial-", dir=folder.parent) as initial:
-        source = Path(model.path or initial)
-        if model.init is not None:
-            build_initial_model(model.init, model.max_length, spec.seed, source, model.chat_template)
-        warm_start(
-            source,
-            load_task(),
-            model.warm_start,
-            model.max_length,
-            spec.seed,
-            folder,
-            progress,
-            model.chat_template,
-        )
 
 
 def build_initial_model(
