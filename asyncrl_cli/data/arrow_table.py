@@ -1,7 +1,7 @@
-"""Prompts from an Arrow table, each made when it is asked for: Parquet files and data sets of Hugging Face `datasets`.
+"""Prompts from an Arrow table (Parquet files and data sets of Hugging Face `datasets`), each created on demand.
 
-The table stays what Arrow keeps, packed columns (mapped from disk where it can be); Python objects exist for the rows
-in use alone. What can be wrong with a column is found when the table is opened, by looking at the columns whole.
+The table stays in Arrow's packed columns, mapped from disk if possible; only the rows in use are Python objects. When
+the table is opened, its columns are checked as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid
+from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid, unreadable
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import template_columns
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def read_parquet(path: Path, size: int | None = None, form: RowForm | None = None) -> ArrowPrompts:
     """The prompts of the first ``size`` rows of a Parquet file (all of them by default).
 
-    Raises ``DataError`` if the file cannot be read, has fewer rows than ``size``, or has a row that is no prompt.
+    Raises ``DataError`` if the file cannot be read, has fewer rows than ``size``, or has a row that is not a prompt.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -39,18 +39,18 @@ def read_parquet(path: Path, size: int | None = None, form: RowForm | None = Non
             table = file.read_row_groups(groups)
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DataError(f"{path} cannot be read: {reason}", hint="correct the path in the spec, or the file") from error
+        raise unreadable(str(path), reason) from error
     return ArrowPrompts(table, str(path), size, form or RowForm())
 
 
 class ArrowPrompts(Sequence[Prompt]):
-    """The first ``size`` rows of a table as prompts. Columns with bytes (images, sounds) are left out: fields are JSON.
+    """The first ``size`` rows of a table as prompts, without columns of bytes (images, sounds): fields are JSON.
 
-    ``source`` is what errors call the table; rows are counted from 1.
+    ``source`` is the location in errors; rows are counted from 1.
     """
 
     def __init__(self, table: pa.Table, source: str, size: int | None, form: RowForm) -> None:
-        """Raises ``DataError`` for a column that is missing or holds no prompts or uids."""
+        """Raises ``DataError`` for a column that is missing, or does not contain prompts or uids."""
         check_size(len(table), source, size)
         self._source = source
         self._form = form
@@ -70,7 +70,7 @@ class ArrowPrompts(Sequence[Prompt]):
         row = range(len(self))[operator.index(index)]
         values = self._table.slice(row, 1).to_pylist()[0]
         content = values.get(self._form.prompt_column)
-        if isinstance(content, list):  # Arrow gives each message the keys of all
+        if isinstance(content, list):  # Arrow gives each message the keys of all.
             values[self._form.prompt_column] = [_without_nulls(message) for message in content]
         return self._form.prompt(values, self._source, "row", row + 1)
 
@@ -87,7 +87,7 @@ class ArrowPrompts(Sequence[Prompt]):
         names = self._table.column_names
         if missing := sorted(self._form.needed - set(names)):
             raise DataError(
-                f"there is no column `{missing[0]}`",
+                f"no column `{missing[0]}`",
                 location=self._source,
                 hint=f"the columns are {', '.join(names)}; name one of them in the split's keys",
             )
@@ -96,7 +96,7 @@ class ArrowPrompts(Sequence[Prompt]):
         else:
             for name in sorted(template_columns(self._form.template)):
                 nulls = pc.is_null(self._table.column(name))
-                self._refuse_first(nulls, f"has a `{name}` that is null", "fill it in, or leave the row out")
+                self._refuse_first(nulls, f"`{name}` is null", "fill it in, or remove the row")
         if self._form.uid_column in names:
             uids = self._table.column(self._form.uid_column)
             self._check_uids(uids)
@@ -109,17 +109,17 @@ class ArrowPrompts(Sequence[Prompt]):
 
         name, kind = self._form.prompt_column, column.type
         if pa.types.is_null(kind):
-            self._refuse(0, f"has a `{name}` that is null", "give every row a prompt")
+            self._refuse(0, f"`{name}` is null", "give every row a prompt")
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not text and not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             raise DataError(
-                f"the column `{name}` holds {kind}",
+                f"the column `{name}` has the type {kind}",
                 location=self._source,
-                hint="name a column of texts or of lists of messages, or write a template",
+                hint="name a column of texts or of lists of messages, or set a template",
             )
         empty = pc.equal(pc.utf8_length(column) if text else pc.list_value_length(column), 0)
-        self._refuse_first(pc.is_null(column), f"has a `{name}` that is null", "give every row a prompt")
-        self._refuse_first(empty, f"has an empty `{name}`", "give every row a prompt")
+        self._refuse_first(pc.is_null(column), f"`{name}` is null", "give every row a prompt")
+        self._refuse_first(empty, f"`{name}` is empty", "give every row a prompt")
 
     def _check_uids(self, column: pa.ChunkedArray) -> None:
         import pyarrow as pa
@@ -129,15 +129,15 @@ class ArrowPrompts(Sequence[Prompt]):
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not (text or pa.types.is_integer(kind) or (pa.types.is_null(kind) and name == UID)):
             raise DataError(
-                f"the column `{name}` holds {kind}",
+                f"the column `{name}` has the type {kind}",
                 location=self._source,
                 hint="make uids texts or whole numbers, or rename the column",
             )
-        hint = "name every row"
+        hint = "give every row a uid"
         if name != UID:
-            self._refuse_first(pc.is_null(column), f"has a `{name}` that is null", hint)
+            self._refuse_first(pc.is_null(column), f"`{name}` is null", hint)
         if text:
-            self._refuse_first(pc.equal(pc.utf8_length(column), 0), f"has a `{name}` that is empty", hint)
+            self._refuse_first(pc.equal(pc.utf8_length(column), 0), f"`{name}` is empty", hint)
 
     def _refuse_twins(self, uids: pa.ChunkedArray) -> NoReturn:
         first: dict[Any, int] = {}
@@ -155,11 +155,11 @@ class ArrowPrompts(Sequence[Prompt]):
             self._refuse(row, fault, hint)
 
     def _refuse(self, row: int, fault: str, hint: str) -> NoReturn:
-        raise DataError(f"the row {fault}", location=f"{self._source}:{row + 1}", hint=hint)
+        raise DataError(fault, location=f"{self._source}:{row + 1}", hint=hint)
 
 
 def _readable(table: pa.Table) -> pa.Table:
-    """The table without columns of bytes, and with categories written out."""
+    """The table without columns of bytes, and with categories as their values."""
     import pyarrow as pa
 
     def has_bytes(kind: Any) -> bool:

@@ -1,41 +1,43 @@
-"""The endless, resumable stream of training prompts.
+"""The endless, resumable stream of training prompts, and the stages of a curriculum.
 
-An epoch gives out the rows of one stage, each once; without a curriculum there is one stage that never ends, of all
-rows. The last epoch of a stage that ends is cut where the stage is.
+An epoch has the rows of one stage, each once; without a curriculum there is one endless stage of all rows. The last
+epoch of a stage ends where the stage does.
 
-Invariant: what an epoch gives out, and in which order, follows from (seed, epoch) alone; so ``(epoch, position)`` is
-the whole state, and a restored loader continues with the very prompt that would have come next. ``_order`` is the one
-place where an order is made.
+Invariant: the rows of an epoch and their order follow from (seed, epoch) alone (``_order``). So ``(epoch, position)``
+is the complete state, and a restored loader continues with exactly the next prompt.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.arrow_table import ArrowPrompts
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.inputs import CurriculumSpec
 
 
 @runtime_checkable
 class Stratified(Protocol):
-    """Rows of several kinds in a certain order of kinds, ``strata``: each row's kind. Shuffling keeps that order."""
+    """Rows of several kinds: ``strata`` is each row's kind. Shuffling keeps the order of kinds."""
 
     strata: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The rows (at least one) that prompts come from, and how many prompts that goes on for; None: for ever."""
+    """The rows (at least one) that prompts come from, and how many prompts; None: no end."""
 
     rows: Sequence[int]
     prompts: int | None = None
 
     @property
     def epochs(self) -> int | None:
-        """Epochs in it, the last perhaps cut."""
+        """Epochs in it; the last one may be shorter."""
         return None if self.prompts is None else -(-self.prompts // len(self.rows))
 
     def length(self, epoch: int) -> int:
@@ -45,7 +47,7 @@ class Stage:
 
 
 class PromptLoader:
-    """``next()`` gives one prompt after the other, for ever. For one caller at a time."""
+    """``next()`` gives one prompt after the other, without an end. For one caller at a time."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool, stages: Sequence[Stage] = ()) -> None:
         """After ``stages`` come all rows, unless the last one has no end.
@@ -53,7 +55,7 @@ class PromptLoader:
         Raises ``DataError`` if there are no prompts.
         """
         if not prompts:
-            raise DataError("there are no prompts to train on", hint="give data.train a size, or a file with rows")
+            raise DataError("there are no prompts to train on", hint="set data.train.size, or name a file with rows")
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -72,9 +74,9 @@ class PromptLoader:
         return self._epoch
 
     def next(self) -> Prompt:
-        """The next prompt; after the last one of an epoch comes the first one of the next.
+        """The next prompt; after the last one of an epoch, the first one of the next epoch.
 
-        Raises ``DataError`` for a row that is no prompt; the next call goes on after it.
+        Raises ``DataError`` for a row that is not a prompt; the next call continues after it.
         """
         if self._position == self._length:
             self._epoch += 1
@@ -84,11 +86,11 @@ class PromptLoader:
         return self._prompts[self._indices[self._position - 1]]
 
     def state(self) -> dict[str, int]:
-        """``epoch`` and ``position``: whole epochs behind, and prompts given out in this one."""
+        """``epoch`` and ``position``: completed epochs, and prompts given out in this one."""
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue where a loader with the same prompts, seed, shuffle and stages stood when it gave ``state``.
+        """Continue where a loader with the same prompts, seed, shuffle and stages was when it returned ``state``.
 
         Raises ``DataError`` for a state that these prompts cannot have.
         """
@@ -105,7 +107,7 @@ class PromptLoader:
         self._position = position
 
     def newest(self) -> Prompt:
-        """The prompt given out last in the present epoch, which must not be at its beginning."""
+        """The prompt given out last in this epoch, which must not be at its beginning."""
         return self._prompts[self._indices[self._position - 1]]
 
     def _stage_of(self, epoch: int) -> tuple[Stage, int]:
@@ -135,3 +137,55 @@ class PromptLoader:
         for row in reversed(indices):
             shuffled.setdefault(int(strata[row]), []).append(row)
         return [shuffled[int(strata[row])].pop() for row in rows]
+
+
+def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[Stage, ...]:
+    """The stages of a curriculum over these prompts.
+
+    Raises ``DataError`` for a row without difficulty, and for a stage without rows.
+    """
+    if spec is None:
+        return ()
+    difficulties = _difficulties(prompts, spec.field)
+    stages = []
+    drawn = 0
+    for number, stage in enumerate(spec.stages):
+        low = -math.inf if stage.min is None else stage.min
+        high = math.inf if stage.max is None else stage.max
+        rows = [row for row, difficulty in enumerate(difficulties) if low <= difficulty <= high]
+        if not rows:
+            raise DataError(
+                f"no training prompt has a `{spec.field}` from {low:g} to {high:g}",
+                location=f"data.curriculum.stages.{number}",
+                hint=f"the difficulties of the prompts are {min(difficulties):g} to {max(difficulties):g}",
+            )
+        stages.append(Stage(rows, None if stage.until_prompt is None else stage.until_prompt - drawn))
+        drawn = stage.until_prompt or drawn
+    return tuple(stages)
+
+
+def _difficulties(prompts: Sequence[Prompt], field: str) -> list[float]:
+    lazily = prompts.field(field) if isinstance(prompts, ArrowPrompts) else (p.fields.get(field) for p in prompts)
+    found = []
+    for row, value in enumerate(lazily):
+        number = _number(value)
+        if number is None:
+            fault = "missing" if value is None else f"{value!r}, which is not a number"
+            raise DataError(
+                f"prompt {prompts[row].uid!r}: `{field}` is {fault}",
+                location="data.curriculum",
+                hint="name a field with a number in every row",
+            )
+        found.append(number)
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """The value of a number, or of a text: a CSV file has only texts."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

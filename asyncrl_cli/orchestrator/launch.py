@@ -17,8 +17,7 @@ from typing import Any, Literal
 from asyncrl_cli.core.errors import DataError, RunError, UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.user_code import CODE_S, user_code
-from asyncrl_cli.data.curriculum import stages_of
-from asyncrl_cli.data.loader import PromptLoader, Stage
+from asyncrl_cli.data.loader import PromptLoader, Stage, stages_of
 from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.monitors.load import load_monitors

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.curriculum import stages_of
-from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import CurriculumSpec, CurriculumStage
 
@@ -95,7 +94,12 @@ def test_a_state_that_no_epoch_has_is_refused() -> None:
 
 def test_a_difficulty_is_a_number_in_every_row() -> None:
     assert stages_of(rows(["1.5", 2]), curriculum((1, None, 1.5)))[0].rows == [0]
-    for wrong, said in ((None, "'1' has no `level`"), ("hard", "'1' has 'hard' as"), (True, "True"), ("nan", "'nan'")):
+    for wrong, said in (
+        (None, "prompt '1': `level` is missing"),
+        ("hard", "`level` is 'hard', which is not a number"),
+        (True, "True"),
+        ("nan", "'nan'"),
+    ):
         with pytest.raises(DataError, match=said):
             stages_of(rows([1, wrong]), curriculum((1, None, 1)))
     with pytest.raises(DataError, match=r"data\.curriculum\.stages\.1: .* from 5 to inf\. The prompts' go from 1 to 3"):

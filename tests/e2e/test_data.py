@@ -12,8 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from asyncrl_cli.data.curriculum import stages_of
-from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.spec.load import load_spec

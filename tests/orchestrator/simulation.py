@@ -21,8 +21,7 @@ from unittest.mock import patch
 import numpy as np
 from stand_ins import Actor, Notes, StandInBuffer, StandInProcess, prompts, remote
 
-from asyncrl_cli.data.curriculum import stages_of
-from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient

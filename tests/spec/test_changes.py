@@ -129,8 +129,8 @@ def test_a_key_may_change_unless_the_journal_rests_on_it(path: str) -> None:
         ("model.warm_start", None, "checkpoints and recorded log-probs are those of this model"),
         ("task.options", {}, "recorded rewards are those of this task"),
         ("rollout.group_size", 2, "recorded groups have this size"),
-        ("rollout.sampling.temperature", 0.5, "recorded log-probs are taken from this distribution"),
-        ("pipeline.publish_every", 2, "versions are counted by it"),
+        ("rollout.sampling.temperature", 0.5, "recorded log-probs are those of this distribution"),
+        ("pipeline.publish_every", 2, "it decides which steps have a version"),
     ],
 )
 def test_a_refusal_says_why(path: str, value: Any, why: str) -> None:

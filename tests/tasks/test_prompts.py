@@ -47,9 +47,9 @@ def test_answers_that_cannot_be_read_are_named_when_the_data_is_opened(tmp_path:
     for name in ("rows.jsonl", "rows.parquet"):
         with pytest.raises(DataError) as caught:
             load_prompts("train", SplitSpec(path=name), MathAnswers(), tmp_path)
-        assert f"{name}:2: the task cannot score the row" in str(caught.value)
+        assert f"{name}:2: the task cannot score prompt" in str(caught.value)
         assert "a brace is not closed" in str(caught.value)
-    with pytest.raises(DataError, match=r"rows.jsonl:3: the task cannot score the row.*no field 'answer'"):
+    with pytest.raises(DataError, match=r"rows.jsonl:3: the task cannot score prompt.*no field 'answer'"):
         load_prompts("train", SplitSpec(path="rows.jsonl"), ExactMatch(), tmp_path)
     assert len(load_prompts("train", SplitSpec(path="rows.jsonl", size=1), MathAnswers(), tmp_path)) == 1
     member = {"name": "m", "use": "math", "train": {"path": str(tmp_path / "rows.jsonl")}}
@@ -61,12 +61,12 @@ def test_answers_that_cannot_be_read_are_named_when_the_data_is_opened(tmp_path:
 def test_rows_of_a_table_and_of_a_task_are_looked_at_when_it_is_opened(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]]
     parquet.write_table(pa.table({"prompt": messages}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows.parquet:2: the row .* has a message 1 without content"):
+    with pytest.raises(DataError, match=r"rows.parquet:2: prompt .*: message 1 has no content"):
         load_prompts("train", SplitSpec(path="rows.parquet"), REWARD_ONLY, tmp_path)
 
     class Made(SpellBackward):
         def prompts(self, split: str, size: int) -> Sequence[Prompt]:
             return LazyPrompts(size, lambda row: Prompt(f"p{row}", "a" if row < 2 else ({"role": "user"},)))
 
-    with pytest.raises(DataError, match=r"data.train:3: the row 'p2' has a message 1 without content"):
+    with pytest.raises(DataError, match=r"data.train:3: prompt .p2.: message 1 has no content"):
         load_prompts("train", SplitSpec(size=5), Made())

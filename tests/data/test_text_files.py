@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.jsonl import read_jsonl
+from asyncrl_cli.data.text_files import read_jsonl
 from asyncrl_cli.records.prompt import Prompt
 
 
@@ -64,20 +64,20 @@ def test_whatever_json_can_say_comes_back(folder: Path, rows: list[tuple[str, An
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "is not JSON"),
-        (b'{"prompt": "\xff"}', "is not UTF-8"),
+        ("{", "not JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
         ("[1]", "a list"),
         ("3", "a number"),
         ('{"question": "a"}', "has no `prompt`.*question"),
-        ('{"prompt": ""}', "empty `prompt`"),
+        ('{"prompt": ""}', "`prompt` is empty"),
         ('{"prompt": 3}', "a number"),
         ('{"prompt": null}', "null"),
         ('{"prompt": []}', "empty"),
-        ('{"prompt": ["hi"]}', "message without"),
-        ('{"prompt": [{"role": "user"}]}', "message without"),
-        ('{"prompt": "a", "uid": 3.5}', "`uid` that is a number"),
-        ('{"prompt": "a", "uid": ""}', "`uid` that is empty"),
-        ('{"prompt": "a", "uid": "first"}', "stands in line 1 too"),
+        ('{"prompt": ["hi"]}', "a message has no `role`"),
+        ('{"prompt": [{"role": "user"}]}', "a message has no `role`"),
+        ('{"prompt": "a", "uid": 3.5}', "`uid` is a number"),
+        ('{"prompt": "a", "uid": ""}', "`uid` is empty"),
+        ('{"prompt": "a", "uid": "first"}', "is also the uid of line 1"),
     ],
 )
 def test_a_refusal_names_file_and_line(tmp_path: Path, line: str | bytes, said: str) -> None:
@@ -93,27 +93,27 @@ def test_a_file_that_is_missing_empty_or_short(tmp_path: Path) -> None:
         read_jsonl(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="no rows"):
         read_jsonl(write(tmp_path, ""))
-    with pytest.raises(DataError, match="has 1 rows, 2 are asked for"):
+    with pytest.raises(DataError, match=r"fewer rows \(1\) than size 2"):
         read_jsonl(write(tmp_path, '{"prompt": "a"}'), 2)
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "half \ud83d"}, "`prompt` that is not Unicode"),
-        ({"prompt": "a", "answer": "\ude00"}, "`answer` that is not Unicode"),
-        ({"prompt": "a", "uid": "\ud83d"}, "`uid` that is not Unicode"),
-        ({"prompt": [{"role": "user", "content": None}]}, "message 1 without content"),
-        ({"prompt": [{"role": "user", "content": 7}]}, "message 1 whose content is not text"),
+        ({"prompt": "half \ud83d"}, "`prompt` is not Unicode"),
+        ({"prompt": "a", "answer": "\ude00"}, "`answer` is not Unicode"),
+        ({"prompt": "a", "uid": "\ud83d"}, "`uid` is not Unicode"),
+        ({"prompt": [{"role": "user", "content": None}]}, "message 1 has no content"),
+        ({"prompt": [{"role": "user", "content": 7}]}, "message 1 has content that is not text"),
         ({"prompt": [{"role": "user", "content": "a\ud83d"}]}, "not Unicode"),
-        ({"prompt": [{"role": "usr", "content": "a"}]}, "message 1 with the role 'usr'; roles are system"),
+        ({"prompt": [{"role": "usr", "content": "a"}]}, "message 1 has the unknown role 'usr'; roles are system"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "parts that are not text"),
-        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}, "message 2 without"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}, "message 2 has no"),
         (
             {"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 3}}]}]},
-            "`tool_calls` that are no list of functions",
+            "`tool_calls` that are not a list of functions",
         ),
-        ({"prompt": [{"role": "assistant", "content": "", "tool_calls": {}}]}, "`tool_calls` that are no list"),
+        ({"prompt": [{"role": "assistant", "content": "", "tool_calls": {}}]}, "`tool_calls` that are not a list"),
     ],
 )
 def test_rows_that_could_not_be_encoded_are_named_with_their_line(
@@ -123,7 +123,7 @@ def test_rows_that_could_not_be_encoded_are_named_with_their_line(
     with pytest.raises(DataError) as caught:
         read_jsonl(path)
     assert words in str(caught.value)
-    assert f"{path}:2: the row '" in str(caught.value)
+    assert f"{path}:2: prompt '" in str(caught.value)
 
 
 def test_messages_with_tool_calls_and_text_parts_are_prompts(tmp_path: Path) -> None:
