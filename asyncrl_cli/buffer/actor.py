@@ -150,7 +150,7 @@ class Buffer:
         await self._commit(LAZY_S)
 
     async def failed(self, kind: str, part: str, message: str) -> None:
-        """Something failed, whether or not the run goes on."""
+        """Something failed, whether or not the run continues."""
         self._book.journal.failed(kind, part, message)
         await self._commit(LAZY_S)
 

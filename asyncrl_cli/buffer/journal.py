@@ -254,7 +254,7 @@ class Journal(JournalFile):
         )
 
     def failed(self, kind: str, part: str, message: str) -> None:
-        """Something failed, whether or not the run went on."""
+        """Something failed, whether or not the run continued."""
         self._note(
             "INSERT INTO failures (at, kind, part, message) VALUES (?, ?, ?, ?)",
             *(time.time(), kind, _storable(part), _storable(message)),

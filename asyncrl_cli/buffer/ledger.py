@@ -54,7 +54,7 @@ A crash is no event: ``restore`` gives back the same state. A batch that is trai
 The batch can always be had: (a) A can reach (t + 1)B, since (v + 1 + S)k >= (v + 1)k >= t + 1 whenever a
 batch is allowed, and the bound by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding
 group has finished, run(d) = 0 <= places(d). So if rollouts end and the caller uses the room, no step waits
-for ever. Earliest deadline first without the second condition is not enough: with k = 1, B = 2, S = 2, let
+forever. Earliest deadline first without the second condition is not enough: with k = 1, B = 2, S = 2, let
 the four groups 0 to 3 of version 0 be long; step 1 would take two groups of version 1, and at step 2 four
 groups would be due for two places.
 
@@ -120,7 +120,7 @@ class Batch:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Versions each group lags behind, in the order of ``group_ids``."""
+        """Versions each group is behind, in the order of ``group_ids``."""
         return tuple(self.version - admitted_at for admitted_at in self.group_versions)
 
 
@@ -297,7 +297,7 @@ class Ledger:
         return upcoming.missing if isinstance(upcoming, Blocked) else ()
 
     def requeue(self, group_id: int) -> GroupEntry:
-        """Give up an overdue group and start its prompt again, at the current version.
+        """Abandon an overdue group and start its prompt again, at the current version.
 
         The old index is unknown from here on: cancel its rollouts and ignore what still arrives for it.
 

@@ -13,7 +13,7 @@ from asyncrl_cli.journal.schema import FILE, explained, open_for_writing
 
 
 def checkpoints_removed(run: Path, steps: Sequence[int]) -> None:
-    """The checkpoints of these steps are no more. Without a journal there is nothing to do."""
+    """The checkpoints of these steps are removed from disk. Without a journal there is nothing to record."""
     if steps and (run / FILE).is_file():
         with _opened(run / FILE) as journal:
             journal.executemany(

@@ -1,18 +1,18 @@
 """How long the trainer would have waited with another staleness bound: the run once more, event by event.
 
-The real ``Ledger`` decides what is admitted and what a batch takes; the recorded times say how long a group and a step
-last. So the simulation has no rules of its own to go wrong, and what it assumes is in the times alone:
+The real ``Ledger`` decides what is admitted and what a batch takes; the recorded times give the durations of
+groups and steps. So the simulation has no rules of its own, and its assumptions are about times alone:
 
-* a group needs what the one that was admitted at its place in the record needed, under whichever version, and is
-  rejected if that one was; past the record's end, it begins again;
+* a group takes as long as the recorded group with its admission index, under whichever version, and is rejected if
+  that one was; after the record's end, the record is repeated;
 * as many groups run at once as ever did;
 * training, publishing and checkpoints take as long as they did, step by step.
 
-How fast engines are when another number of groups runs at once, the record does not say. Two assumptions enclose it
+How fast engines are when another number of groups runs at once is not recorded. Two assumptions enclose it
 (``Engines``): with ``spare`` capacity a group takes as long as it did, whatever runs beside it; ``saturated`` engines
 do no more work in a second than they did, and the groups that run share it evenly. Neither is a proven limit.
 
-Running the recorded bound as well says how far that is from what really happened. Pure: no clock, no I/O. Times are in
+Simulating the recorded bound as well shows how far that is from what happened. Pure: no clock, no I/O. Times are in
 seconds.
 """
 
@@ -34,7 +34,7 @@ from asyncrl_cli.records.groups import BufferSettings
 
 
 Engines = Literal["spare", "saturated"]
-"""What is assumed of the engines; the module docstring says more."""
+"""What is assumed of the engines (module docstring)."""
 ENGINES: tuple[Engines, ...] = get_args(Engines)
 
 
@@ -96,7 +96,7 @@ def newest(recording: Recording, groups: int) -> Recording:
 
 
 def workload(recording: Recording) -> Workload:
-    """The durations of a record. The time during which the run was down is taken out of all of them.
+    """The durations of a record. The time during which the run was not alive is left out.
 
     A group that still runs counts as if it took as long as the median group, or as it did so far if that is longer.
     Raises ``ValueError`` without a trained batch, and without a finished group.
@@ -247,7 +247,7 @@ class _Simulation:
 
 
 def _step(batch: BatchTimes, up: Callable[[float], float]) -> Step:
-    """The journal may say ``trained`` before or after it says ``published``; what lies between is in ``other_s``."""
+    """``trained`` may be recorded before or after ``published``; the time between is in ``other_s``."""
     taken, trained = up(batch.taken_at), up(batch.trained_at)
     if batch.published_at is None or up(batch.published_at) > trained:
         return Step(trained - taken, batch.publish_s)

@@ -1,10 +1,10 @@
-"""A run as one stream of typed events, read off the journal of a live run, a dead one or a copy.
+"""A run as one stream of typed events, read from the journal of a live run, a dead one or a copy.
 
-The journal has a row for whatever happened, with the time at which it was written down; here rows are events again. A
-class of event names its fields and the query that fills them, in the same order. docs/events.md is made of them.
+The journal has a row for everything that happened, with the time at which it was recorded. A class of event names its
+fields and the query that fills them, in the same order. docs/events.md lists them.
 
-Invariant: one process writes the journal and commits in the order of its notes, so whoever has read the events of
-a kind up to one time has missed none of that kind before it, unless the clock was set back.
+Invariant: one process writes the journal and commits in the order of its notes, so a reader of the events of a kind up
+to one time has missed none of that kind before it, unless the clock was set back.
 
 Steps are counted from 1, as everywhere but in the journal. Times are unix seconds.
 """
@@ -39,7 +39,7 @@ class Event:
 
     name: ClassVar[str]
     query: ClassVar[str]
-    """Gives the fields in their order, of what was written after ``:since``. It may pass over groups before ``:group``
+    """Gives the fields in their order, of what was recorded after ``:since``. It may leave out groups before ``:group``
     and steps before ``:step``."""
 
     at: float
@@ -85,8 +85,8 @@ class Admit(Event):
 
 @dataclass(frozen=True, slots=True)
 class Segment(Event):
-    """Tokens of one weight version (-1: given, not sampled) were recorded: of an unfinished rollout as they came, of a
-    finished one as it is cut."""
+    """Tokens of one weight version (-1: given, not sampled) were recorded: of an unfinished rollout in the pieces in
+    which they came, of a finished one split where the version changes."""
 
     name = "segment"
     query = (
@@ -103,7 +103,7 @@ class Segment(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Event):
-    """A rollout is generated and recorded whole; ``tokens`` are those sampled, of versions ``oldest`` to ``newest``."""
+    """A rollout is generated and recorded; ``tokens`` are those sampled, of versions ``oldest`` to ``newest``."""
 
     name = "finish"
     query = (
@@ -241,7 +241,7 @@ class Evaluation(Event):
 
 @dataclass(frozen=True, slots=True)
 class Fault(Event):
-    """A part failed, whether or not the run went on."""
+    """A part failed, whether or not the run continued."""
 
     name = "fault"
     query = f"SELECT at, kind, part, message FROM failures WHERE at > :since AND kind != '{STALL}'"
@@ -275,12 +275,12 @@ RENAMED_KINDS = {"stay": "request"}
 
 
 def events(connection: sqlite3.Connection, kinds: Collection[str] = (), since: float = 0.0) -> Iterator[Event]:
-    """What was written down after ``since``, by time; ``kinds`` are names of ``KINDS``, none for all."""
+    """What was recorded after ``since``, by time; ``kinds`` are names of ``KINDS``, none for all."""
     return merge(*(KINDS[name].read(connection, since) for name in kinds or KINDS), key=_time)
 
 
 class Reader:
-    """Reads on where it stopped, on a connection to each moment; a look costs what is new."""
+    """Continues where it stopped, with a new connection at each call; a call costs as much as there is new."""
 
     def __init__(self, kinds: Collection[str] = (), since: float = 0.0) -> None:
         self._since = dict.fromkeys(kinds or KINDS, since)

@@ -29,7 +29,7 @@ class Progress:
 
     Args:
         settings: the bounds the buffer works by, as last recorded.
-        first_step: where this journal's history begins; above 0 when an earlier journal was given up.
+        first_step: where this journal's history begins; above 0 when an earlier journal was abandoned.
         step: batches taken so far.
         version: weight versions published so far.
     """
@@ -184,7 +184,7 @@ def untrained_prompts(connection: sqlite3.Connection, step: int) -> list[Prompt]
 
 
 def solved_streaks(connection: sqlite3.Connection) -> dict[str, int]:
-    """By uid, in how many groups in a row up to the newest all rollouts were correct. Reads the whole
+    """By uid, in how many groups in a row up to the newest all rollouts were correct. Reads the entire
     history."""
     in_a_row: dict[str, int] = {}
     for uid, lowest in connection.execute(

@@ -1,8 +1,8 @@
 """What is in the buffer, read from the journal of a live run, a dead one or a copy.
 
-Nothing here writes or needs Ray. All queries under one ``snapshot`` see the same moment. None of them reads the tokens
-or walks through the whole history, unless it is asked for one group or for a filter that most groups fail: a look at
-a journal of a million rollouts has to be answered at once.
+Nothing here writes or needs Ray. All queries under one ``snapshot`` see the same moment. None of them reads tokens or
+goes through the entire history, except for one group and for a filter that most groups fail: a journal of a million
+rollouts has to answer within a second.
 
 Steps are counted from 0 here, as in the journal.
 """
@@ -69,7 +69,7 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
 
 def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> Iterator[T]:
     """What ``read`` gives of one snapshot of the journal, handed out after that is closed: SQLite cannot empty the
-    journal's `-wal` while a snapshot is open, so a pager that stands still must not hold one.
+    journal's `-wal` while a snapshot is open, so a pager that waits for its user must not hold one.
 
     Raises ``JournalError``, and ``UserError`` when there is no room for the temporary file.
     """
@@ -90,12 +90,12 @@ def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> It
             yield pickle.load(spool)
 
 
-# -- the buffer as a whole
+# -- the whole buffer
 
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """The groups of one state. What costs a walk through the history is None.
+    """The groups of one state. What would take a pass through the history is None.
 
     Args:
         groups: how many.
@@ -326,7 +326,7 @@ class RolloutRecord:
     """What is recorded of one rollout.
 
     ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` is what the task measured.
-    ``segments`` are those of its sequences, one sequence after another (their ``rollout_id`` says which), cut where
+    ``segments`` are those of its sequences, one sequence after another (their ``rollout_id`` says which), split where
     the version changes, and empty where the tokens were dropped (``journal.keep``).
     """
 

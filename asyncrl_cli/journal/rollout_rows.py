@@ -51,7 +51,7 @@ class RolloutRow(NamedTuple):
     recorded_at: float
 
     def measured(self) -> dict[str, float]:
-        """``metrics``, as the task said them."""
+        """``metrics``, as the task reported them."""
         measured: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
         return measured
 
@@ -153,7 +153,7 @@ def _open_group(connection: sqlite3.Connection, group_id: int) -> OpenGroup:
 def rollout_of(
     rollout_id: str, row: RolloutRow, branches: Mapping[int, Sequence[Segment]], prompt_ids: tuple[int, ...]
 ) -> Rollout:
-    """A finished rollout with its branches, which are said to have ended as it did: how is not recorded of them.
+    """A finished rollout with its branches; they get its finish reason, as theirs are not recorded.
 
     Its text is left empty. Raises ``sqlite3.DatabaseError`` for damage.
     """

@@ -3,8 +3,8 @@
     groups       one row per admitted group: its prompt with its serial number and where the data loader stood after
                  it (NULL for a prompt that runs again), what became of it
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
-    segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), cut where the weight version
-                 changes; version -1 is for tokens that were given and not sampled
+    segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight
+                 version changes; version -1 is for context, which was not sampled
     engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, of an episode's call
                  GROUP-INDEX/CALL, and eval:... of an evaluation's
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
@@ -32,10 +32,10 @@ from asyncrl_cli.core.errors import UserError
 FILE = "journal.db"
 """The journal's name in a run's folder."""
 LOCK_PATIENCE_S = 20.0
-"""Seconds that a writer waits for somebody else's lock on the file."""
+"""Seconds that a writer waits for another program's lock on the file."""
 
 CHECKED_BYTES = 2**32
-"""Journals up to this size are read through before a run goes on with them."""
+"""Journals up to this size are checked completely before a run continues with them."""
 
 MIGRATIONS = (
     """
@@ -143,8 +143,8 @@ read as a copy that is migrated."""
 
 
 DAMAGED = (
-    "It is damaged. `asyncrl resume RUN --without-journal` goes on from the newest checkpoint, and generates again "
-    "what was not trained by then; the damaged file is kept beside it"
+    "the file is damaged: `asyncrl resume RUN --without-journal` continues from the newest checkpoint, and generates "
+    "again what was not trained by then; the damaged file is kept"
 )
 
 
@@ -175,15 +175,12 @@ def explained(path: Path) -> Iterator[None]:
 
 @contextmanager
 def sound(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Turn what comes of reading nonsense into a ``JournalError``: SQLite does not check the values it gives back.
-
-    Nonsense raises ``ValueError``, ``KeyError``, and what ``more`` says.
-    """
-    nonsense: tuple[type[Exception], ...] = (ValueError, KeyError, *more)
+    """Turn what inconsistent values raise (``ValueError``, ``KeyError`` and ``more``) into a ``JournalError``: SQLite
+    does not check the values it gives back."""
     try:
         yield
-    except nonsense as error:
-        raise JournalError(f"the journal says what cannot be: {error}", location=str(path), hint=DAMAGED) from error
+    except (ValueError, KeyError, *more) as error:
+        raise JournalError(f"the journal is inconsistent: {error}", location=str(path), hint=DAMAGED) from error
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
@@ -279,7 +276,7 @@ def check(path: Path) -> None:
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     number = connection.execute("PRAGMA user_version").fetchone()[0]
     _check_number(number, path)
-    if number < len(MIGRATIONS):  # all of them at once: no reader sees a schema that it does not read
+    if number < len(MIGRATIONS):  # in one transaction: no reader may see a schema in between
         scripts = "".join(MIGRATIONS[number:])
         connection.executescript(f"BEGIN IMMEDIATE; {scripts} PRAGMA user_version = {len(MIGRATIONS)}; COMMIT;")
 

@@ -215,7 +215,7 @@ def recording(connection: sqlite3.Connection) -> Recording:
 
 
 def _moments(connection: sqlite3.Connection, groups: list[GroupTimes], batches: list[BatchTimes]) -> tuple[float, ...]:
-    """When something is known to have gone on, sorted; the gaps round a start are the time that the run was down."""
+    """Times at which the run was alive, sorted; the gap around a start is the time that it was not."""
     recorded = (at for (at,) in connection.execute("SELECT recorded_at FROM rollouts"))
     of_groups = (group.ended_at for group in groups if group.ended_at is not None)
     of_batches = chain.from_iterable((batch.taken_at, batch.trained_at) for batch in batches)

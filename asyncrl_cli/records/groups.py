@@ -39,7 +39,7 @@ class BufferSettings:
     group_size: int
     reject_uniform: bool
     note_solved: bool = False
-    """Whether an opening says which prompts are solved, for which the whole history is read."""
+    """Whether an opening says which prompts are solved, for which the entire history is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Candidate:
 
     Args:
         serial: counts the run's prompts, from 1; a prompt is admitted once, and prompts in the order of serials.
-        loader: where the data loader stands once it is admitted.
+        loader: the data loader's position once it is admitted.
     """
 
     serial: int
@@ -92,10 +92,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A running group as the journal knows it, by the place of its rollouts (0, 1, ...).
+    """A running group as the journal knows it, by the index of its rollouts (0, 1, ...).
 
     ``unscored`` are finished rollouts without a reward, their texts left empty; ``prefixes`` the tokens of
-    unfinished ones, by branch: an episode may have several sequences, any other rollout has branch 0 alone. A place in
+    unfinished ones, by branch: an episode may have several sequences, any other rollout has branch 0 alone. An index in
     none of the three has to start from nothing.
     """
 
@@ -107,7 +107,7 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Where the run stands when the buffer opens.
+    """The run's state when the buffer opens.
 
     Args:
         step: batches taken so far.
@@ -115,7 +115,7 @@ class Opening:
         trained: steps whose training has been reported.
         checksum: of the bytes of version ``version``, if its publish is recorded.
         serial: of the newest prompt admitted; 0 before the first.
-        loader: where the data loader stands after it; None before the first.
+        loader: the data loader's position after it; None before the first.
         groups: the running groups, in admission order.
         waiting: prompts to be admitted before the loader's next one.
         evaluated: greedy held-out accuracy by step.
