@@ -191,15 +191,13 @@ def _reasons(
 
 def _accuracies(run: RunDirectory) -> dict[int, float]:
     """Greedy held-out accuracy by step; empty without a journal. Raises ``JournalError`` when it is damaged."""
-    from contextlib import closing
-
     from asyncrl_cli.journal.progress import accuracies
-    from asyncrl_cli.journal.schema import FILE, explained, open_for_reading
+    from asyncrl_cli.journal.schema import FILE, reading
 
     path = run.path / FILE
     if not path.is_file():
         return {}
-    with explained(path), closing(open_for_reading(path)) as connection:
+    with reading(path) as connection:
         return accuracies(connection)
 
 

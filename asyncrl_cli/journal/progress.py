@@ -1,6 +1,6 @@
 """How far a run has come: what the ledger, a resume and every page refer to, read from the journal.
 
-All functions take a connection of ``open_for_reading`` or ``snapshot``, or the writer's own. Steps are counted from 0,
+All functions take a connection of ``reading`` or ``snapshot``, or the writer's own. Steps are counted from 0,
 as in the journal.
 """
 

@@ -13,7 +13,7 @@ import pickle
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped_groups, progress
 from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, segments_of
-from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading
+from asyncrl_cli.journal.schema import JournalError, reading
 from asyncrl_cli.records.generation import Segment, branch_id, training_rollout_id
 from asyncrl_cli.records.prompt import Prompt
 
@@ -58,7 +58,7 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
 
     Raises ``JournalError``, also when nothing was ever committed.
     """
-    with closing(open_for_reading(path)) as connection, explained(path):
+    with reading(path) as connection:
         connection.execute("BEGIN")
         if not connection.execute("SELECT 1 FROM meta WHERE key = 'settings'").fetchone():
             raise JournalError(

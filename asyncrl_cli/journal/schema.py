@@ -177,9 +177,10 @@ def explained(path: Path) -> Iterator[None]:
 def sound(path: Path, *more: type[Exception]) -> Iterator[None]:
     """Turn what inconsistent values raise (``ValueError``, ``KeyError`` and ``more``) into a ``JournalError``: SQLite
     does not check the values it gives back."""
+    inconsistent: tuple[type[Exception], ...] = (ValueError, KeyError, *more)
     try:
         yield
-    except (ValueError, KeyError, *more) as error:
+    except inconsistent as error:
         raise JournalError(f"the journal is inconsistent: {error}", location=str(path), hint=DAMAGED) from error
 
 
@@ -223,6 +224,14 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         return _up_to_date_copy(connection, path)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that cannot write, closed after the block. Raises ``JournalError``, also for damage that the block
+    finds."""
+    with closing(open_for_reading(path)) as connection, explained(path):
+        yield connection
+
+
 def is_begun(path: Path) -> bool:
     """Whether anything is in a journal; not so when a run died while it made the file. Raises ``JournalError``."""
     with explained(path), closing(_connected_for_reading(path)) as connection:
@@ -262,15 +271,11 @@ def _connected_for_reading(path: Path) -> sqlite3.Connection:
 
 def check(path: Path) -> None:
     """Read a journal through, unless it is very large. Raises ``JournalError`` when it is damaged."""
-    connection = open_for_reading(path)
-    try:
-        with explained(path):
-            if path.stat().st_size <= CHECKED_BYTES:
-                (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-                if found != "ok":
-                    raise sqlite3.DatabaseError(f"malformed: {found}")
-    finally:
-        connection.close()
+    with reading(path) as connection:
+        if path.stat().st_size <= CHECKED_BYTES:
+            (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(f"malformed: {found}")
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from asyncrl_cli.core.files import rename
 from asyncrl_cli.journal.progress import kept_checkpoints
-from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
     RUN_FILE,
@@ -41,7 +40,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 def unrecorded(run: RunDirectory) -> list[Checkpoint]:
     """Complete checkpoints that the journal does not know: the driver ended before it could record them."""
-    with closing(open_for_reading(run.path / FILE)) as journal:
+    with reading(run.path / FILE) as journal:
         known = kept_checkpoints(journal)
     return [found for found in complete_checkpoints(run.path / "checkpoints") if found.step not in known]
 

@@ -15,7 +15,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.history import step_metrics
 from asyncrl_cli.journal.progress import checksum, steps_trained
 from asyncrl_cli.journal.rollout_rows import read_batch
-from asyncrl_cli.journal.schema import FILE, explained, open_for_reading
+from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.orchestrator.placement import rank_wants
@@ -41,11 +41,8 @@ class ReplayedStep:
 
 def recorded_steps(run: RunDirectory) -> int:
     """Steps that the journal says are trained. Raises ``JournalError``."""
-    connection = open_for_reading(run.path / FILE)
-    try:
+    with reading(run.path / FILE) as connection:
         return steps_trained(connection)
-    finally:
-        connection.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.buffer.journal import Journal
-from asyncrl_cli.buffer.offline import accept_data, forget_training
+from asyncrl_cli.buffer.offline import prepare_resume
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.journal.history import metrics_rows
 from asyncrl_cli.journal.progress import base as base_of
 from asyncrl_cli.journal.progress import loader_position, newest_prompts, steps_taken, steps_trained
 from asyncrl_cli.journal.rollout_rows import prompt_texts
-from asyncrl_cli.journal.schema import FILE, check, explained, is_begun, open_for_reading, open_for_writing
+from asyncrl_cli.journal.schema import FILE, check, is_begun, reading
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.launch import Experiment, Start
 from asyncrl_cli.runs.checkpoints import archive_later, verified_checkpoint
@@ -64,12 +64,7 @@ class Plan:
             notes.append(f"checkpoints after step {first} are in {aside.relative_to(run.path)}")
         journal = run.path / FILE
         if journal.is_file():
-            with explained(journal), closing(open_for_writing(journal)):
-                pass  # brings an older journal up to date
-            if self.again:  # what is trained now may differ: other settings, another machine
-                forget_training(journal, first)
-            if accept_changed_data:
-                accept_data(journal)
+            prepare_resume(journal, first if self.again else None, accept_changed_data)
             _restore_metrics(run, journal, self.trained)
         else:
             run.forget_after("metrics.jsonl", self.trained)
@@ -158,7 +153,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
         if base.get("loader"):
             loader.restore(base["loader"])
         return
-    with explained(path), closing(open_for_reading(path)) as connection:
+    with reading(path) as connection:
         position_now = loader_position(connection) or base_of(connection).get("loader")
         rows = newest_prompts(connection, COMPARED_ROWS)
     if position_now:
@@ -195,7 +190,7 @@ def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
     """Bring metrics.jsonl in line with the journal: steps that are not known as trained are reported again, and rows
     that were never written (the driver was killed, the disk was full) are in the journal."""
     rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
-    with closing(open_for_reading(journal)) as connection:
+    with reading(journal) as connection:
         for row in metrics_rows(connection):
             rows.setdefault(row["step"], row)
     run.write_text("metrics.jsonl", "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))
@@ -203,6 +198,6 @@ def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
 
 def _steps_done(journal: Path) -> tuple[int, int]:
     """Steps that are taken, and steps that are known as trained; those before the journal began count."""
-    with closing(open_for_reading(journal)) as connection:
+    with reading(journal) as connection:
         first = base_of(connection).get("step", 0)
         return max(steps_taken(connection), first), max(steps_trained(connection), first)

@@ -100,7 +100,7 @@ def test_each_place_of_a_group_is_an_episode(tmp_path: Path) -> None:
             await end(scene, episodes, f"1-{place}", Scored(float(place), {"turns": 2.0}))
             await end(scene, episodes, f"0-{place}", Scored(float(place)))
         assert await scene.train() == [0, 1]
-        assert scene.table("rollouts", "place, reward, metrics, tokens")[-1] == (1, 1.0, '{"turns": 2.0}', 2)
+        assert scene.table("rollouts", "rollout_index, reward, metrics, tokens")[-1] == (1, 1.0, '{"turns": 2.0}', 2)
         assert {"4-0", "5-1"} <= set(episodes.open), "their room is filled"
 
     play(tmp_path, test, seed=7)

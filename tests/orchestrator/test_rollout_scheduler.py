@@ -305,7 +305,7 @@ def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
         await scene.end(RolloutFailure("1-0", "another"))
         assert scene.groups.failures.reasons == ["out of memory", "another"]
         assert scene.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
-        assert ("0-1", "out of memory") in scene.table("rollouts", "group_id || '-' || place, failure")
+        assert ("0-1", "out of memory") in scene.table("rollouts", "group_id || '-' || rollout_index, failure")
 
     play(tmp_path, test, rollout={"group_size": 3})
 
@@ -415,7 +415,7 @@ def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         await scene.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
         await scene.settled()
-        assert scene.table("segments", "group_id, place, start, length(tokens) / 4") == [(0, 1, 0, 3), (2, 0, 0, 1)]
+        assert scene.table("segments", "group_id, rollout_index, start, length(tokens) / 4") == [(0, 1, 0, 3), (2, 0, 0, 1)]
 
     play(tmp_path, test)
 
