@@ -415,7 +415,8 @@ def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         await scene.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
         await scene.settled()
-        assert scene.table("segments", "group_id, rollout_index, start, length(tokens) / 4") == [(0, 1, 0, 3), (2, 0, 0, 1)]
+        columns = "group_id, rollout_index, start, length(tokens) / 4"
+        assert scene.table("segments", columns) == [(0, 1, 0, 3), (2, 0, 0, 1)]
 
     play(tmp_path, test)
 
