@@ -1,4 +1,4 @@
-"""The environment of this task: the policy guesses a digit, and is told whether it was too low or too high."""
+"""The environment of this task: the policy guesses a digit, and learns whether it was too low or too high."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from asyncrl_cli.tasks.base import Step
 
 
 class GuessTheDigit:
-    """The other side of one conversation; each episode has one of its own."""
+    """One side of a conversation; each episode has its own."""
 
     def __init__(self, prompt: dict[str, Any], turns: int = 4) -> None:
-        """``prompt`` is the row of the JSON Lines file, and the rest is what `task.options` says."""
+        """``prompt`` is the row of the JSON Lines file, and the rest comes from `task.options`."""
         self._question = prompt["prompt"]
         self._secret = prompt["secret"]
         self._turns = turns
@@ -29,5 +29,5 @@ class GuessTheDigit:
         guess = (reply.get("content") or "")[:1]
         if guess == str(self._secret):
             return Step(reward=1.0, done=True, metrics={"turns_left": float(self._turns)})
-        said = "?" if guess not in set("0123456789") else "low" if int(guess) < self._secret else "high"
-        return Step([{"role": "user", "content": said}], reward=0.0 if said == "?" else 0.05, done=self._turns == 0)
+        answer = "?" if guess not in set("0123456789") else "low" if int(guess) < self._secret else "high"
+        return Step([{"role": "user", "content": answer}], reward=0.0 if answer == "?" else 0.05, done=self._turns == 0)
