@@ -41,8 +41,8 @@ DUE_ROWS = 12
 TOKENS_SHOWN = 4000
 """A group with more sampled tokens shows the log-prob of each only rollout by rollout."""
 UID_WIDTH = 20
-GIVEN_MARGIN = "  > "
-"""What stands before each line of text that the policy was given and did not sample."""
+CONTEXT_MARGIN = "  > "
+"""The margin of text that is context: the policy did not sample it."""
 AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
 REASONS = {"uniform": "all rewards are equal", "failed": "a rollout failed past its retries"}
 """What the ledger's short categories mean."""
@@ -59,7 +59,7 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
     settings, due = found.progress.settings, found.due
     lines = [
         f"run      {run.run_id}, {run.status}",
-        f"where    {found.progress.step} of {settings.total_steps} batches taken, "
+        f"progress {found.progress.step} of {settings.total_steps} batches taken, "
         f"weight version {found.progress.version}",
         f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
         f"{settings.groups_per_step} groups of {settings.group_size} per step, a version every "
@@ -76,7 +76,10 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
         newer = due[DUE_ROWS:]
         if newer:
             rows.append(("newer", "", "", str(sum(d.running for d in newer)), str(sum(d.finished for d in newer))))
-        lines += ["", *table(("admitted at version", "lag if taken now", "deadline", "running", "finished"), rows)]
+        lines += [
+            "",
+            *table(("admitted at version", "staleness if taken now", "deadline", "running", "finished"), rows),
+        ]
     for name, distributions in (("length (tokens)", found.lengths), ("reward", found.rewards)):
         if distributions:
             header = (name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max")
@@ -127,7 +130,7 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFi
         "more": more,
     }
     if not rows:
-        return Page(document, [f"no group of {run.run_id} is like that"])
+        return Page(document, [f"no group of {run.run_id} matches"])
     size = progress(connection).settings.group_size
     header = ("group", "prompt", "state", "version", "staleness", "step", "ended", "tokens", "reward", "age")
     now = time.time()
@@ -202,9 +205,7 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
     ]
     if row.reason:
         lines.append(f"why      {REASONS.get(row.reason, row.reason)}")
-    size = (
-        f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see what its rollouts were given"
-    )
+    size = f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see the context of its rollouts"
     lines += [f"prompt   {size}", *_prompt_lines(record)]
     for rollout, text in zip(record.rollouts, texts, strict=True):
         lines += ["", *_rollout_lines(rollout, text, decoder, shown)]
@@ -281,7 +282,7 @@ def _ids(sequence: Sequence[Segment]) -> list[int]:
 
 def _calls(segments: Sequence[Segment]) -> int:
     """Runs of sampled tokens."""
-    return sum(1 for given, _ in groupby(segment.version == CONTEXT for segment in segments) if not given)
+    return sum(1 for context, _ in groupby(segment.version == CONTEXT for segment in segments) if not context)
 
 
 def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None, with_tokens: bool) -> Iterator[str]:
@@ -306,11 +307,11 @@ def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None
 
 
 def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], with_tokens: bool) -> Iterator[str]:
-    """A segment with its text; what the policy was given has a margin of its own, and no log-probs."""
+    """A segment with its text; context has a margin of its own, and no log-probs."""
     logprobs = segment.logprobs
     if segment.version == CONTEXT:
-        yield f"  given, {len(logprobs)} tokens"
-        yield from paragraph(" ".join(names) if text is None else text, GIVEN_MARGIN)
+        yield f"  context, {len(logprobs)} tokens"
+        yield from paragraph(" ".join(names) if text is None else text, CONTEXT_MARGIN)
         return
     yield (
         f"  version {segment.version}, {len(logprobs)} tokens, log-prob mean {logprobs.mean():.3f}, "
@@ -328,10 +329,10 @@ def _branch(sequence: Sequence[Segment]) -> int:
 
 def _size(sequences: Sequence[Sequence[Segment]]) -> str:
     """What there is beside the number of sampled tokens; nothing for a rollout of one turn."""
-    given = sum(len(segment.ids) for sequence in sequences for segment in sequence if segment.version == CONTEXT)
-    if not given:
+    context = sum(len(segment.ids) for sequence in sequences for segment in sequence if segment.version == CONTEXT)
+    if not context:
         return ""
-    calls = f" in {sum(map(_calls, sequences))} call(s), {given} given"
+    calls = f" in {sum(map(_calls, sequences))} call(s), {context} of context"
     return f"{calls}, {len(sequences) - 1} branch(es)" if len(sequences) > 1 else calls
 
 
@@ -342,7 +343,7 @@ def _judgement(rollout: RolloutRecord) -> str:
 
 
 def _end(rollout: RolloutRecord) -> str:
-    ends = {None: "no end yet", "stop": "ended by the model", "length": "cut at the longest length"}
+    ends = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
     return ends.get(rollout.finish_reason, str(rollout.finish_reason))
 
 

@@ -1,20 +1,28 @@
-"""Recorded token ids as text, with the tokenizer that the run's engines start from.
+"""Recorded token ids as text: decoded with the tokenizer that the run's engines start from, and token by token with
+log-prob and weight version, to be coloured.
 
 Needs the ``tokenizers`` library alone. Invariant: the parts that ``parts`` returns make up the text of all ids, also
-where a cut goes through a character or where a token's text depends on the one before it.
+where a boundary splits a character or where a token's text depends on the one before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.journal.queries import RolloutRecord
+from asyncrl_cli.records.generation import CONTEXT, sequence_of
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 
-CONTEXT = 8
+PRECEDING = 8
 """Tokens before one that its text may depend on: no character of UTF-8 has more than four bytes."""
-BROKEN = "\ufffd"
+REPLACEMENT = "\ufffd"
 """What a decoder shows for bytes that are no character (yet)."""
 
 
@@ -25,26 +33,26 @@ class Decoder:
         """``tokenizer``: a ``tokenizers.Tokenizer``."""
         self._tokenizer = tokenizer
 
-    def parts(self, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-        """The text of all ids, cut at token indices that rise to ``len(ids)``.
+    def parts(self, ids: Sequence[int], ends: Sequence[int]) -> list[str]:
+        """The text of all ids, split at token indices that rise to ``len(ids)``.
 
         A character that tokens share belongs to the part that completes it.
         """
         texts, start = [], 0
-        for cut in cuts:
-            texts.append(self._text(ids, start, cut, whole=cut == len(ids)))
-            start = cut
+        for end in ends:
+            texts.append(self._text(ids, start, end, last=end == len(ids)))
+            start = end
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token."""
         return self.parts(ids, range(1, len(ids) + 1))
 
-    def _text(self, ids: Sequence[int], start: int, end: int, whole: bool) -> str:
-        known = list(ids[max(0, start - CONTEXT) : start])
-        before = self._decode(known).rstrip(BROKEN) if known else ""
+    def _text(self, ids: Sequence[int], start: int, end: int, last: bool) -> str:
+        known = list(ids[max(0, start - PRECEDING) : start])
+        before = self._decode(known).rstrip(REPLACEMENT) if known else ""
         text = self._decode([*known, *ids[start:end]])
-        return text[len(before) :] if whole else text[len(before) :].rstrip(BROKEN)
+        return text[len(before) :] if last else text[len(before) :].rstrip(REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -74,3 +82,62 @@ def _candidates(run: RunDirectory) -> Iterator[Path]:
         return
     if isinstance(saved, str):
         yield Path(saved) / "tokenizer.json"
+
+
+REFERENCE_SHOWN = 600
+"""Characters of a reference answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShown:
+    """A token's text, the log-prob (nats) it was sampled with and the version that sampled it; both None for context.
+    ``age`` counts the versions of this rollout from its oldest, 0."""
+
+    text: str
+    logprob: float | None
+    version: int | None
+    age: int
+
+    @property
+    def surprise(self) -> float:
+        """1 - probability: 0 for a token that was certain, or context."""
+        if self.logprob is None or math.isnan(self.logprob):
+            return 0.0
+        return 1.0 - math.exp(min(0.0, self.logprob))
+
+
+def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tuple[tuple[TokenShown, ...], int]:
+    """The first ``limit`` tokens of a rollout's first sequence, and how many more it has; ids without a decoder."""
+    main = [segment for segment in rollout.segments if sequence_of(segment.rollout_id)[-1] == 0]
+    ids = [int(token) for segment in main for token in segment.ids]
+    logprobs = [float(value) for segment in main for value in segment.logprobs]
+    versions = [segment.version for segment in main for _ in segment.ids]
+    pieces = [f"{token} " for token in ids[:limit]] if decoder is None else decoder.pieces(ids[:limit])
+    ages = {version: age for age, version in enumerate(sorted(set(versions) - {CONTEXT}))}
+    shown = tuple(
+        TokenShown(piece, None, None, 0) if version == CONTEXT else TokenShown(piece, logprob, version, ages[version])
+        for piece, logprob, version in zip(map(printable, pieces), logprobs, versions, strict=False)
+    )
+    return shown, max(0, len(ids) - limit)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as text; a chat's messages with their roles."""
+    return content_text(prompt.content)
+
+
+def content_text(content: Any) -> str:
+    """The same, of a prompt's content, whatever a file says that it is."""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    return "\n".join(
+        f"{message.get('role', '?')}: {message.get('content') or ''}" if isinstance(message, Mapping) else str(message)
+        for message in content
+    )
+
+
+def reference_text(fields: Mapping[str, Any]) -> str:
+    """The right answer, as far as a prompt's fields have it: ``answer``, or else all of them."""
+    known = fields.get("answer", fields)
+    text = known if isinstance(known, str) else json.dumps(known, default=str, ensure_ascii=False) if known else ""
+    return text if len(text) <= REFERENCE_SHOWN else f"{text[:REFERENCE_SHOWN]} …"

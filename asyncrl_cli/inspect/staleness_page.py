@@ -1,4 +1,4 @@
-"""The page of `asyncrl staleness`: lags by groups and by tokens, the proof of the bound, and the what-if estimate.
+"""The page of `asyncrl staleness`: staleness of groups and of tokens, the proof of the bound, the what-if estimate.
 
 Steps are counted from 1 here, as in metrics.jsonl; the journal counts from 0.
 """
@@ -18,24 +18,24 @@ from asyncrl_cli.runs.directory import RunDirectory
 ROWS = 20
 """Ranges of steps, so that a long run fits a screen."""
 COLUMNS = 4
-"""Ranges of lags, likewise."""
+"""Ranges of staleness, likewise."""
 VIOLATIONS_SHOWN = 20
 ASSUMPTIONS = (
-    "This is an estimate: the ledger's own rules are run again on the journal's times. The record does",
-    "not say how fast engines are when another number of groups runs at once, so a bound has two rows:",
-    "- spare: each group takes as long as the one recorded at its place, whatever runs beside it;",
+    "This is an estimate: the rules of the ledger are applied again to the times in the journal. These do",
+    "not tell how fast engines are with another number of running groups, so a bound has two rows:",
+    "- spare: each group takes as long as the recorded group with the same number, whatever else runs;",
     "- saturated: engines do no more work per second than recorded, and running groups share it evenly.",
     "Both assume that",
-    "- at most {concurrency} groups run at once, the most that ever did;",
-    "- training, publishing and checkpoints take as long as they did, step by step;",
-    "- downtime and the catching up after it do not count, and neither do evaluations.",
-    "Compare rows of the same assumption. The rows of bound {bound} should agree with the recorded one:",
+    "- at most {concurrency} groups run at once, the recorded maximum;",
+    "- training, publishing and checkpoints take as long as recorded, step by step;",
+    "- downtime, the recovery after it, and evaluations do not count.",
+    "Compare rows of the same assumption. The rows of bound {bound} should agree with the recorded row:",
     "trust the estimate only as far as they do.",
 )
 
 
 def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
-    """Lags by step, or by ranges of steps, and whether the bound held."""
+    """Staleness by step, or by ranges of steps, and whether the bound held."""
     where = report.progress
     settings = where.settings
     lines = [
@@ -53,49 +53,49 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
         "groups": report.groups,
         "tokens": report.tokens,
         "violations": [asdict(violation) | {"step": _counted(violation.step)} for violation in report.violations],
-        "steps": [_lags_document(step) for step in report.steps],
+        "steps": [_staleness_document(step) for step in report.steps],
     }
     if report.steps:
         whole = together(report.steps)
-        document["all"] = _lags_document(whole)
+        document["all"] = _staleness_document(whole)
         shown = report.steps if every_step else in_ranges(report.steps, ROWS)
-        lines += ["", *_lag_table(shown, whole)]
+        lines += ["", *_table(shown, whole)]
     return Page(document, [*lines, "", *_verdict(report)])
 
 
-def _lag_table(shown: Sequence[StepStaleness], whole: StepStaleness) -> list[str]:
-    ranges = _lag_ranges(max(whole.groups, default=0))
+def _table(shown: Sequence[StepStaleness], whole: StepStaleness) -> list[str]:
+    ranges = _ranges(max(whole.groups, default=0))
     names = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
     header = ("step", *names, "mean", "max")
     header = (*header, *header[1:], "crossed")
-    rows = [_lag_row(_step_name(step), step, ranges) for step in shown]
+    rows = [_row(_step_name(step), step, ranges) for step in shown]
     if len(shown) > 1:
-        rows.append(_lag_row("all", whole, ranges))
+        rows.append(_row("all", whole, ranges))
     lines = table(header, rows)
     # The two halves have the same columns; the line above says what they count.
     middle = lines[0].index("max") + len("max")
     above = "groups".rjust(middle) + "tokens".rjust(lines[0].rindex("max") + len("max") - middle)
-    return ["shares of groups and of tokens by their lag in versions", f"{above}  rollouts", *lines]
+    return ["shares of groups and of tokens by their staleness in versions", f"{above}  rollouts", *lines]
 
 
-def _lag_row(name: str, step: StepStaleness, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+def _row(name: str, step: StepStaleness, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     crossed = f"{step.crossed / step.rollouts:.0%}" if step.rollouts else "-"
-    return name, *_lag_cells(step.groups, ranges), *_lag_cells(step.tokens, ranges), crossed
+    return name, *_cells(step.groups, ranges), *_cells(step.tokens, ranges), crossed
 
 
-def _lag_cells(lags: Counter[int], ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
-    total = lags.total()
+def _cells(counts: Counter[int], ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
+    total = counts.total()
     if not total:
         yield from ["-"] * (len(ranges) + 2)
         return
     for low, high in ranges:
-        share = sum(count for lag, count in lags.items() if low <= lag <= high) / total
+        share = sum(count for age, count in counts.items() if low <= age <= high) / total
         yield f"{share:.0%}" if share == 0 or share >= 0.005 else "<1%"
-    yield f"{_mean(lags):.2f}"
-    yield str(max(lags))
+    yield f"{_mean(counts):.2f}"
+    yield str(max(counts))
 
 
-def _lag_ranges(highest: int) -> list[tuple[int, int]]:
+def _ranges(highest: int) -> list[tuple[int, int]]:
     """0 to ``highest`` in at most ``COLUMNS`` ranges of equal size; less than 0 is a violation, and shown there."""
     size = -(-(highest + 1) // COLUMNS)
     return [(low, min(low + size - 1, highest)) for low in range(0, highest + 1, size)]
@@ -110,14 +110,14 @@ def _verdict(report: Report) -> Iterator[str]:
     if any(step.dropped for step in report.steps):
         yield "tokens of some steps were dropped (journal.keep): they are not in the columns of tokens"
     if report.late:
-        yield f"late     {report.late} groups were trained past the bound, as on_stale: train allows"
+        yield f"late     {report.late} groups were trained past the bound, which on_stale: train allows"
     if not report.violations:
-        late = "but for the late groups, " if report.late else ""
-        yield f"proof    {late}the bound held: {report.groups:,} groups lag 0 to {bound} versions,"
+        late = "except for the late groups, " if report.late else ""
+        yield f"proof    {late}the bound held: {report.groups:,} groups have a staleness of 0 to {bound} versions,"
         yield f"         and none of {report.tokens:,} tokens is older than its group"
         return
     more = " or more" if len(report.violations) == MOST_VIOLATIONS else ""
-    yield f"VIOLATED the guarantee does not hold: {len(report.violations)}{more} row(s) break it"
+    yield f"VIOLATED the guarantee does not hold: {len(report.violations)}{more} row(s) violate it"
     for violation in report.violations[:VIOLATIONS_SHOWN]:
         step = "" if violation.step is None else f"step {violation.step + 1}, "
         group = "" if violation.group_id is None else f"group {violation.group_id}: "
@@ -128,7 +128,7 @@ def _verdict(report: Report) -> Iterator[str]:
 
 def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int) -> Page:
     """The page with the estimate for another bound below it."""
-    lags = together(report.steps).groups
+    counts = together(report.steps).groups
     bound = report.progress.settings.max_staleness
     bounds = dict.fromkeys((bound, max_staleness))
     outcomes = {(engines, at): simulate(work, at, engines) for engines in ENGINES for at in bounds}
@@ -137,8 +137,8 @@ def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int)
             "recorded",
             str(bound),
             *_waiting(work.waited_s, work.seconds),
-            f"{_mean(lags):.2f}",
-            str(max(lags)),
+            f"{_mean(counts):.2f}",
+            str(max(counts)),
         ),
         *(
             (
@@ -151,11 +151,11 @@ def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int)
             for (engines, at), outcome in outcomes.items()
         ),
     ]
-    header = ("what if", "bound", "trainer waits", "share", "whole run", "mean lag", "max lag")
+    header = ("what if", "bound", "trainer waits", "share", "run time", "mean staleness", "max")
     ratios = sorted(outcomes[engines, max_staleness].seconds / outcomes[engines, bound].seconds for engines in ENGINES)
     claim = (
         f"With bound {max_staleness} the run would have taken {ratios[0]:.0%} to {ratios[1]:.0%} of the time "
-        f"that it takes with bound {bound}."
+        f"that it takes with bound {bound}"
     )
     assumptions = [line.format(concurrency=work.concurrency, bound=bound) for line in ASSUMPTIONS]
     document = page.document | {
@@ -166,7 +166,7 @@ def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int)
             "steps": len(work.steps),
             "recorded": {"max_staleness": bound, "waited_s": work.waited_s, "seconds": work.seconds},
             "simulated": [asdict(outcome) | {"engines": engines} for (engines, _), outcome in outcomes.items()],
-            "time_relative_to_the_bound_as_it_was": ratios,
+            "time_relative_to_own_bound": ratios,
         }
     }
     return Page(document, [*page.lines, "", *table(header, rows), claim, *assumptions])
@@ -176,12 +176,12 @@ def _waiting(waited_s: float, seconds: float) -> tuple[str, str, str]:
     return f"{waited_s:,.1f} s", f"{waited_s / seconds:.0%}" if seconds else "-", f"{seconds:,.1f} s"
 
 
-def _lags_document(step: StepStaleness) -> dict[str, Any]:
+def _staleness_document(step: StepStaleness) -> dict[str, Any]:
     return {
         "first_step": step.first + 1,
         "last_step": step.last + 1,
-        "groups_by_lag": dict(sorted(step.groups.items())),
-        "tokens_by_lag": dict(sorted(step.tokens.items())),
+        "groups_by_staleness": dict(sorted(step.groups.items())),
+        "tokens_by_staleness": dict(sorted(step.tokens.items())),
         "groups_mean_staleness": _mean(step.groups),
         "tokens_mean_staleness": _mean(step.tokens),
         "rollouts": step.rollouts,
@@ -190,8 +190,8 @@ def _lags_document(step: StepStaleness) -> dict[str, Any]:
     }
 
 
-def _mean(lags: Counter[int]) -> float | None:
-    return sum(lag * count for lag, count in lags.items()) / lags.total() if lags.total() else None
+def _mean(counts: Counter[int]) -> float | None:
+    return sum(age * count for age, count in counts.items()) / counts.total() if counts.total() else None
 
 
 def _counted(step: int | None) -> int | None:

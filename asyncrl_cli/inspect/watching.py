@@ -1,4 +1,4 @@
-"""A run seen from outside, again and again: what the panel shows, and its rollouts one by one.
+"""A run observed from outside, repeatedly: what the panel shows, and its rollouts one by one.
 
 Invariant: a look costs the same for a run of any length. It reads the newest steps, what is in the buffer, the
 evaluations and the newest faults, each by an index, and never walks through groups or rollouts.
@@ -15,9 +15,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
-from asyncrl_cli.inspect.decoding import Decoder, open_decoder
+from asyncrl_cli.inspect.decoding import Decoder, TokenShown, open_decoder, prompt_text, reference_text, tokens_of
 from asyncrl_cli.inspect.pages import duration, moment, number
-from asyncrl_cli.inspect.tokens import TokenShown, prompt_text, reference_text, tokens_of
 from asyncrl_cli.journal.history import evaluations, newest_batch, newest_failures, newest_steps
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot
@@ -174,8 +173,8 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     rollout = next(one for one in group.rollouts if one.rollout_id == name)
     reward = "no reward" if rollout.reward is None else f"reward {number(rollout.reward)}"
     step = "" if group.row.step is None else f", step {group.row.step + 1}"
-    lag = "" if group.row.staleness is None else f", {group.row.staleness} version(s) behind"
-    text = Text(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{lag}\n", style="bold")
+    behind = "" if group.row.staleness is None else f", {group.row.staleness} version(s) behind"
+    text = Text(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{behind}\n", style="bold")
     text.append(f"{prompt_text(group.prompt)}\n\n", style="dim")
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     for token in shown:

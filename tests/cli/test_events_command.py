@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.inspect import event_lines
+from asyncrl_cli.inspect import history_page
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
@@ -76,7 +76,7 @@ def test_following_a_run_prints_new_events_until_it_ends(
         recorded.step()
 
     monkeypatch.setattr(RunDirectory, "status", property(status))
-    monkeypatch.setattr(event_lines.time, "sleep", a_step_later)
+    monkeypatch.setattr(history_page.time, "sleep", a_step_later)
     code, shown = ask("--follow", "--json", "--kind", "step")
     assert code == 0
     assert [json.loads(line)["step"] for line in shown.splitlines()] == [1, 2, 3, 4]

@@ -209,7 +209,7 @@ def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
 def test_the_buffer_at_a_glance(run: RecordedRun, asyncrl: Any) -> None:
     out = asyncrl("inspect", "buffer")[1]
     lines = out.splitlines()
-    assert lines[:2] == ["run      run-1, died", "where    5 of 1000 batches taken, weight version 4"]
+    assert lines[:2] == ["run      run-1, died", "progress 5 of 1000 batches taken, weight version 4"]
     counts = run.book.ledger.counts()
     rows = {line.split()[0]: line.split() for line in lines[5:11]}
     assert rows["running"][1:5] == [str(counts.running), "0", "of", str(2 * counts.running)]
@@ -221,7 +221,7 @@ def test_the_buffer_at_a_glance(run: RecordedRun, asyncrl: Any) -> None:
         "1",
     ]
     assert rows["rejected"][2:] == ["failed", "1"]
-    assert "admitted at version  lag if taken now  deadline  running  finished" in lines
+    assert "admitted at version  staleness if taken now  deadline  running  finished" in lines
     assert any(line.startswith("length (tokens)") for line in lines)
     assert any(line.startswith("reward ") for line in lines)
 
@@ -257,23 +257,23 @@ def test_an_episode_shows_context_apart_from_sampled_text(
     run = EpisodeRun(path, monkeypatch, settings(), lambda _: 3.0, response=character_ids("ask:ans"))
     run.step()
     lines = asyncrl("inspect", "buffer", "--rollout", "0-1")[1].splitlines()
-    assert "prompt   of an episode: see what its rollouts were given" in lines
+    assert "prompt   of an episode: see the context of its rollouts" in lines
     at = next(at for at, line in enumerate(lines) if line.startswith("rollout 0-1"))
     assert lines[at:] == [
-        "rollout 0-1: reward 1; 16 tokens in 3 call(s), 8 given, 1 branch(es), ended by the model",
+        "rollout 0-1: reward 1; 16 tokens in 3 call(s), 8 of context, 1 branch(es), ended by the model",
         "  metrics: seconds 0.5, turns 3",
-        "  given, 3 tokens",
+        "  context, 3 tokens",
         "  > 3+4",
         "  version 0, 4 tokens, log-prob mean -0.250, lowest -0.250",
         "    ask:",
         '    | "a" -0.25 "s" -0.25 "k" -0.25 ":" -0.25',
-        "  given, 2 tokens",
+        "  context, 2 tokens",
         "  > =7",
         "  version 0, 4 tokens, log-prob mean -0.250, lowest -0.250",
         "    ans<eos>",
         '    | "a" -0.25 "n" -0.25 "s" -0.25 "<eos>" -0.25',
-        "  branch 1: another conversation of the same rollout in 1 call(s), 3 given",
-        "  given, 3 tokens",
+        "  branch 1: another conversation of the same rollout in 1 call(s), 3 of context",
+        "  context, 3 tokens",
         "  > 3+4",
         "  version 0, 8 tokens, log-prob mean -0.250, lowest -0.250",
         "    ask:ans<eos>",
@@ -328,7 +328,7 @@ def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:
     assert {group["state"] for group in listed("--state", "taken")["groups"]} == {"taken"}
     assert {group["step"] for group in listed("--state", "taken")["groups"]} == {5}, "steps count from 1"
     assert all(group["reward"] >= 0.5 for group in listed("--min-reward", "0.5")["groups"])
-    assert asyncrl("inspect", "buffer", "--min-reward", "2")[:2] == (0, "no group of run-1 is like that\n")
+    assert asyncrl("inspect", "buffer", "--min-reward", "2")[:2] == (0, "no group of run-1 matches\n")
 
 
 def test_unknown_groups_and_rollouts(run: RecordedRun, asyncrl: Any) -> None:
@@ -438,11 +438,11 @@ def test_a_run_that_is_driven_is_running(run: RecordedRun, asyncrl: Any, tmp_pat
 def test_the_bound_is_verified(run: RecordedRun, asyncrl: Any) -> None:
     code, out, _ = asyncrl("staleness")
     assert code == 0
-    assert "proof    the bound held: 10 groups lag 0 to 2 versions,\n         and none of " in out
+    assert "proof    the bound held: 10 groups have a staleness of 0 to 2 versions,\n         and none of " in out
     document = json.loads(asyncrl("staleness", "--json")[1])
     assert document["held"]
     assert [step["first_step"] for step in document["steps"]] == [1, 2, 3, 4, 5]
-    assert document["all"]["groups_by_lag"].keys() <= {"0", "1", "2"}
+    assert document["all"]["groups_by_staleness"].keys() <= {"0", "1", "2"}
     assert 0 < document["all"]["rollouts_crossed"] < document["all"]["rollouts"]
 
 
@@ -450,7 +450,7 @@ def test_a_violated_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
     write(run, "UPDATE groups SET version = 0 WHERE step = 4")
     code, out, _ = asyncrl("staleness")
     assert code == 1
-    assert "VIOLATED the guarantee does not hold: 2 row(s) break it\n  step 5, group " in out
+    assert "VIOLATED the guarantee does not hold: 2 row(s) violate it\n  step 5, group " in out
     assert "admitted at version 0, trained at version 4: 4 versions later, and the bound is 2" in out
     code, out, _ = asyncrl("staleness", "--json")
     assert code == 1
@@ -465,7 +465,7 @@ def test_late_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run.step()
     code, out, _ = asyncrl("staleness")
     assert code == 0
-    assert "late     1 groups were trained past the bound, as on_stale: train allows" in out
+    assert "late     1 groups were trained past the bound, which on_stale: train allows" in out
 
 
 def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:
@@ -494,7 +494,7 @@ def test_what_if(run: RecordedRun, asyncrl: Any) -> None:
     as_it_was, as_it_would = simulated[:2]
     assert simulated[2]["waited_s"] == pytest.approx(recorded["waited_s"], abs=1e-3)
     ratios = [simulated[at + 1]["seconds"] / simulated[at]["seconds"] for at in (0, 2)]
-    assert estimate["time_relative_to_the_bound_as_it_was"] == sorted(ratios)
+    assert estimate["time_relative_to_own_bound"] == sorted(ratios)
     assert recorded["waited_s"] == pytest.approx(sum(run.waited), abs=1e-3)
     assert as_it_was["waited_s"] == pytest.approx(recorded["waited_s"], abs=1e-3)
     assert (as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 0)

@@ -23,9 +23,8 @@ from asyncrl_cli.inspect.report.bottleneck import (
     helpful,
     split_wait,
 )
-from asyncrl_cli.inspect.report.circumstances import circumstances
+from asyncrl_cli.inspect.report.evidence import activity, circumstances, enough_finished, trainer_time
 from asyncrl_cli.inspect.report.summary import summarize
-from asyncrl_cli.inspect.report.trainer_time import activity, enough_finished, trainer_time
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.step_timeline import step_spans
@@ -36,7 +35,7 @@ from tests.inspect.quickstart_run import quickstart_run
 
 TIMES = st.floats(0, 1000, allow_nan=False).map(lambda value: round(value, 3))
 SHARE = st.none() | st.floats(0, 1)
-EPISODES = {"rollout": {"engines": 1, "max_running_rollouts": 64}, "evaluation": {"every": 10, "pin": True}}
+EPISODES = {"rollout": {"engines": 1, "max_running_rollouts": 64}, "evaluation": {"every": 10, "fix_version": True}}
 
 
 def circumstance(**changes: Any) -> Circumstances:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.inspect.report.learning import change, leading_series, learned, trend, wilson
+from asyncrl_cli.inspect.report.findings import change, leading_series, learned, trend, wilson
 from asyncrl_cli.journal.events import Evaluation
 
 RISING = [at / 100 for at in range(100)]
@@ -58,7 +58,7 @@ def test_held_out_accuracy_decides() -> None:
 def test_a_run_that_lost_what_it_had_learned_is_told() -> None:
     said, tone = learned([], [evaluation(0, 0.2), evaluation(50, 0.95), evaluation(100, 0.6)], {})
     assert tone == "plain"
-    assert said.startswith("Yes, but not to the end") and "At step 50 it had been 0.950" in said
+    assert said.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in said
 
 
 def test_the_leading_evaluations_are_the_greedy_ones_or_those_of_most_points() -> None:

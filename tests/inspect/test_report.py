@@ -183,7 +183,7 @@ def test_embedded_json_closes_no_script(value: Any) -> None:
 def test_failures_in_words() -> None:
     assert failed("finished", "", {}, "").answer == "Nothing. No part had a fault."
     survived = failed("finished", "", {"engine": 2, "scorer": 1}, "engine-1: gone")
-    assert survived.answer == "Faults: 2 × engine, 1 × scorer; the first: engine-1: gone. The run went on after each."
+    assert survived.answer == "Faults: 2 × engine, 1 × scorer; the first: engine-1: gone. The run continued after each."
     assert failed("failed", "RunError: full disk", {}, "").tone == "bad"
     assert failed("failed", "RunError: full disk", {}, "").answer.startswith("The run failed: RunError: full disk. ")
 
@@ -274,7 +274,7 @@ def test_samples_are_different_rollouts_of_different_steps(tmp_path: Path, monke
         run.step()
     with snapshot(tmp_path / FILE) as connection:
         found = samples(connection, None)
-        lags = dict(
+        staleness = dict(
             connection.execute(
                 "SELECT g.step + 1, max(b.version - r.oldest) FROM rollouts r JOIN groups g ON g.id = r.group_id "
                 "JOIN batches b ON b.step = g.step GROUP BY 1"
@@ -284,7 +284,8 @@ def test_samples_are_different_rollouts_of_different_steps(tmp_path: Path, monke
     assert [len({(one.step - 1) // 4 for one in some}) for some in of_kind.values()] == [3, 3, 3, 3]
     assert len({one.rollout_id.split("-")[0] for one in found}) == len(found) == 12, "no group is shown twice"
     assert {one.reward for one in of_kind["best"]} == {1.0} and {one.reward for one in of_kind["worst"]} == {0.0}
-    assert all(one.lag == lags[one.step] for one in of_kind["stalest"]) and max(one.lag for one in found) > 0
+    assert all(one.staleness == staleness[one.step] for one in of_kind["stalest"])
+    assert max(one.staleness for one in found) > 0
     for one in found:
         assert one.reference == "7"
         assert [token.text for token in one.shown] == ["5 ", "6 ", "7 ", "1 "]

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from asyncrl_cli.cli.watch import split_keys
 from asyncrl_cli.inspect.dashboard import TREND_STEPS
-from asyncrl_cli.inspect.tokens import TokenShown
+from asyncrl_cli.inspect.decoding import TokenShown
 from asyncrl_cli.inspect.watching import WANTED, Pager, _style, look, rollout_text
 from asyncrl_cli.journal.queries import group_record, overview, snapshot
 from asyncrl_cli.journal.rollouts import newest_rollout, next_rollout

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.monitors.mlflow.outbox import FILE
+from asyncrl_cli.monitors.mlflow.rows import TAG, TAG_LENGTH, table, tag
 from asyncrl_cli.monitors.mlflow.sender import Sender
-from asyncrl_cli.monitors.mlflow.tables import TAG, TAG_LENGTH, table, tag
 
 from .mlflow_runs import Logged, evaluate, local, started_run, tracking_at
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from asyncrl_cli.inspect.report.learning import FEW_STEPS
 from asyncrl_cli.inspect.resolved import value_at
 
 Part = Literal["training", "publishing", "generation", "due", "reward", "saving", "between"]
@@ -35,6 +34,8 @@ NAMES: Mapping[Part, str] = {
 }
 FOR_BATCHES: tuple[Part, ...] = ("generation", "due", "reward")
 OTHER_WAITS: tuple[Part, ...] = ("publishing", "saving", "between")
+FEW_STEPS = 10
+"""With fewer steps, the noise of the training reward cannot be estimated, and most of the time is the run's start."""
 TRAINER_BOUND = 0.85
 """Training and publishing together: from this share of the time on, nothing else can have mattered much."""
 PUBLISHING_MINOR = 0.25
@@ -177,12 +178,12 @@ def _sentence(part: Part, spent: Mapping[Part, float], run: Circumstances) -> st
         "training": f"The trainer held the run back: training took {of_time}.",
         "publishing": f"Publishing weights held the run back: it took {of_time}.",
         "generation": f"Generation held the run back: {waited} because fewer groups had finished than a batch needs.",
-        "due": f"The staleness bound held the run back: {waited} for groups that max_staleness {run.max_staleness} "
-        "did not allow it to leave behind, although enough others had finished.",
+        "due": f"The staleness bound held the run back: {waited} for groups that were due under "
+        f"max_staleness {run.max_staleness}, although enough others had finished.",
         "reward": f"Rewards held the run back: {waited} for generated rollouts to be scored.",
         "saving": f"Checkpoints held the run back: saving them took {of_time}.",
         "between": f"Waits between steps held the run back: for {of_time}, the next batch was complete but the loop "
-        "was held up.",
+        "was busy with something else.",
     }[part]
 
 
@@ -229,7 +230,7 @@ def _quoted(run: Circumstances) -> list[str]:
     return [
         f"With pipeline.max_staleness {found.max_staleness}, the run would have taken {found.shortest:.0%} to "
         f"{found.longest:.0%} of its time. This is an estimate: one end assumes that engines have capacity to spare, "
-        f"the other that they are saturated; `asyncrl staleness --what-if {found.max_staleness}` says more."
+        f"the other that they are saturated; see `asyncrl staleness --what-if {found.max_staleness}`."
     ]
 
 
@@ -240,8 +241,8 @@ def _more_generation(activity: Activity, run: Circumstances) -> list[str]:
 def _in_vain(run: Circumstances) -> Iterator[str]:
     if run.rejected >= WASTED:
         yield (
-            f"For each trained group, {run.rejected:.2f} were rejected (`asyncrl inspect buffer` says why): prompts "
-            "whose rollouts are not all right or all wrong waste less (data.curriculum, data.filter)."
+            f"For each trained group, {run.rejected:.2f} were rejected (`asyncrl inspect buffer` has the reasons): "
+            "prompts whose rollouts are not all correct or all wrong waste less (data.curriculum, data.filter)."
         )
     if run.requeued >= WASTED:
         yield (
@@ -260,9 +261,9 @@ def _faster_engines(activity: Activity, run: Circumstances) -> list[str]:
     slots = value_at(run.spec, "rollout.max_running_rollouts")
     engines = value_at(run.spec, "rollout.engines") or 1
     own = ["Add engines (rollout.engines) or give them more devices; lower rollout.max_response_tokens if responses "
-           "run on."]  # fmt: skip
+           "are too long."]  # fmt: skip
     if isinstance(slots, int) and isinstance(engines, int) and run.most_rollouts >= slots * engines:
-        own.append(f"All {slots * engines} places were taken: raise rollout.max_running_rollouts if memory allows it.")
+        own.append(f"All {slots * engines} slots were in use: raise rollout.max_running_rollouts if memory allows it.")
     return own
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from asyncrl_cli.inspect.report.learning import wilson
+from asyncrl_cli.inspect.report.findings import wilson
 from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, MachineSample
 from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.history import evaluations, first_start

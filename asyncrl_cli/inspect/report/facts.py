@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.report.bottleneck import Activity
 from asyncrl_cli.inspect.report.curves import mean
-from asyncrl_cli.inspect.report.learning import leading_series, told
+from asyncrl_cli.inspect.report.findings import leading_series, with_interval
 from asyncrl_cli.inspect.report.recorded_files import GPU, GPU_MEMORY, MEMORY, PROCESSOR, EvaluationFile, MachineSample
 from asyncrl_cli.inspect.resolved import value_at
 from asyncrl_cli.journal.history import History
@@ -128,7 +128,7 @@ def _held_out(of: Sources) -> dict[str, str]:
     best = max(series, key=lambda one: one.accuracy, default=None)
     several = [one for one in of.files if one.kind == "sampled" and len(one.pass_at) > 1]
     found = {
-        f"{name} accuracy": f"{told(one)}, step {one.after_step}, {one.kind}" if one else UNKNOWN
+        f"{name} accuracy": f"{with_interval(one)}, step {one.after_step}, {one.kind}" if one else UNKNOWN
         for name, one in (
             ("first", series[0] if series else None),
             ("last", series[-1] if series else None),

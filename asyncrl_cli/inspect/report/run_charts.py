@@ -10,7 +10,7 @@ from zlib import crc32
 
 from asyncrl_cli.inspect.report.bottleneck import NAMES, PARTS, Part
 from asyncrl_cli.inspect.report.charts import Chart, Key, short
-from asyncrl_cli.inspect.report.trainer_time import StepTime
+from asyncrl_cli.inspect.report.evidence import StepTime
 from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
 
@@ -25,8 +25,8 @@ STEP_SCALE = [[0, "#56b4e9"], [0.5, "#9a6fb0"], [1, "#d55e00"]]
 """From early to late steps, seen on light and on dark ground."""
 STEP_RANGES = 80
 """Columns of a chart of shares."""
-MOST_LAGS = 8
-"""Lags that are drawn as stacked shares; of more, a heat map."""
+MOST_AGES = 8
+"""Values of staleness that are drawn as stacked shares; more become a heat map."""
 JITTER = 0.3
 """The height over which equal rewards are scattered, as a share of the distance between two values."""
 
@@ -46,14 +46,14 @@ def time_chart(times: Sequence[StepTime]) -> Chart:
 
 
 def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
-    """The share of tokens by their lag, over ranges of steps."""
+    """The share of tokens by their staleness, over ranges of steps."""
     ranges = in_ranges(steps, STEP_RANGES)
-    lags = range(max((max(step.tokens, default=0) for step in ranges), default=0) + 1)
-    title, x = "Tokens by their lag in versions", [step.last + 1 for step in ranges]
-    shares = [[step.tokens[lag] / (step.tokens.total() or 1) for step in ranges] for lag in lags]
-    if len(lags) > MOST_LAGS:
-        return _heat_map(title, x, list(lags), shares, "lag")
-    return _stacked(title, x, {str(lag): share for lag, share in zip(lags, shares, strict=True)}, ramp(len(lags)))
+    ages = range(max((max(step.tokens, default=0) for step in ranges), default=0) + 1)
+    title, x = "Tokens by their staleness in versions", [step.last + 1 for step in ranges]
+    shares = [[step.tokens[age] / (step.tokens.total() or 1) for step in ranges] for age in ages]
+    if len(ages) > MOST_AGES:
+        return _heat_map(title, x, list(ages), shares, "staleness")
+    return _stacked(title, x, {str(age): share for age, share in zip(ages, shares, strict=True)}, ramp(len(ages)))
 
 
 def shares_chart(title: str, found: Shares) -> Chart:
@@ -105,8 +105,8 @@ def ramp(count: int) -> list[str]:
     """So many colours, from low to high."""
     if count <= 1:
         return [RAMP[1]] * count
-    places = [at * (len(RAMP) - 1) / (count - 1) for at in range(count)]
-    return [_mixed(RAMP[int(place)], RAMP[min(int(place) + 1, len(RAMP) - 1)], place % 1) for place in places]
+    positions = [at * (len(RAMP) - 1) / (count - 1) for at in range(count)]
+    return [_mixed(RAMP[int(at)], RAMP[min(int(at) + 1, len(RAMP) - 1)], at % 1) for at in positions]
 
 
 def _mixed(one: str, other: str, share: float) -> str:

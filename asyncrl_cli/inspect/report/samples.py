@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, get_args
 
-from asyncrl_cli.inspect.decoding import Decoder
+from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, prompt_text, reference_text, tokens_of
 from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, evaluation_samples
-from asyncrl_cli.inspect.tokens import TokenShown, content_text, prompt_text, reference_text, tokens_of
 from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.rollouts import Extreme, TrainedRollout, extreme_rollouts, trained_steps
 from asyncrl_cli.records.generation import training_rollout_id
@@ -31,8 +30,8 @@ KINDS: tuple[Extreme, ...] = get_args(Extreme)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout of its first sequence. ``left_out`` tokens are not shown; ``lag`` is in versions, ``step`` from 1;
-    ``reference`` is the right answer, as far as the prompt's fields have it."""
+    """One rollout, its first sequence. ``left_out`` tokens are not shown; ``staleness`` is in versions, ``step`` from
+    1; ``reference`` is the right answer, as far as the prompt's fields have it."""
 
     kind: str
     rollout_id: str
@@ -41,7 +40,7 @@ class Sample:
     reference: str
     reward: float
     tokens: int
-    lag: int
+    staleness: int
     step: int
     shown: tuple[TokenShown, ...]
     left_out: int
@@ -100,7 +99,7 @@ def _sample(connection: sqlite3.Connection, decoder: Decoder | None, kind: Extre
         reference=reference_text(group.prompt.fields),
         reward=row.reward,
         tokens=rollout.tokens,
-        lag=row.staleness,
+        staleness=row.staleness,
         step=row.step + 1,
         shown=shown,
         left_out=left_out,

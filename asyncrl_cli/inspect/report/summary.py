@@ -14,11 +14,10 @@ from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.pages import moment
 from asyncrl_cli.inspect.report.bottleneck import Bottleneck, bottleneck
 from asyncrl_cli.inspect.report.charts import SERIES, Chart
-from asyncrl_cli.inspect.report.circumstances import circumstances
 from asyncrl_cli.inspect.report.curves import Curves, curves
+from asyncrl_cli.inspect.report.evidence import StepTime, activity, circumstances, trainer_time
 from asyncrl_cli.inspect.report.facts import Facts, Sources, facts
-from asyncrl_cli.inspect.report.findings import Answer, failed, held_back, stale
-from asyncrl_cli.inspect.report.learning import learned
+from asyncrl_cli.inspect.report.findings import Answer, failed, held_back, learned, stale
 from asyncrl_cli.inspect.report.recorded_files import evaluation_files, machine_samples, newest
 from asyncrl_cli.inspect.report.run_charts import (
     histogram_chart,
@@ -28,7 +27,6 @@ from asyncrl_cli.inspect.report.run_charts import (
     time_chart,
 )
 from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, held_out_samples, samples
-from asyncrl_cli.inspect.report.trainer_time import StepTime, activity, trainer_time
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.journal import rollouts
 from asyncrl_cli.journal.history import first_failures, history
@@ -81,7 +79,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         past = history(connection)
         settings = past.progress.settings
         spans = list(step_spans(connection, settings.publish_every))
-        lags = staleness_report(connection)
+        staleness = staleness_report(connection)
         times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, _shares(spans))
         known = circumstances(connection, spec, spans, settings)
@@ -91,7 +89,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         faults = [
             Fault(moment(one.at), one.kind, one.part, one.message) for one in first_failures(connection, FAULTS_SHOWN)
         ]
-        charts = tuple(_charts(connection, times, lags))
+        charts = tuple(_charts(connection, times, staleness))
         chosen = samples(connection, decoder)
     phase = run.status
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
@@ -102,7 +100,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         answers=(
             Answer("Did it learn?", *learned(rewards, past.evaluations, spec)),
             held_back(found),
-            stale(lags),
+            stale(staleness),
             failed(phase, run.state.reason, past.failures_by_kind, first),
         ),
         bottleneck=found,
@@ -119,11 +117,11 @@ def summarize(run: RunDirectory) -> RunSummary:
     )
 
 
-def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], lags: Report) -> Iterator[Chart]:
+def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], staleness: Report) -> Iterator[Chart]:
     if times:
         yield time_chart(times)
-    if lags.steps:
-        yield staleness_chart(lags.steps)
+    if staleness.steps:
+        yield staleness_chart(staleness.steps)
     few = rollouts.distinct_rewards(connection)
     if few and (shares := rollouts.reward_shares(connection)) is not None:
         yield shares_chart("Rollouts by reward", shares)

@@ -1,10 +1,17 @@
-"""What MLflow is told of a run, as it wants it: numbers from rows and evaluations, parameters from a spec."""
+"""What MLflow gets of a run, as it wants it: numbers from rows and evaluations, parameters from a spec, and an
+evaluation's responses as a table that MLflow shows and ``MlflowClient.load_table`` reads.
+
+MLflow's own ``log_table`` appends to a table that exists. Here a table is one evaluation, written as a whole, so that
+sending it twice changes nothing (decision 0032).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.flatten import flatten
@@ -36,3 +43,53 @@ def evaluation_numbers(line: str, at: float) -> Iterator[Number]:
 def parameters(spec: dict[str, Any]) -> dict[str, str]:
     """A spec flattened to what MLflow takes: dotted names, short texts."""
     return {re.sub(r"[^\w.\-/ ]", "_", key): str(value)[:PARAMETER_LENGTH] for key, value in flatten(spec).items()}
+
+
+TAG = "mlflow.loggedArtifacts"
+"""The tag of a run by which MLflow knows its tables."""
+TAG_LENGTH = 8000
+"""Characters that MLflow keeps of a tag."""
+FIRST = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
+"""Columns of every table; those that an evaluation has beyond them follow."""
+METRICS = "metrics"
+
+
+def table_of(evaluation: str) -> str:
+    """The artifact's path, by that of the evaluation's file."""
+    return evaluation.removesuffix(".jsonl") + ".json"
+
+
+def table(path: Path) -> str:
+    """The table of an evaluation's file, as MLflow keeps tables: JSON with ``columns`` and ``data``."""
+    with path.open(encoding="utf-8") as file:
+        result = json.loads(file.readline())
+        rows = [_row(result, json.loads(line)) for line in file]
+    columns = list(dict.fromkeys([*FIRST, *(name for row in rows for name in row)]))
+    data = [[_cell(row.get(name)) for name in columns] for row in rows]
+    return json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
+
+
+def tag(tables: Iterable[str]) -> str:
+    """The value of ``TAG`` that names these artifacts; where they do not fit, the last ones."""
+    entries = [json.dumps({"path": name, "type": "table"}) for name in tables]
+    lengths = (len(entry) + len(", ") for entry in reversed(entries))
+    left = TAG_LENGTH - len("[]")
+    fitting = 0
+    for length in lengths:
+        left -= length
+        if left < 0:
+            break
+        fitting += 1
+    return f"[{', '.join(entries[len(entries) - fitting :])}]"
+
+
+def _row(result: Mapping[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in sample.items() if name != METRICS}
+    return {"step": result["step"], "kind": result["kind"], **plain, **sample.get(METRICS, {})}
+
+
+def _cell(value: Any) -> Any:
+    """Messages as a text; JSON has no number for what is none."""
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

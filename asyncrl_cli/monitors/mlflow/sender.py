@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
-from asyncrl_cli.monitors.mlflow import tables
+from asyncrl_cli.monitors.mlflow import rows as tables
 from asyncrl_cli.monitors.mlflow.model_registry import RUN_TAG, register
 from asyncrl_cli.monitors.mlflow.outbox import EVALUATIONS, SPEC, STEPS, Outbox
 from asyncrl_cli.monitors.mlflow.rows import Number, evaluation_numbers, parameters, row_numbers
