@@ -248,8 +248,9 @@ async def _answer(service: Service, request: Request, prepared: _Prepared, own: 
                 session.close()
 
     if prepared.stream:
-        pieces = Pieces()
-        call = service.calls.begin(request, generate(pieces.on_text if prepared.in_pieces else None))
+        pieces: Pieces = asyncio.Queue()
+        on_text: OnText = lambda choice, text: pieces.put_nowait((choice, text))  # noqa: E731
+        call = service.calls.begin(request, generate(on_text if prepared.in_pieces else None))
         return await stream(call, pieces, answer, prepared.with_usage, used)
     prompts = await service.calls.begin(request, generate(None)).result()
     used(prompts)

@@ -37,8 +37,8 @@ GENERATION_ERRORS: dict[int | str, dict[str, Any]] = {
 
 def generation(answer: Any, chunk: Any, body: type[Wire]) -> dict[str, Any]:
     """The keyword arguments of a route that generates."""
-    said = {"type": "string", "description": f"A {chunk.__name__} as JSON, an error, or at the end `[DONE]`."}
-    one_event = {"type": "object", "properties": {"data": said}, "required": ["data"]}
+    data = {"type": "string", "description": f"A {chunk.__name__} as JSON, an error, or at the end `[DONE]`."}
+    one_event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     content = {"text/event-stream": {"schema": one_event}}
     answered = {"model": answer, "description": "What was generated.", "content": content}
     schema = {"$ref": REFERENCE.format(model=body.__name__)}
@@ -55,19 +55,19 @@ COMPLETION = generation(Completion, Completion, CompletionRequest)
 def install(app: FastAPI) -> None:
     """Give an application its document."""
 
-    def document() -> dict[str, Any]:
+    def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            whole = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFERENCE)
-            schemas = whole["components"]["schemas"]
+            schemas = document["components"]["schemas"]
             schemas |= bodies["$defs"]
-            # What is wrong with a request is said with 400, in another shape than FastAPI's.
-            for path in whole["paths"].values():
+            # A malformed request gets 400, in another shape than FastAPI's 422.
+            for path in document["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
-            app.openapi_schema = whole
+            app.openapi_schema = document
         return app.openapi_schema
 
-    app.openapi = document  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]

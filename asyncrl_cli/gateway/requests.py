@@ -34,6 +34,8 @@ Prompts = Sequence[Sequence[Reply]]
 """The replies to each prompt of a request."""
 OnText = Callable[[int, str], None]
 """Gets a choice's index, counted over all prompts, and its next piece of text."""
+Pieces = asyncio.Queue[tuple[int, str] | None]
+"""Arguments of ``OnText``, then None when the generation has ended."""
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Wire)
@@ -163,32 +165,13 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class Pieces:
-    """A queue of text, then its end. ``on_text`` may be called until the generation's task is done."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
-
-    def on_text(self, choice: int, text: str) -> None:
-        """Add a piece."""
-        self._queue.put_nowait((choice, text))
-
-    def end_with(self, call: Call) -> None:
-        """The pieces end when the generation does."""
-        call.task.add_done_callback(lambda _: self._queue.put_nowait(None))
-
-    async def next(self) -> tuple[int, str] | None:
-        """The next piece; None after the last one."""
-        return await self._queue.get()
-
-
 async def stream(
     call: Call, pieces: Pieces, answer: Answer, with_usage: bool, used: Callable[[Prompts], None]
 ) -> Response:
     """The streamed answer. A failure before the first text is raised, so that it gets its own status code."""
-    pieces.end_with(call)
+    call.task.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
-        first = await pieces.next()
+        first = await pieces.get()
         if first is None:
             await call.result()
     except BaseException:
@@ -213,7 +196,7 @@ async def _events(
                 yield answer.opening(choice)
             sent[choice] = sent.get(choice, "") + text
             yield answer.piece(choice, text)
-            piece = await pieces.next()
+            piece = await pieces.get()
         prompts = await call.result()
     except Exception as error:
         yield event(as_api_error(error).body())

@@ -53,7 +53,7 @@ class Segment:
         return Segment(self.rollout_id, self.start + skipped, self.version, self.ids[skipped:], self.logprobs[skipped:])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack_segment, (self.rollout_id, self.start, self.version, *_packed(self.ids, self.logprobs))
+        return _unpack_segment, (self.rollout_id, self.start, self.version, self.ids.tobytes(), self.logprobs.tobytes())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,17 +141,16 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to generate. ``rollout_id`` names it for good: the same id gives the same tokens under the
-    same weights, since the seed follows from it.
+    """One rollout to generate. ``rollout_id`` is permanent: the same id gives the same tokens under the same weights,
+    since the seed follows from it.
 
-    ``prefix`` holds what was generated of it before, without gaps from token 0: the engine goes on from there and
-    delivers the whole. ``sampling.max_tokens`` counts the prefix in. ``newest`` is the newest version that sampled a
-    token of the prompt, when that is a conversation: no engine generates it under an older one.
+    ``prefix`` are the tokens generated before, from token 0 on: the engine continues from there and delivers the
+    complete rollout. ``sampling.max_tokens`` includes the prefix. ``newest`` is the newest version that sampled a
+    token of a conversation's earlier turns: no engine generates the request under an older one.
 
-    Of requests that wait, those of the lowest ``priority`` run first, among equals the oldest. Requests of one
-    ``affinity`` go to the same engine while it serves and has room, for the sake of its prefix cache; those without one
-    go where the fewest are. The new tokens of a ``streamed`` one are delivered as they come, every
-    ``worker.STREAM_S`` seconds; somebody waits for the end of an ``awaited`` one, so it is delivered at once.
+    Waiting requests run by ``priority``, the lowest first, among equals the oldest. Requests with the same ``affinity``
+    go to the same engine while it serves and has room, for its prefix cache; others to the least loaded. New tokens of
+    a ``streamed`` one are delivered every ``worker.STREAM_S`` seconds; the end of an ``awaited`` one at once.
     """
 
     rollout_id: str
@@ -166,12 +165,12 @@ class RolloutRequest:
 
     @property
     def generated(self) -> int:
-        """Tokens that the prefix holds."""
+        """Tokens of the prefix."""
         return self.prefix[-1].end if self.prefix else 0
 
     @property
     def left(self) -> int:
-        """Tokens that may still be generated of it."""
+        """Tokens that may still be generated."""
         return max(self.sampling.max_tokens - self.generated, 0)
 
 
@@ -209,31 +208,19 @@ class Rollout(TokenSequence):
 
     def __reduce__(self) -> tuple[Any, ...]:
         described = (self.rollout_id, self.prompt_ids, self.text, self.finish_reason, self.branches)
-        return _unpack_rollout, (*described, *_packed(*self.arrays))
+        return _unpack_rollout, (*(array.tobytes() for array in self.arrays), *described)
 
 
 # Rollouts go from process to process by the hundred, and most are short. As plain bytes their arrays cost a tenth of
-# what numpy's own pickling takes.
-
-
-def _packed(*arrays: NDArray[Any]) -> tuple[bytes, ...]:
-    return tuple(array.tobytes() for array in arrays)
+# what numpy's own pickling takes (decision 0006).
 
 
 def _unpack_segment(rollout_id: str, start: int, version: int, ids: bytes, logprobs: bytes) -> Segment:
     return Segment(rollout_id, start, version, np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32))
 
 
-def _unpack_rollout(
-    rollout_id: str,
-    prompt_ids: tuple[int, ...],
-    text: str,
-    finish_reason: FinishReason,
-    branches: tuple[Rollout, ...],
-    ids: bytes,
-    logprobs: bytes,
-    versions: bytes,
-) -> Rollout:
+def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, *described: Any) -> Rollout:
+    rollout_id, prompt_ids, text, finish_reason, branches = described
     return Rollout(
         *(np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), np.frombuffer(versions, np.int32)),
         rollout_id=rollout_id,
@@ -245,7 +232,7 @@ def _unpack_rollout(
 
 
 EVALUATION = "eval:"
-"""What the ids of evaluation rollouts begin with; they are generated anew when an engine dies."""
+"""What the ids of evaluation rollouts begin with; they start over when an engine dies."""
 
 
 def training_rollout_id(group_id: int, index: int) -> str:
@@ -301,7 +288,7 @@ class EngineRequest:
 class EngineActivity:
     """What an engine did since the last report. Times in seconds.
 
-    ``silent_s`` is no sum: for how long now the engine has had rollouts to generate and no new token.
+    ``silent_s`` is not a sum, but how long the engine has had rollouts to generate without a new token.
     """
 
     generated_tokens: int = 0
@@ -313,10 +300,10 @@ class EngineActivity:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one call of ``collect`` brings: whatever ended since the call before it, and at times the new tokens of
-    rollouts that have not ended (each from where the delivery before left off).
+    """The answer to one call of ``collect``: what ended since the last one, and at times new tokens of unfinished
+    rollouts, each from where the last delivery ended.
 
-    ``aborted`` are the ids of rollouts that the engine gave up when told to; all their tokens are in segments.
+    ``aborted`` are the ids of rollouts that were aborted on command; all their tokens are in segments.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)

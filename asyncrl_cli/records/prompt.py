@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 class Prompt:
     """One row of the data set.
 
-    ``uid`` names the row for good: it is the same in every epoch, after every restart, and whatever the order.
+    ``uid`` is permanent: the same in every epoch, after every restart, and in any order.
     ``content`` is plain text, or chat messages that the tokenizer's chat template turns into tokens.
     ``fields`` is everything else of the row; the reward function sees it and the model does not.
     """
@@ -68,7 +68,7 @@ def _call(call: Any) -> dict[str, Any]:
         raise ChatError("a tool call has a function with a name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # templates print what a harness made up as it stands
+        with suppress(ValueError, RecursionError):  # templates print an agent's malformed arguments unchanged
             arguments = json.loads(arguments)
     named = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return named | ({"id": call["id"]} if call.get("id") else {})

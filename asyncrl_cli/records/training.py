@@ -51,7 +51,7 @@ class TrainingBatch:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Versions that each group lags behind."""
+        """Each group's staleness, in versions."""
         return tuple(self.version - group.version for group in self.groups)
 
 
@@ -68,7 +68,7 @@ class StepReport:
 class Publication:
     """Weights that lie ready in the mapping.
 
-    ``source`` is what ``WeightMapping.describe`` says. ``probe_logprobs`` (float32, [probe tokens - 1]) are
+    ``source`` is what ``WeightMapping.describe`` returns. ``probe_logprobs`` (float32, [probe tokens - 1]) are
     the trainer's own log-probs of ``probe_ids`` under these weights: an engine that serves them agrees.
     """
 

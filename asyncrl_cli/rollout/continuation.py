@@ -21,8 +21,8 @@ from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest
 def rest_of(sampling: Sampling, generated: int) -> Sampling:
     """How the rest of a rollout is sampled of which ``generated`` tokens are there; 0 changes nothing.
 
-    ``max_tokens`` is what is left, 0 when nothing is. The rest has a seed of its own: with the old one the
-    random stream would start over and deal the first tokens' numbers a second time.
+    ``max_tokens`` is what is left. The rest has another seed: with the old one the random stream would start over and
+    repeat the first tokens' numbers (decision 0010).
     """
     if generated == 0:
         return sampling
@@ -58,7 +58,7 @@ def split_by_version(
 def stopped_at(decode: Callable[[Any], str], ids: Sequence[int] | NDArray[Any], stop: Sequence[str]) -> int | None:
     """How many tokens it takes until the text has one of the stop strings in it; None when it has none.
 
-    An engine that goes on with a rollout looks for stop strings in its own part of the text alone.
+    An engine that continues a rollout looks for stop strings only in its own part of the text.
     """
 
     def stopped(count: int) -> bool:

@@ -181,7 +181,7 @@ def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path
     """A running engine. ``log`` is where this process writes its output.
 
     Raises ``ConfigError`` when vLLM refuses the settings, ``ActorDied`` when its core process was killed, and
-    ``RunError`` with the cause that stands in ``log`` when the core failed by itself.
+    ``RunError`` with the cause found in ``log`` when the core failed by itself.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -216,7 +216,7 @@ def root_cause(log: Path, start: int) -> str | None:
 
 
 def _refusal(error: Exception) -> str:
-    """What an error says, in a line."""
+    """An error's text, in one line."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):

@@ -29,7 +29,7 @@ BACKEND = "asyncrl_mapping"
 
 @dataclass
 class MappingInitInfo(WeightTransferInitInfo):
-    """What ``WeightMapping.describe`` says."""
+    """What ``WeightMapping.describe`` returns."""
 
     path: str
     slots: list[dict[str, Any]]
