@@ -14,10 +14,10 @@ from asyncrl_cli.tasks.base import ModelAccess, RewardResult
 
 
 async def agent(prompt: dict[str, Any], model: ModelAccess) -> RewardResult:
-    """Plays one episode and returns its reward: 1.0 for the right answer, and a little for answering in digits.
+    """Play one episode and return its reward: 1.0 for the right answer, and a little for answering in digits.
 
-    ``prompt`` is the row of the JSON Lines file: ``prompt``, ``uid`` and every other key, here ``answer``. All that is
-    asked of ``model.base_url`` counts as this episode, in whichever order and from wherever it comes.
+    ``prompt`` is the row of the JSON Lines file: ``prompt``, ``uid`` and every other key, here ``answer``. Every
+    call to ``model.base_url`` belongs to this episode, in whatever order and from whatever process it comes.
     """
     messages: list[Any] = [{"role": "user", "content": prompt["prompt"]}]
     reward = 0.0

@@ -1,4 +1,4 @@
-"""The agent of this task, a program of its own: it asks an OpenAI-compatible server, and prints its reward.
+"""The agent of this task, a separate program: it calls an OpenAI-compatible server, and prints its reward.
 
 It uses nothing but Python's standard library, and could as well be written in any other language.
 """

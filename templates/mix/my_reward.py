@@ -6,7 +6,7 @@ from typing import Any
 
 
 def reward(prompt: dict[str, Any], response: str) -> float:
-    """1.0 for the word, and up to 0.2 for capital letters, so that a model with random weights has a direction."""
+    """1.0 for the word, and up to 0.2 for capital letters, so that even a model with random weights can improve."""
     if response == prompt["answer"]:
         return 1.0
     capitals = sum("A" <= character <= "Z" for character in response)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def reward(prompt: dict[str, Any], response: str) -> float:
-    """1.0 for the right answer, and up to 0.2 for digits, so that a model with random weights has a direction.
+    """1.0 for the right answer, and up to 0.2 for digits, so that even a model with random weights can improve.
 
     ``prompt`` is the row of the JSON Lines file: ``prompt``, ``uid`` and every other key, here ``answer``.
     ``response`` is the generated text without the end token. Return a finite number for every text, an empty

@@ -39,7 +39,7 @@ def main() -> None:
     status = 0
     try:
         if setup["report"] is not None:
-            _judge(setup)
+            _run_tests(setup)
         else:
             _serve(setup)
     except ProtocolError as error:
@@ -108,7 +108,7 @@ def _is_used_as_module(name: str, source: str) -> bool:
     return len(uses) == sum(isinstance(node, ast.Attribute) and node.value in uses for node in nodes)
 
 
-def _judge(setup: dict[str, Any]) -> None:
+def _run_tests(setup: dict[str, Any]) -> None:
     report = setup["report"]
     peer = Tests(setup["reading"], setup["writing"])
     if peer.receive() != ["ready"]:
