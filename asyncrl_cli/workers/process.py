@@ -196,11 +196,12 @@ class WorkerProcess:
             self.close("it was retired")
 
     def close(self, how: str, retry: Retry = Retry.NONE) -> None:
-        """Kill the process and everything that it has started. Requests under way raise ``ProcessLost``."""
+        """Kill the process and everything that it has started. Requests under way raise ``ProcessLost``, which says how
+        the process has ended, if it has, or ``how``."""
         if self.closed or not self.pid:
             return
         self.closed = self.retired = True
-        self._how = how
+        self._how = how = self._status() or how
         # Kill before waiting: a process that has not been waited for keeps its pid.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -224,17 +225,16 @@ class WorkerProcess:
             self._answer(number, ProcessLost(how, retry))
 
     async def _loaded(self) -> Loaded:
-        spec = self._load.spec
-        location = f"task.use: {spec.use}" if spec.use else "task.mix"
+        use = self._load.spec.use
+        name, location = (use, "task.use") if use else ("the mix", "task.mix")
         try:
             answer: Loaded | TaskError = await self._ask(self._load, START_S)
         except ProcessLost as lost:
             log = "runner-*.log" if self._load.work is Work.EPISODES else "scorer.log"
-            raise TaskError(f"loading the task: {lost}", location=location, hint=f"see logs/{log}") from None
+            raise TaskError(f"loading {name} failed: {lost}", location=location, hint=f"see logs/{log}") from None
         except TimeoutError:
-            raise TaskError(
-                f"loading the task took more than {START_S:.0f} s", location=location, hint="make its import faster"
-            ) from None
+            reason = f"loading {name} took more than {START_S:.0f} s"
+            raise TaskError(reason, location=location, hint="make its import faster") from None
         if isinstance(answer, TaskError):
             raise answer
         return answer
@@ -295,7 +295,7 @@ class WorkerProcess:
         # Where it has only closed the socket, rewards have limits, within which it may end by itself.
         waits = self._load.work is not Work.EPISODES and not self._exited.done()
         await asyncio.wait(ends, timeout=None if waits else LAST_S)
-        self.close(self._status() or "its process closed its socket", Retry.ISOLATED)
+        self.close("its process closed its socket", Retry.ISOLATED)
 
     async def _close_if_silent(self) -> None:
         """Close a process without a pulse. Seconds are counted by turns of this loop: while the machine is suspended,

@@ -259,5 +259,5 @@ def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="has no 'absent'"):
         run(refused("agents:absent"))
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
-    with pytest.raises(TaskError, match=r"loading the task: its process ended \(exit status 9\)"):
+    with pytest.raises(TaskError, match=r"loading leaves:agent failed: its process ended \(exit status 9\)"):
         run(refused("leaves:agent"))

@@ -189,7 +189,7 @@ def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., Harness], 
     with pytest.raises(TaskError, match="no module 'absent'"):
         start(use="absent:reward")
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
-    with pytest.raises(TaskError, match=r"loading the task: its process ended \(exit status 9\)"):
+    with pytest.raises(TaskError, match=r"loading leaves:reward failed: its process ended \(exit status 9\)"):
         start(use="leaves:reward")
 
 

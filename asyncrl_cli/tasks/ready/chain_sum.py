@@ -24,7 +24,7 @@ from typing import Any
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
-from asyncrl_cli.tasks.ready.gym import ROWS, ProceduralData, procedural_data, verified
+from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data, verified
 
 LONGEST_REPETITION = 184
 """Characters of a response past which a demonstration does not repeat its working once more."""
@@ -98,7 +98,7 @@ class ChainSum:
         return _prompt_text(expression), f"{response}#{total}"
 
     @cached_property
-    def _data(self) -> dict[int, ProceduralData]:
+    def _data(self) -> dict[int, Any]:
         """One reasoning-gym data set for each number of terms: its own draw of that number is uniform."""
         return {
             terms: procedural_data("chain_sum", min_terms=terms, max_terms=terms, min_digits=1, max_digits=1)

@@ -12,7 +12,7 @@ import importlib
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.suggest import closest
@@ -143,28 +143,19 @@ def _answer(response: str, extract: Extract) -> str | None:
     return response.strip()
 
 
-class ProceduralData(Protocol):
-    """What the tasks use of a reasoning-gym data set."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
-
-
-def procedural_data(name: str, rows: int = ROWS, **config: Any) -> ProceduralData:
-    """``rows`` rows of the reasoning-gym data set ``name``.
+def procedural_data(name: str, rows: int = ROWS, **config: Any) -> Any:
+    """The reasoning-gym data set ``name``: ``data[index]`` is one of its ``rows``, ``data.score_answer`` its verifier.
 
     Raises ``TaskError`` where reasoning-gym is not installed, or where the data set does not take ``config``.
     """
     try:
-        data = _reasoning_gym(name).create_dataset(name, seed=0, size=rows, **config)
+        return _reasoning_gym(name).create_dataset(name, seed=0, size=rows, **config)
     except (TypeError, AssertionError, ValueError) as error:
         raise TaskError(
             f"the options do not fit the data set {name}: {error}",
             location="task.options",
             hint="reasoning-gym's documentation has its options",
         ) from error
-    return cast("ProceduralData", data)
 
 
 def data_set_names(task: str) -> list[str]:
@@ -182,6 +173,6 @@ def _reasoning_gym(task: str) -> Any:
         ) from error
 
 
-def verified(data: ProceduralData, answer: str, fields: Mapping[str, Any]) -> float:
+def verified(data: Any, answer: str, fields: Mapping[str, Any]) -> float:
     """1.0 if the data set's own verifier gives ``answer`` the full score, else 0.0; partial credit counts as wrong."""
-    return 1.0 if data.score_answer(answer, dict(fields)) >= 1.0 else 0.0
+    return float(data.score_answer(answer, dict(fields)) >= 1.0)

@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
-from asyncrl_cli.tasks.ready.gym import ROWS, ProceduralData, procedural_data, verified
+from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data, verified
 
 
 class SpellBackward:
@@ -64,7 +64,7 @@ class SpellBackward:
         return f"{word}>", word[::-1] if right else word
 
     @cached_property
-    def _data(self) -> ProceduralData:
+    def _data(self) -> Any:
         shortest, longest = self._letters
         return procedural_data("spell_backward", min_word_len=shortest, max_word_len=longest)
 
