@@ -32,11 +32,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_write
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 ACTIVE = ("starting", "running")
@@ -226,8 +230,8 @@ class RunDirectory:
         """The latest state on disk. A damaged or missing file reads as a fresh start."""
         if self._state is None:
             try:
-                return _checked(RunState(**json.loads((self.path / STATE).read_text())))
-            except (OSError, ValueError, TypeError):
+                return _state_type().validate_json((self.path / STATE).read_bytes(), strict=True)
+            except (OSError, ValueError):
                 return RunState()
         return self._state
 
@@ -272,21 +276,11 @@ class RunDirectory:
         return value if isinstance(value, dict) else {}
 
 
-def _checked(state: RunState) -> RunState:
-    """The state, if its fields have their types. Raises ``ValueError``."""
-    counts = (state.step, state.steps, state.version)
-    accuracies = (state.accuracy, state.accuracy_before)
-    sound = (
-        state.phase in get_args(Phase)
-        and all(type(count) is int for count in counts)
-        and all(isinstance(kinds, dict) for kinds in accuracies)
-        and all(type(value) in (int, float) for kinds in accuracies for value in kinds.values())
-        and type(state.reason) is str
-        and type(state.updated) in (int, float)
-    )
-    if not sound:
-        raise ValueError("not a run's state")
-    return state
+@cache
+def _state_type() -> TypeAdapter[RunState]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(RunState)
 
 
 def _locked(descriptor: int, kind: int) -> bool:

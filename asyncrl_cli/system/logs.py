@@ -20,11 +20,3 @@ def redirect_output(log_dir: str, name: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def last_lines(path: Path, count: int = 12) -> str:
-    """The end of a log file, for an error message; empty when there is none."""
-    try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
-    except OSError:
-        return ""

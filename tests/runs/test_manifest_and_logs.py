@@ -14,7 +14,6 @@ from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
-from asyncrl_cli.system.logs import last_lines
 
 REDIRECTED = """
 import os, subprocess, sys
@@ -34,12 +33,6 @@ def test_output_goes_to_the_log_also_from_children_and_c(tmp_path: Path) -> None
     assert (done.stdout, done.stderr) == ("before\n", "")
     expected = ["of an earlier process", "printed", "complained", "written by C", "from a child"]
     assert (tmp_path / "worker.log").read_text().splitlines() == expected
-
-
-def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_bytes(b"".join(b"line %d\n" % i for i in range(40)) + b"\xff")
-    assert last_lines(tmp_path / "a.log", 3) == "line 38\nline 39\n\ufffd"
-    assert last_lines(tmp_path / "missing.log") == ""
 
 
 def test_the_manifest_says_where_the_run_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
