@@ -69,7 +69,7 @@ def measure(run: Path) -> dict[str, float]:
         return float(sum(row[name] for row in timed[1:]))
 
     def share(name: str) -> float:
-        return sum(row[name] * row["time/step_s"] for row in timed[1:]) / total("time/step_s")
+        return float(sum(row[name] * row["time/step_s"] for row in timed[1:])) / total("time/step_s")
 
     return {
         "trained tokens/s": total("tokens/trained") / seconds,

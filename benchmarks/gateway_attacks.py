@@ -144,14 +144,19 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     from asyncrl_cli.gateway.session import Limits
     from asyncrl_cli.orchestrator.actors import ActorFactory
     from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
-    from asyncrl_cli.orchestrator.restart_budget import Faults
+    from asyncrl_cli.orchestrator.restart_budget import RestartBudget
     from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
     from asyncrl_cli.spec.sections import ExperimentSpec
 
     async def generate(request: RolloutRequest, _: Callable[..., None] | None = None) -> Rollout:
         return Rollout(
-            *(request.rollout_id, request.prompt_ids, np.zeros(4, np.int32), np.zeros(4, np.float32)),
-            *(np.zeros(4, np.int32), "", "stop"),
+            rollout_id=request.rollout_id,
+            prompt_ids=request.prompt_ids,
+            ids=np.zeros(4, np.int32),
+            logprobs=np.zeros(4, np.float32),
+            versions=np.zeros(4, np.int32),
+            text="",
+            finish_reason="stop",
         )
 
     async def record(kind: str, part: str, message: str) -> None:
@@ -168,7 +173,7 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     )
     setup = setup_of(spec, str(folder), "attacks")
     factory = ActorFactory(spec, folder, folder, folder)
-    gateway = GatewayClient(setup, factory.gateway, generate, Faults(0, record, print))
+    gateway = GatewayClient(setup, factory.gateway, generate, RestartBudget(0, record, print))
     await gateway.start()
     keeping = asyncio.create_task(gateway.keep())
     process = psutil.Process(gateway._link.result().pid)

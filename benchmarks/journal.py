@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from asyncrl_cli.buffer.records import BufferSettings, Candidate, PublishRecord, StepRecord
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.journal.rollout_rows import LOGPROBS, TOKENS
 from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
+from asyncrl_cli.records.groups import BufferSettings, Candidate, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -80,17 +80,17 @@ def calls_of(groups: range, tokens: int, per_call: int) -> list[list[Rollout]]:
         text="",
         finish_reason="stop",
     )
-    names = [training_rollout_id(group_id, place) for group_id in groups for place in range(GROUP_SIZE)]
+    names = [training_rollout_id(group_id, index) for group_id in groups for index in range(GROUP_SIZE)]
     rollouts = [replace(one, rollout_id=name) for name in names]
     return [rollouts[start : start + per_call] for start in range(0, len(rollouts), per_call)]
 
 
 async def flood(send: Send, calls: list[list[Rollout]], in_flight: int) -> list[float]:
     """Make all calls, so many at a time; returns the seconds that each took."""
-    places = asyncio.Semaphore(in_flight)
+    slots = asyncio.Semaphore(in_flight)
 
     async def timed(call: list[Rollout]) -> float:
-        async with places:
+        async with slots:
             started = time.perf_counter()
             await send(call)
             return time.perf_counter() - started
@@ -231,7 +231,6 @@ def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
     tokens = bits.integers(0, 150_000, 8).astype(TOKENS).tobytes()
     logprobs = bits.normal(-1.0, 1.0, 8).astype(LOGPROBS).tobytes()
     crc = zlib.crc32(logprobs, zlib.crc32(tokens))
-    places = range(GROUP_SIZE)
     connection = open_for_writing(path)
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("BEGIN")
@@ -248,19 +247,23 @@ def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
         ((*group, now, None if group.state == "running" else now) for group in made),
     )
     connection.executemany(
-        "INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, oldest, newest, recorded_at) "
+        "INSERT INTO rollouts (group_id, rollout_index, tokens, finish_reason, reward, oldest, newest, recorded_at) "
         "VALUES (?, ?, 8, ?, ?, ?, ?, ?)",
         (
-            (group.group_id, place, *ended, group.version, group.version, now)
+            (group.group_id, index, *ended, group.version, group.version, now)
             for group in made
-            for place in places
-            for ended in [(None, None) if group.state == "running" else ("stop", float(place % 2))]
+            for index in range(GROUP_SIZE)
+            for ended in [(None, None) if group.state == "running" else ("stop", float(index % 2))]
         ),
     )
     connection.executemany(
-        "INSERT INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc) "
+        "INSERT INTO segments (group_id, rollout_index, branch, start, version, tokens, logprobs, crc) "
         "VALUES (?, ?, 0, 0, ?, ?, ?, ?)",
-        ((group.group_id, place, group.version, tokens, logprobs, crc) for group in made for place in places),
+        (
+            (group.group_id, index, group.version, tokens, logprobs, crc)
+            for group in made
+            for index in range(GROUP_SIZE)
+        ),
     )
     for sql, parameters in noted:
         connection.execute(sql, parameters)

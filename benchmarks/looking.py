@@ -25,9 +25,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from asyncrl_cli.buffer.records import BufferSettings
 
 from asyncrl_cli.journal.schema import FILE, open_for_writing
+from asyncrl_cli.records.groups import BufferSettings
 
 GROUPS, SIZE, STEP_S = 32, 8, 10.0
 STARTED = 1_790_000_000.0
@@ -83,33 +83,33 @@ def _add_step(journal, step: int, steps: int, numbers: np.random.Generator) -> N
         at = taken - 15 + random.random() * STEP_S
         prompt = (json.dumps("What is 1 + 1?"), "{}", np.arange(20, dtype="<i4").tobytes())
         groups.append((group, f"train-{group}", *prompt, admitted, "taken", step, group + 1, 0, group, at, taken - 1))
-        for place in range(SIZE):
+        for index in range(SIZE):
             count = int(numbers.integers(10, 60))
             ids = numbers.integers(3, 90, count).astype("<i4")
             logprobs = -numbers.random(count).astype("<f4")
             reward = float(numbers.random() < step / steps)
-            rollouts.append((group, place, count, "stop", reward, admitted, step, taken - 2, taken - 2))
+            rollouts.append((group, index, count, "stop", reward, admitted, step, taken - 2, taken - 2))
             for start, end, version in ((0, count // 2, admitted), (count // 2, count, step)):
                 blobs = ids[start:end].tobytes(), logprobs[start:end].tobytes()
                 crc = zlib.crc32(blobs[1], zlib.crc32(blobs[0]))
-                segments.append((group, place, 0, start, version, *blobs, crc, taken - 2))
+                segments.append((group, index, 0, start, version, *blobs, crc, taken - 2))
     journal.executemany(
         "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, step, serial, epoch, position, "
         f"admitted_at, ended_at) VALUES ({', '.join('?' * 13)})",
         groups,
     )
     journal.executemany(
-        "INSERT INTO rollouts (group_id, place, tokens, finish_reason, reward, oldest, newest, judged_at, recorded_at) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO rollouts (group_id, rollout_index, tokens, finish_reason, reward, oldest, newest, scored_at, "
+        "recorded_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         rollouts,
     )
     journal.executemany(
-        "INSERT INTO segments (group_id, place, branch, start, version, tokens, logprobs, crc, at) "
+        "INSERT INTO segments (group_id, rollout_index, branch, start, version, tokens, logprobs, crc, at) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         segments,
     )
     journal.executemany(
-        "INSERT INTO spells (request, begun_at, ended_at, engine, ending) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO engine_requests (request, begun_at, ended_at, engine, ending) VALUES (?, ?, ?, ?, ?)",
         ((f"{row[0]}-{row[1]}", taken - 12, taken - 2, f"engine-{row[1] % 2}", "stop") for row in rollouts),
     )
     metrics = json.dumps(METRICS | {"reward/mean": step / steps, "buffer/groups_taken": GROUPS * (step + 1)})
@@ -134,9 +134,9 @@ def watched(run: Path) -> str:
         [ASYNCRL, "watch", f"{run}/"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     ) as process:
         os.close(theirs)
-        said = b""
-        while b"weight version" not in said:
-            said += os.read(ours, 65536)
+        shown = b""
+        while b"weight version" not in shown:
+            shown += os.read(ours, 65536)
         first_s = time.perf_counter() - started
         before = _cpu_s(process.pid)
         threading.Thread(target=_drain, args=(ours,), daemon=True).start()

@@ -69,7 +69,7 @@ def spec_of(overrides: list[str]) -> ExperimentSpec:
 
 
 def start(spec: ExperimentSpec, folder: Path) -> Any:
-    """A trainer's engine round the model in ``folder``, on one rank."""
+    """A trainer's engine around the model in ``folder``, on one rank."""
     import socket
 
     import torch
@@ -83,7 +83,7 @@ def start(spec: ExperimentSpec, folder: Path) -> Any:
 
 
 def microbatches(spec: ExperimentSpec, lengths: list[int], vocabulary: int) -> list[Any]:
-    """Ids and mask of random rows with these responses, cut up as the trainer does."""
+    """Ids and mask of random rows with these responses, split as the trainer does."""
     import torch
 
     from asyncrl_cli.train.packing import plan_microbatches
@@ -94,9 +94,9 @@ def microbatches(spec: ExperimentSpec, lengths: list[int], vocabulary: int) -> l
     for rows in plan_microbatches(totals, spec.trainer.tokens_per_microbatch, 1, spec.trainer.packing)[0]:
         longest = max(totals[row] for row in rows)
         ids = torch.randint(3, vocabulary, (len(rows), longest), generator=generator)
-        places = torch.arange(longest)
+        positions = torch.arange(longest)
         ends = torch.tensor([totals[row] for row in rows])
-        made.append((ids, (places >= PROMPT) & (places < ends[:, None])))
+        made.append((ids, (positions >= PROMPT) & (positions < ends[:, None])))
     return made
 
 
