@@ -37,7 +37,7 @@ def test_the_splits_and_the_demonstrations_share_no_expression_even_for_two_term
     assert len(held_out) >= 10
 
 
-def test_rows_are_the_same_at_every_call_and_size_and_have_uids_of_their_own() -> None:
+def test_rows_are_the_same_at_every_call_and_size_and_have_distinct_uids() -> None:
     few, many = TASK.prompts("train", 20), ChainSum().prompts("train", 40)
     assert list(few) == many[:20]
     assert few[-1] == many[19]
@@ -61,7 +61,7 @@ def test_the_number_of_terms_follows_the_decay() -> None:
 
 
 @pytest.mark.parametrize("answer", ["4", "+04", "+4", " 4 ", "04", "000004"])
-def test_the_right_number_counts_however_it_is_padded(answer: str) -> None:
+def test_the_right_number_scores_with_any_padding(answer: str) -> None:
     assert TASK.reward(prompt_for("7+6-0-9"), f"+6=+13-0=+13-9=+04#{answer}", True) == 1.0
 
 
@@ -85,7 +85,7 @@ def test_the_right_number_counts_however_it_is_padded(answer: str) -> None:
         "#" + "4" * 5000,
     ],
 )
-def test_anything_else_is_worth_nothing(response: str) -> None:
+def test_any_other_response_scores_zero(response: str) -> None:
     assert TASK.reward(prompt_for("7+6-0-9"), response, True) == 0.0
 
 
@@ -124,7 +124,7 @@ def test_the_working_is_written_in_running_totals_of_fixed_width() -> None:
     assert response == f"{steps}#{total}"
 
 
-def test_the_mixture_guesses_slips_and_repeats_as_often_as_it_says() -> None:
+def test_the_mixture_has_the_given_shares_of_guesses_slips_and_repetitions() -> None:
     task = ChainSum(careful=0.4, slip=0.03, repeat=0.25)
     rng = random.Random(1)
     shown = [task.demonstration(rng, clean=False) for _ in range(4000)]
@@ -144,6 +144,6 @@ def test_the_mixture_guesses_slips_and_repeats_as_often_as_it_says() -> None:
 @pytest.mark.parametrize(
     "options", [{"min_terms": 1}, {"min_terms": 5, "max_terms": 4}, {"decay": 0}, {"careful": 1.5}]
 )
-def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ChainSum(**options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Commands as agents: what they are given, what counts as a reward, and that nothing of them stays."""
+"""Commands as agents: what they are passed, what counts as a reward, and that no process of theirs is left."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_the_last_line_is_the_reward(printed: str, reward: object, tmp_path: Pat
         ("""echo '{"score": 1}'""", "not a reward"),
     ],
 )
-def test_a_command_without_a_reward_has_failed(command: str, says: str) -> None:
+def test_a_command_without_a_reward_fails(command: str, says: str) -> None:
     with pytest.raises(CommandFailed, match=says):
         play(command)
 
 
-def test_a_function_may_judge_the_last_reply_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_can_score_the_last_reply_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "verifier_of_command.py").write_text(
         "def right(row, text):\n    return float(str(row['answer']) in text)\n"
     )
@@ -122,7 +122,7 @@ while [ $(wc -l < {pids}) -lt 6 ]; do :; done
 
 
 @pytest.mark.parametrize("end", ["echo 1", "exit 1", "sleep 600"])
-def test_nothing_of_a_command_stays(tmp_path: Path, end: str) -> None:
+def test_no_process_of_a_command_is_left(tmp_path: Path, end: str) -> None:
     adopt_orphans()  # as the process does in which commands are started
     pids = tmp_path / "pids"
 
@@ -141,7 +141,7 @@ def test_nothing_of_a_command_stays(tmp_path: Path, end: str) -> None:
     run(test())
 
 
-def test_a_command_works_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_runs_in_its_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_FOLDER", str(tmp_path))
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "reward").write_text("0.75")

@@ -16,7 +16,7 @@ from asyncrl_cli.tasks.ready.gym import Gym
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
-def test_no_question_is_trained_on_and_held_out_even_if_there_are_few() -> None:
+def test_no_question_is_in_both_splits_even_if_there_are_few() -> None:
     task = load_one("gym/chain_sum", SMALL, Path())
     assert isinstance(task, PromptTask)
     train = {prompt.content for prompt in task.prompts("train", 1000)}
@@ -44,7 +44,7 @@ def test_rows_are_the_same_at_every_size_and_in_every_process() -> None:
         ("whole", "<answer>{}</answer>", 0.0),
     ],
 )
-def test_where_an_answer_is_looked_for(extract: str, response: str, reward: float) -> None:
+def test_where_an_answer_is_searched(extract: str, response: str, reward: float) -> None:
     task = Gym("chain_sum", extract=extract)  # type: ignore[arg-type]
     prompt = task.prompts("train", 1)[0]
     response = response.format(prompt.fields["answer"])
@@ -81,12 +81,12 @@ def test_a_system_message_and_a_template() -> None:
         ("gym/chain_sum", {"template": "x"}, "template must have"),
     ],
 )
-def test_what_is_refused(use: str, options: dict[str, object], said: str) -> None:
+def test_invalid_data_sets_and_options_are_refused(use: str, options: dict[str, object], said: str) -> None:
     with pytest.raises(TaskError, match=said):
         load_one(use, options, Path())
 
 
-def test_a_data_set_of_one_question_cannot_be_held_out_by_it() -> None:
+def test_a_data_set_with_one_question_cannot_hold_out_questions() -> None:
     task = Gym("chain_sum", rows=1)
     with pytest.raises(TaskError, match="too few different questions"):
         list(task.prompts("eval", 1)) and list(task.prompts("train", 1))

@@ -1,4 +1,4 @@
-"""A judge's score counts if it is one; everything else is a reason why there is no reward."""
+"""A judge's score becomes the reward; any other answer is a failure with its reason."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_number_at_the_end_is_the_score(url: str, reply: str, score: float) ->
         ),
     ],
 )
-def test_anything_else_is_no_score(url: str, reply: str, says: str) -> None:
+def test_any_other_answer_is_not_a_score(url: str, reply: str, says: str) -> None:
     failure = judged(Judge(url, "judge"), reply)
     assert isinstance(failure, RewardFailure)
     assert "Judge.reward failed on prompt 'row/1': NoScore: the judge's" in failure.reason and says in failure.reason
@@ -138,7 +138,7 @@ def test_what_the_judge_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert Handler.asked[0]["messages"][1]["content"].startswith("user: Hi {x} | It is 4.")
 
 
-def test_a_server_that_fails_is_asked_again_so_many_times(url: str) -> None:
+def test_a_failing_server_is_retried_up_to_the_limit(url: str) -> None:
     assert judged(Judge(url, "judge", retries=2), (500, "busy"), (503, "busy"), "7") == Scored(
         0.7, {"judge_score": 7.0}
     )
@@ -152,12 +152,12 @@ def test_a_server_that_fails_is_asked_again_so_many_times(url: str) -> None:
     "options",
     [{"scale": (1, 1)}, {"template": "x"}, {"pattern": "x"}, {"timeout_s": 0}],
 )
-def test_impossible_options(options: Any) -> None:
+def test_invalid_options_of_the_judge(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Judge("http://judge/v1", "judge", **options)
 
 
-def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_api_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(TaskError, match="variable JUDGE_KEY is not set"):
         Judge("http://judge/v1", "judge", api_key_env="JUDGE_KEY")

@@ -1,4 +1,4 @@
-"""From ``task.use`` to a task, and what is said when that fails."""
+"""Loading the task that ``task.use`` names, and the errors when that fails."""
 
 import asyncio
 import importlib
@@ -46,7 +46,7 @@ class Echo:
 """
 
 
-def test_the_spec_knows_the_ready_tasks_and_each_is_there() -> None:
+def test_every_ready_task_has_a_class() -> None:
     for target in (*READY_TASKS.values(), GYM_TASK):
         module, _, name = target.partition(":")
         assert inspect.isclass(getattr(importlib.import_module(module), name))
@@ -62,7 +62,7 @@ def test_a_class_beside_the_spec(load: Any) -> None:
     assert load(CLASS, "Echo", bonus=0.5).reward(Prompt("row", "a"), "a", True) == 1.5
 
 
-def test_a_function_beside_the_spec_sees_the_whole_row(load: Any) -> None:
+def test_a_function_beside_the_spec_is_passed_the_row(load: Any) -> None:
     source = "def f(prompt, response): return prompt['uid'], prompt['prompt'], prompt['answer'], response"
     task = load(source, "f")
     assert task.reward(Prompt("row", "2+2=", {"answer": "4"}), "5", True) == ("row", "2+2=", "4", "5")
@@ -70,7 +70,7 @@ def test_a_function_beside_the_spec_sees_the_whole_row(load: Any) -> None:
     assert task.reward(Prompt("row", messages, {"answer": ""}), "", True)[1] == [{"role": "user", "content": "hi"}]
 
 
-def test_a_function_may_ask_whether_the_response_ended(load: Any) -> None:
+def test_a_function_can_be_passed_whether_the_response_ended(load: Any) -> None:
     task = load("def f(prompt, response, finished): return float(finished)", "f")
     assert task.reward(Prompt("row", ""), "", False) == 0.0
     task = load("def f(prompt, response, strict=True, *, finished=None): return (strict, finished)", "f")
@@ -96,7 +96,7 @@ class Guess:
 """
 
 
-def test_an_environment_class_is_made_anew_for_each_episode(load: Any) -> None:
+def test_each_episode_has_an_environment_of_its_own(load: Any) -> None:
     task = load(ENVIRONMENT, "Guess", tries=3)
     assert is_episodic(task)
     first, second = (task.environment(Prompt("row", "", {"answer": answer})) for answer in "ab")
@@ -122,7 +122,7 @@ def test_an_unknown_name(use: str, said: str) -> None:
     assert caught.value.hint
 
 
-def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as caught:
         load_task(TaskSpec(use="no_such_module_here:f"), tmp_path)
     assert str(tmp_path) in caught.value.message
@@ -148,7 +148,7 @@ def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
         ("def f(:", "f", {}, "SyntaxError"),
     ],
 )
-def test_what_is_wrong_with_a_users_task(load: Any, source: str, name: str, options: Any, said: str) -> None:
+def test_errors_in_a_users_task_are_reported(load: Any, source: str, name: str, options: Any, said: str) -> None:
     with pytest.raises(TaskError, match=said) as caught:
         load(source, name, **options)
     assert caught.value.location in ("task.use", "task.options")

@@ -37,7 +37,7 @@ def test_exact(options: Any, answer: Any, response: str, reward: float) -> None:
 
 
 @given(st.text())
-def test_a_text_is_itself_and_no_longer_one(text: str) -> None:
+def test_a_text_equals_itself_and_no_longer_text(text: str) -> None:
     task = ExactMatch(strip=False)
     assert task.reward(row(answer=text), text, True) == 1.0
     assert task.reward(row(answer=text), text + "x", True) == 0.0
@@ -59,7 +59,7 @@ def test_regex(options: Any, fields: Any, response: str, reward: float) -> None:
     assert RegexMatch(**options).reward(row(**fields), response, True) == reward
 
 
-def test_what_a_row_lacks_is_named() -> None:
+def test_a_missing_field_is_named() -> None:
     with pytest.raises(MissingField, match="no field 'answer'; it has question"):
         ExactMatch().reward(row(question="?"), "", True)
     with pytest.raises(MissingField, match="field 'answer' is NoneType"):
@@ -107,21 +107,21 @@ def test_other_answers(answer: str, response: str, options: Any) -> None:
     assert MathAnswers(**options).reward(row(answer=answer), response, True) == 0.0
 
 
-def test_a_row_without_mathematics_is_a_mistake_and_no_wrong_answer() -> None:
+def test_a_row_without_mathematics_is_an_error_and_not_a_wrong_answer() -> None:
     with pytest.raises(ValueError, match="field 'answer' is not a readable answer: it is empty"):
         MathAnswers().reward(row(answer=""), "12", True)
     with pytest.raises(ValueError, match="extract must be one of any, boxed"):
         MathAnswers(extract="all")  # type: ignore[arg-type]
 
 
-def test_a_tag_that_is_opened_a_million_times_is_read_once_over() -> None:
+def test_a_tag_that_is_opened_a_million_times_is_read_in_linear_time() -> None:
     task = MathAnswers(extract="answer_tag")
     assert task.reward(row(answer="12"), "<answer>" * 1_000_000, True) == 0.0
     assert task.reward(row(answer="12"), "<answer>" * 1_000_000 + "12</answer> bye", True) == 1.0
     assert MathAnswers().reward(row(answer="12"), r"\boxed{" * 100_000 + "12}", True) == 1.0
 
 
-def test_rows_that_no_response_could_match_are_found_before_they_are_visited() -> None:
+def test_rows_that_no_response_could_match_are_found_by_the_check() -> None:
     for task, fields, words in (
         (ExactMatch(), {}, "no field 'answer'"),
         (RegexMatch(pattern="(a)"), {}, "no field 'answer'"),

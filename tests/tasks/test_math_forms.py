@@ -1,4 +1,4 @@
-"""The forms of answers in MATH and GSM8K: what is equal, what is not, and what nobody can read."""
+"""The forms of answers in MATH and GSM8K: what is equal, what is not, and what is unreadable."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ FORMS = [
     ("{1,2,3}", [r"\{3,2,1\}"], ["{1,2}"]),
     (r"\mathbf{i}+2\mathbf{j}", [r"\mathbf{i}+2\mathbf{j}"], [r"\mathbf{i}"]),
 ]
-"""Answers as they stand in the data sets, with responses that are right and responses that are wrong."""
+"""Answers from the data sets, with responses that are right and responses that are wrong."""
 TASK = MathAnswers()
 
 
@@ -208,7 +208,7 @@ def test_answers_of_real_data_sets(answer: str, right: list[str], wrong: list[st
         ("i", r"-\sqrt{-1}"),
     ],
 )
-def test_what_only_looks_alike_is_not_equal(answer: str, response: str) -> None:
+def test_similar_answers_with_other_values_are_not_equal(answer: str, response: str) -> None:
     assert graded(answer, response) == graded(response, answer) == 0.0
 
 
@@ -283,7 +283,7 @@ STEPS = "Add.\n#### Step 2\nSo the sum is"
         ("42", f"{STEPS} <answer>42</answer>", "answer_tag", 1.0),
     ],
 )
-def test_a_heading_is_no_answer(answer: str, response: str, extract: Extract, reward: float) -> None:
+def test_a_heading_is_not_an_answer(answer: str, response: str, extract: Extract, reward: float) -> None:
     assert MathAnswers(extract=extract).reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
 
 
@@ -316,7 +316,7 @@ def test_the_last_number_has_its_sign_point_and_exponent(answer: str, response: 
         ("1" * 10_000, "more than"),
     ],
 )
-def test_what_nobody_can_read_is_said_to_be_unreadable(text: str, why: str) -> None:
+def test_unreadable_answers_are_reported_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
         read(text)
 
@@ -353,7 +353,7 @@ def never(one: str, other: str) -> bool:
 
 
 @given(TEXTS, TEXTS)
-def test_reading_never_fails_and_comparing_has_no_sides(one: str, other: str) -> None:
+def test_reading_never_crashes_and_comparison_is_symmetric(one: str, other: str) -> None:
     answers = []
     for text in (one, other):
         try:
@@ -385,7 +385,7 @@ def ways_to_write(number: int) -> Iterator[str]:
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
-def test_numbers_are_equal_however_they_are_written(one: int, other: int) -> None:
+def test_numbers_are_equal_in_every_notation(one: int, other: int) -> None:
     for text in ways_to_write(one):
         assert same(read(str(one)), read(text), never), text
         assert same(read(str(other)), read(text), never) == (one == other), text

@@ -1,4 +1,4 @@
-"""A mix: every task has its share wherever one looks, and everything finds the task of a prompt again."""
+"""A mix: every task has its share in any stretch of rows, and the task of a prompt is found from its uid."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_in_every_window_every_task_has_its_share(weights: list[float], rows: in
 
 
 @given(WEIGHTS, st.integers(1, 200), st.integers(1, 200))
-def test_a_row_is_the_same_in_a_mix_of_any_size_and_no_row_of_a_task_is_left_out(
+def test_a_row_is_the_same_in_a_mix_of_any_size_and_no_row_is_left_out(
     weights: list[float], few: int, many: int
 ) -> None:
     few, many = sorted((few, many))
@@ -117,7 +117,7 @@ def test_everything_finds_the_task_of_a_prompt(index: int) -> None:
     assert task_of(tasks["a"], prompt) == (tasks["a"], prompt)
 
 
-def test_files_of_members_come_again_in_training_and_never_in_an_evaluation(tmp_path: Path) -> None:
+def test_rows_of_members_are_repeated_in_training_and_never_in_an_evaluation(tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": str(index), "uid": f"row{index}"}) for index in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     own = SplitSpec(path=str(tmp_path / "rows.jsonl"))
@@ -136,7 +136,7 @@ def test_files_of_members_come_again_in_training_and_never_in_an_evaluation(tmp_
     assert len(held_out) == len(set(held_out)) == 17, "four rows of the file are a quarter, and the fifth would repeat"
 
 
-def test_demonstrations_come_from_those_that_have_any() -> None:
+def test_demonstrations_come_from_members_that_have_any() -> None:
     rng = random.Random(0)
     mix = mix_of(a=(Letters("a"), 3), b=(Letters("b"), 1), c=(Silent(), 9))
     shown = Counter(mix.demonstration(rng, True)[0] for _ in range(2000))
@@ -145,7 +145,7 @@ def test_demonstrations_come_from_those_that_have_any() -> None:
         mix_of(c=(Silent(), 1)).demonstration(rng, True)
 
 
-def test_a_mix_with_an_agent_is_episodes_throughout() -> None:
+def test_in_a_mix_with_an_agent_every_rollout_is_an_episode() -> None:
     plain, mixed = mix_of(a=(Letters("a"), 1)), mix_of(a=(Letters("a"), 1), agent=(Agent("x"), 1))
     assert not is_episodic(plain) and is_episodic(mixed)
     task, prompt = mixed.member(Prompt("agent/7", ""))
@@ -157,7 +157,7 @@ def test_a_mix_with_an_agent_is_episodes_throughout() -> None:
     assert mixed.prompts("train", 1)[0].uid == "a/train/0"
 
 
-def test_names_and_limits() -> None:
+def test_names_and_time_limits_of_members() -> None:
     spec = TaskSpec(
         mix=[TaskMember(name="a", use="m:f", reward_timeout_s=3.0), TaskMember(name="b", use="m:f")],
         reward_timeout_s=7.0,

@@ -1,4 +1,4 @@
-"""Environments against a server that says what it is told to: what goes over the wire, what adds up, what ends it."""
+"""Environments against a scripted server: requests, sums of rewards, and what ends an episode."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Count:
         self.closed += 1
 
 
-def test_turns_follow_one_another_and_rewards_add_up() -> None:
+def test_turns_alternate_and_rewards_add_up() -> None:
     environment = Count(3)
     result, sent = playing(environment, [said("a"), said("b"), said("c")])
     assert result == RewardResult(0.75, {"turns": 3.0})
@@ -127,7 +127,7 @@ def test_any_other_refusal_fails_the_episode() -> None:
     assert environment.closed == 1
 
 
-def test_what_an_environment_raises_comes_out() -> None:
+def test_an_exception_of_the_environment_is_raised() -> None:
     class Broken(Count):
         def step(self, reply: Message) -> Step:
             raise ValueError("no such turn")
@@ -184,7 +184,7 @@ def test_functions_are_described_by_signature_and_docstring() -> None:
     assert tools[1]["function"]["parameters"]["properties"]["text"]["items"] == {"type": "string"}
 
 
-def test_calls_are_answered_errors_too_and_the_last_reply_is_judged() -> None:
+def test_calls_and_their_errors_are_answered_and_the_last_reply_is_judged() -> None:
     environment = Divisions().environment(Prompt("p", "3 by 2?", {"answer": "1.5"}))
     calls = [
         ("divide", '{"a": 3}'),

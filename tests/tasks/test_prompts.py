@@ -1,4 +1,4 @@
-"""A split comes from its file, else from the task."""
+"""The prompts of a split come from its file, else from the task."""
 
 import json
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
 REWARD_ONLY = FunctionTask(lambda prompt, response: 1.0, "rewards:f")
 
 
-def test_a_file_is_taken_before_the_task_and_sought_beside_the_spec(tmp_path: Path) -> None:
+def test_a_file_is_preferred_to_the_task_and_searched_beside_the_spec(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "uid": "1"}\n{"prompt": "b", "uid": "2"}\n')
     for task in (REWARD_ONLY, SpellBackward()):
         assert [p.uid for p in load_prompts("train", SplitSpec(path="rows.jsonl"), task, tmp_path)] == ["1", "2"]
     assert len(load_prompts("train", SplitSpec(path=str(tmp_path / "rows.jsonl"), size=1), REWARD_ONLY)) == 1
 
 
-def test_the_task_makes_its_own() -> None:
+def test_the_task_makes_its_own_prompts() -> None:
     prompts = load_prompts("eval", SplitSpec(size=5), SpellBackward())
     assert [prompt.uid for prompt in prompts] == [f"spell_backward/eval/{row}" for row in range(5)]
 
 
-def test_neither_file_nor_task_nor_size() -> None:
+def test_a_split_without_a_source_or_a_size_is_refused() -> None:
     with pytest.raises(DataError, match=r"data\.eval has no path"):
         load_prompts("eval", SplitSpec(size=5), REWARD_ONLY)
     with pytest.raises(DataError, match=r"data\.train\.size"):
@@ -58,7 +58,7 @@ def test_answers_that_cannot_be_read_are_named_when_the_data_is_opened(tmp_path:
         load_prompts("train", SplitSpec(size=4), mix, tmp_path)
 
 
-def test_rows_of_a_table_and_of_a_task_are_looked_at_when_it_is_opened(tmp_path: Path) -> None:
+def test_rows_of_a_table_and_of_a_task_are_checked_when_it_is_opened(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]]
     parquet.write_table(pa.table({"prompt": messages}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows.parquet:2: prompt .*: message 1 has no content"):

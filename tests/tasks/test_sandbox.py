@@ -1,4 +1,4 @@
-"""Code that nobody has read can do little, and only its tests say what it is worth."""
+"""The sandbox confines hostile code, and only right answers pass its tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=1.0, memory_mb=512, disk_mb=16, processes=16)
 ATTACKS = Path(sandbox_attacks.__file__)
 AS_NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-"""Runs a command as a user who has nothing."""
+"""Runs a command as an ordinary user without files."""
 
 
 def works(kind: Kind) -> bool:
@@ -57,7 +57,7 @@ def nothing_is_left() -> Any:
     assert [process for process in psutil.Process().children(recursive=True) if process not in before] == []
 
 
-def test_nothing_is_left_where_orphans_are_adopted(kind: Kind) -> None:
+def test_no_process_is_left_where_orphans_are_adopted(kind: Kind) -> None:
     script = (
         "import psutil\nfrom asyncrl_cli.system.process_tree import adopt_orphans\n"
         "from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, run\nadopt_orphans()\n"
@@ -97,13 +97,13 @@ def outside(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_no_attack_gets_out(kind: Kind, outside: Path) -> None:
+def test_no_attack_escapes_as_root(kind: Kind, outside: Path) -> None:
     assert successful_attacks(outside, kind) == []
     assert sorted(path.name for path in outside.iterdir()) == ["secret", "writable"]
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be somebody else")
-def test_no_attack_of_an_ordinary_user_gets_out(kind: Kind) -> None:
+def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
     # That user may not enter root's folders, where Python may be: it is mounted where all may.
     repository, packages = Path(__file__).parents[2], ":".join(process._packages())
     script = (
@@ -170,7 +170,7 @@ TESTS = (
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_nothing_but_right_answers_passes(cheat: str) -> None:
+def test_only_right_answers_pass(cheat: str) -> None:
     assert passes(CHEATS[cheat], *TESTS) == [False] * len(TESTS)
 
 
@@ -215,7 +215,7 @@ CHEATS_WITH_TESTS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS_WITH_TESTS)
-def test_code_cannot_bend_a_test(cheat: str) -> None:
+def test_code_cannot_change_the_result_of_a_test(cheat: str) -> None:
     code, test = CHEATS_WITH_TESTS[cheat]
     assert passes(code, test) == [False]
 
@@ -266,7 +266,7 @@ def f(x): return before or seen()
 # -- what code can do
 
 
-def test_tests_pass_or_fail_each_for_itself(kind: Kind) -> None:
+def test_each_test_passes_or_fails_independently(kind: Kind) -> None:
     tests = ("assert f() == 1", "assert f() == 2", "f(3)", "import sys; sys.exit(0)", "assert f.__name__ == 'f'")
     assert passes("def f(): return 1", *tests, kind=kind) == [True, False, False, False, True]
     assert passes("def f(: return 1", kind=kind) == [False]
@@ -405,7 +405,7 @@ def test_results_are_read_while_tests_run(kind: Kind) -> None:
     assert all(run("f = lambda: 1", [*checks[:10], *[Check("pass")] * 69_990], LIMITS, kind))
 
 
-def test_files_are_its_own_and_bounded(kind: Kind) -> None:
+def test_files_are_private_and_limited(kind: Kind) -> None:
     code = """
 import tempfile
 written = 0
@@ -470,7 +470,7 @@ def test_no_space_is_taken_without_writing(kind: Kind) -> None:
     assert passes(code, test, kind=kind) == [True]
 
 
-def test_files_stay_where_removed_ones_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_cannot_be_removed_where_removed_ones_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.getuid() != 0 or not works("seccomp"):
         pytest.skip("needs root and Landlock")
     monkeypatch.setattr(process, "_sees_other_users", lambda: False)
@@ -500,11 +500,11 @@ def f():
     ],
     ids=["sleeps", "is busy", "takes memory", "holds the lock", "starts threads", "ignores signals"],
 )
-def test_what_it_could_use_up_is_bounded(code: str, kind: Kind) -> None:
+def test_resources_are_limited(code: str, kind: Kind) -> None:
     assert passes(code + "\ndef f(): return 1", limits=SHORT, kind=kind) == [False]
 
 
-def test_threads_of_others_do_not_count(kind: Kind) -> None:
+def test_threads_of_other_processes_do_not_count(kind: Kind) -> None:
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait) for _ in range(40)]
     for thread in threads:
@@ -532,7 +532,7 @@ def test_it_ends_with_its_owner(kind: Kind) -> None:
         assert psutil.wait_procs(started, 20)[1] == []
 
 
-def test_many_at_once_keep_apart(kind: Kind) -> None:
+def test_concurrent_sandboxes_are_independent(kind: Kind) -> None:
     results: dict[int, list[bool]] = {}
 
     def one(number: int) -> None:
@@ -558,8 +558,8 @@ def programs(folder: Path, **scripts: str) -> str:
 
 
 @pytest.fixture
-def anew() -> Any:
-    """Have sandboxes looked for again, before and after."""
+def fresh_choice() -> Any:
+    """Clear what is known about available sandboxes, before and after."""
     cached = (run_tests.choose, process._bubblewrap)
     for function in cached:
         function.cache_clear()
@@ -568,8 +568,8 @@ def anew() -> Any:
         function.cache_clear()
 
 
-@pytest.mark.usefixtures("anew")
-def test_a_sandbox_that_does_not_start_is_no_wrong_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("fresh_choice")
+def test_a_sandbox_that_does_not_start_is_not_wrong_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", programs(tmp_path, bwrap="echo 'bwrap: no permissions' >&2; exit 1"))
     with pytest.raises(SandboxError, match="bubblewrap sandbox did not start: bwrap: no permissions"):
         passes("def f(): return 1", kind="bubblewrap")
@@ -578,8 +578,10 @@ def test_a_sandbox_that_does_not_start_is_no_wrong_code(tmp_path: Path, monkeypa
         choose("bubblewrap")
 
 
-@pytest.mark.usefixtures("anew")
-def test_without_bubblewrap_there_is_seccomp_and_without_both_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("fresh_choice")
+def test_seccomp_replaces_bubblewrap_and_without_both_the_task_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     if works("seccomp"):
         choose.cache_clear()
@@ -603,6 +605,6 @@ def test_code_never_runs_as_root_of_the_machine() -> None:
     assert "root cannot become another user" in result.stdout, result.stderr
 
 
-def test_only_known_sandboxes_are_asked_for() -> None:
+def test_an_unknown_sandbox_is_refused() -> None:
     with pytest.raises(TaskError, match=re.escape("there is no sandbox 'docker'")):
         choose("docker")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Values survive the way between two processes, and what the other side makes up does no harm."""
+"""Values arrive unchanged in the other process, and invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_values_arrive_as_they_were(value: Any) -> None:
 
 
 @given(JSON)
-def test_what_is_no_value_is_refused(data: Any) -> None:
+def test_invalid_values_are_refused(data: Any) -> None:
     try:
         value = CODEC.decode(data)
     except Exception:
@@ -60,7 +60,7 @@ def test_what_is_no_value_is_refused(data: Any) -> None:
 
 
 @given(st.lists(VALUES, max_size=4), st.lists(VALUES, max_size=4))
-def test_a_list_becomes_what_the_code_has_made_of_it(old: list[Any], new: list[Any]) -> None:
+def test_a_list_is_updated_in_place(old: list[Any], new: list[Any]) -> None:
     held = copy.deepcopy(old)
     assert update(held, copy.deepcopy(new)) is held
     assert held == new

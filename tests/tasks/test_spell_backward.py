@@ -20,7 +20,7 @@ def test_the_splits_and_the_demonstrations_share_no_word() -> None:
     assert not shown & held_out
 
 
-def test_words_are_short_lower_case_and_no_palindromes() -> None:
+def test_words_are_short_and_lower_case_and_not_palindromes() -> None:
     for prompt in SpellBackward(3, 4).prompts("train", 300):
         word = prompt.fields["metadata"]["word"]
         assert word.isalpha()
@@ -31,7 +31,7 @@ def test_words_are_short_lower_case_and_no_palindromes() -> None:
         assert prompt.fields["answer"] == word[::-1] != word
 
 
-def test_only_the_whole_word_backward_and_finished_counts() -> None:
+def test_only_the_complete_word_backward_in_a_finished_response_scores() -> None:
     assert TASK.reward(SUN, "nus", True) == 1.0
     assert TASK.reward(SUN, "nus", False) == 0.0
     for response in ("sun", "nu", "nuss", "", "nus ", "#"):
@@ -48,6 +48,6 @@ def test_clean_demonstrations_are_right_and_most_of_the_mixture_copies() -> None
 
 
 @pytest.mark.parametrize("options", [{"min_letters": 2}, {"max_letters": 11}, {"careful": -0.1}])
-def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         SpellBackward(**options)  # type: ignore[arg-type]

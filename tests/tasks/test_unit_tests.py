@@ -1,4 +1,4 @@
-"""The task ``unit_tests``: which part of a response is the code, and what its tests say."""
+"""The task ``unit_tests``: which part of a response is the code, and the results of its tests."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_tests_that_check_nothing_are_refused(tests: str, why: str) -> None:
         UnitTests().check_prompt(Prompt("row", "?", {"tests": tests}))
 
 
-def test_few_rows_are_tried_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rows_are_tried_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(unit_tests, "run", lambda *_: tried.append(1) or [False])
     task = UnitTests()
@@ -109,7 +109,7 @@ def test_few_rows_are_tried_without_code(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(tried) == unit_tests.ROWS_TRIED
 
 
-def test_mistakes_in_a_row_are_no_fault_of_the_response() -> None:
+def test_errors_in_a_row_are_not_blamed_on_the_response() -> None:
     task = UnitTests()
     with pytest.raises(MissingField):
         task.reward(Prompt("row", "?"), "x = 1", True)
@@ -118,7 +118,7 @@ def test_mistakes_in_a_row_are_no_fault_of_the_response() -> None:
     assert task.reward(Prompt("row", "?", {"tests": "assert True"}), "I do not know", True).reward == 0.0
 
 
-def test_a_sandbox_that_fails_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> list[bool]:
         raise SandboxError("no memory")
 
@@ -128,7 +128,7 @@ def test_a_sandbox_that_fails_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> N
         task.reward(Prompt("row", "?", {"tests": "assert True"}), "x = 1", True)
 
 
-def test_blocks_are_found_in_time_that_grows_with_the_response() -> None:
+def test_blocks_are_found_in_linear_time() -> None:
     started = time.process_time()
     assert code_in("```python\n" * 200_000).startswith("```python")
     assert time.process_time() - started < 10.0, "a search that starts anew at each line takes hours"

@@ -1,4 +1,4 @@
-"""Environments of the verifiers package: what is said without it, and one played with it."""
+"""Environments of the verifiers package: the error without it, and an episode with it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ __all__ = ["Sums"]
 
 
 @pytest.mark.skipif(INSTALLED, reason="verifiers is installed")
-def test_without_the_package_it_says_what_is_missing() -> None:
+def test_without_the_package_the_task_is_refused() -> None:
     with pytest.raises(TaskError, match="needs the package verifiers"):
         load_one("verifiers", {"taskset": {"id": "gsm8k"}}, Path())
 
 
-def test_episodes_side_by_side_have_their_own_keys() -> None:
+def test_concurrent_episodes_have_their_own_keys() -> None:
     with key_variable("one") as first, key_variable("two") as second:
         assert (os.environ[first], os.environ[second]) == ("one", "two")
     assert not {first, second} & os.environ.keys()
