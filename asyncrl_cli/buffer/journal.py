@@ -319,13 +319,7 @@ _LIMIT = 2**63
 
 def _fault_in(values: Iterable[object]) -> str:
     """What keeps a row of these values from being stored; empty when nothing does."""
-    for value in values:
-        kind = type(value)
-        if value is None or kind is bytes or (kind is int and -_LIMIT <= value < _LIMIT):  # type: ignore[operator]
-            continue
-        if fault := _fault_of(value):
-            return fault
-    return ""
+    return next(filter(None, map(_fault_of, values)), "")
 
 
 def _refusal(record: str, fault: str, path: Path) -> JournalError:
@@ -343,16 +337,17 @@ def _storable(text: str) -> str:
 
 
 def _fault_of(value: object) -> str:
-    if isinstance(value, str):
-        if value.isascii():
+    match value:
+        case None | bytes():
             return ""
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return f"text that is not valid Unicode: {value!r:.80}"
-        return ""
-    if isinstance(value, float):
-        return "NaN" if math.isnan(value) else ""
-    if isinstance(value, int):
-        return "" if -_LIMIT <= value < _LIMIT else "a number of more than 64 bits"
+        case int():
+            return "" if -_LIMIT <= value < _LIMIT else "a number of more than 64 bits"
+        case float():
+            return "NaN" if math.isnan(value) else ""
+        case str():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return f"text that is not valid Unicode: {value!r:.80}"
+            return ""
     return f"a {type(value).__name__}"

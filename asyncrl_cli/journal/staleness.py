@@ -21,7 +21,7 @@ import json
 import sqlite3
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl_cli.journal.progress import Progress, progress
@@ -29,7 +29,7 @@ from asyncrl_cli.records.generation import CONTEXT, branch_id, training_rollout_
 from asyncrl_cli.records.groups import BufferSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepStaleness:
     """What one batch was trained on, or several together. ``groups`` and ``tokens`` count by staleness in versions.
 
@@ -114,19 +114,23 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         if staleness > bound and settings.on_stale == "train":
             late += 1
         elif not 0 <= staleness <= bound:
-            violations.append(
-                Violation(step, group_id, _group_violation(version, batch_versions[step], staleness, bound))
-            )
+            fault = f"{staleness} versions later, and the bound is {bound}"
+            if staleness < 0:
+                fault = "before there was such a version"
+            what = f"admitted at version {version}, trained at version {batch_versions[step]}: {fault}"
+            violations.append(Violation(step, group_id, what))
     tokens = 0
     held: set[int] = set()  # groups with tokens
-    for group_id, version, count in _tokens_by_version(connection):
+    # Answered by the index ``segments_sizes``: the tokens themselves may be gigabytes.
+    for group_id, version, count in connection.execute(
+        "SELECT group_id, version, sum(length(tokens)) / 4 FROM segments GROUP BY group_id, version"
+    ):
         if version == CONTEXT and group_id in episodes:
             continue
         tokens += count
         if group_id not in groups:
-            violations.append(
-                Violation(None, group_id, f"there is no such group, but {count} tokens of version {version}")
-            )
+            what = f"there is no such group, but {count} tokens of version {version}"
+            violations.append(Violation(None, group_id, what))
             continue
         admitted_at, step = groups[group_id]
         if step is not None:
@@ -135,9 +139,17 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         wrong = version < admitted_at or (step is not None and version > batch_versions[step])
         if wrong and len(violations) < MOST_VIOLATIONS:
             violations += _token_violations(connection, group_id, version, admitted_at, step)
+    for group_id, with_tokens, crossed in connection.execute(
+        "SELECT group_id, count(oldest), sum(newest > oldest) FROM rollouts GROUP BY group_id"
+    ):
+        _, step = groups.get(group_id, (0, None))
+        if step is not None:
+            steps[step].rollouts += with_tokens
+            steps[step].crossed += crossed or 0
+            steps[step].dropped |= bool(with_tokens) and group_id not in held
     return Report(
         progress=where,
-        steps=tuple(_with_rollouts(connection, steps, groups, held)),
+        steps=tuple(steps.values()),
         groups=sum(step is not None for _, step in groups.values()),
         tokens=tokens,
         late=late,
@@ -183,43 +195,6 @@ def _round_sizes() -> Iterator[int]:
     while True:
         yield from (power, 2 * power, 5 * power)
         power *= 10
-
-
-def _tokens_by_version(connection: sqlite3.Connection) -> Iterable[tuple[int, int, int]]:
-    """Group, version and number of tokens. Answered by the index ``segments_sizes``: the tokens themselves may be
-    gigabytes."""
-    return connection.execute(
-        "SELECT group_id, version, sum(length(tokens)) / 4 FROM segments GROUP BY group_id, version"
-    )
-
-
-def _with_rollouts(
-    connection: sqlite3.Connection,
-    steps: Mapping[int, StepStaleness],
-    groups: Mapping[int, tuple[int, int | None]],
-    held: set[int],
-) -> Iterator[StepStaleness]:
-    rollouts: Counter[int] = Counter()
-    crossed: Counter[int] = Counter()
-    dropped: set[int] = set()
-    for group_id, with_tokens, of_several in connection.execute(
-        "SELECT group_id, count(oldest), sum(newest > oldest) FROM rollouts GROUP BY group_id"
-    ):
-        step = groups.get(group_id, (0, None))[1]
-        if step is not None:
-            rollouts[step] += with_tokens
-            crossed[step] += of_several or 0
-            if with_tokens and group_id not in held:
-                dropped.add(step)
-    for step, counted in steps.items():
-        yield StepStaleness(step, step, counted.groups, counted.tokens, rollouts[step], crossed[step], step in dropped)
-
-
-def _group_violation(version: int, batch_version: int, staleness: int, bound: int) -> str:
-    fault = (
-        f"{staleness} versions later, and the bound is {bound}" if staleness > 0 else "before there was such a version"
-    )
-    return f"admitted at version {version}, trained at version {batch_version}: {fault}"
 
 
 def _token_violations(

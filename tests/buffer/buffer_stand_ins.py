@@ -70,7 +70,7 @@ def part(of: Rollout, start: int, end: int | None = None) -> Rollout:
 
 
 def pieces(of: Rollout, start: int = 0, end: int | None = None) -> list[Segment]:
-    """Some of a rollout's tokens as an engine tells them, cut where the version changes."""
+    """Some of a rollout's tokens as an engine delivers them, split where the version changes."""
     return of.slice(start, end).segments(of.rollout_id, start)
 
 
@@ -110,15 +110,15 @@ def tokens(of: Rollout) -> tuple[str, Any, ...]:
     )
 
 
-def whole(of: Rollout) -> tuple[Any, ...]:
-    """A whole rollout bit for bit, to be compared."""
-    return (*tokens(of), of.prompt_ids, of.finish_reason, tuple(map(whole, of.branches)))
+def contents(of: Rollout) -> tuple[Any, ...]:
+    """All of a rollout, bit for bit, to be compared."""
+    return (*tokens(of), of.prompt_ids, of.finish_reason, tuple(map(contents, of.branches)))
 
 
 def content(batch: TrainingBatch) -> tuple[Any, ...]:
     """A batch bit for bit, to be compared."""
     groups = tuple(
-        (group.group_id, group.uid, group.version, tuple(map(whole, group.rollouts)), group.rewards, group.metrics)
+        (group.group_id, group.uid, group.version, tuple(map(contents, group.rollouts)), group.rewards, group.metrics)
         for group in batch.groups
     )
     return (batch.step, batch.version, groups)
@@ -144,7 +144,7 @@ def commit(book: DurableLedger) -> None:
 
 
 def finish(book: DurableLedger, *group_ids: int) -> None:
-    """Record and judge whole groups."""
+    """Record and score all rollouts of groups."""
     for group_id in group_ids:
         book.record(group_rollouts(group_id))
         assert book.score(group_outcomes(group_id)).finished == (group_id,)

@@ -45,7 +45,7 @@ def settings(**changes: object) -> BufferSettings:
 
 
 class RecordedRun:
-    """A run as it goes on: ``step`` does what the orchestrator does, and everything lands in the journal.
+    """A run: ``step`` does what the orchestrator does, and everything lands in the journal.
 
     Group g runs for ``seconds(g)``; ``concurrency`` groups run at once; its rollouts cross a version when one is
     published while they run. ``response`` is what each rollout answers, in token ids; rewards are 0, 1, 0, 1, ...

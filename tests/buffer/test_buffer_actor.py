@@ -16,6 +16,7 @@ from buffer_stand_ins import (
     SETTINGS,
     candidates,
     content,
+    contents,
     group_outcomes,
     group_rollouts,
     part,
@@ -23,7 +24,6 @@ from buffer_stand_ins import (
     publish_record,
     rollout,
     tokens,
-    whole,
 )
 
 from asyncrl_cli.buffer import actor
@@ -95,7 +95,7 @@ class Gate:
         await asyncio.get_running_loop().run_in_executor(None, self._begun.acquire)
 
     def let_through(self, error: Exception | None = None) -> None:
-        """The commit at the gate goes on, or fails."""
+        """The commit at the gate continues, or fails."""
         self._error = error
         self._through.release()
 
@@ -129,7 +129,7 @@ def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_commit_that_nothing_waits_for_is_put_off_until_something_does(
+def test_a_commit_without_a_waiting_caller_is_delayed_until_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "LAZY_S", NEVER_S)
@@ -155,7 +155,7 @@ def test_a_commit_that_nothing_waits_for_is_put_off_until_something_does(
     run(test())
 
 
-def test_much_that_is_noted_is_not_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_notes_are_committed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "LAZY_S", NEVER_S)
     monkeypatch.setattr(actor, "MANY", 6)
 
@@ -169,7 +169,7 @@ def test_much_that_is_noted_is_not_put_off(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("at_once")
-def test_with_nothing_noted_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
+def test_a_call_without_notes_returns_at_once(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
         await with_one_step(buffer)
@@ -186,7 +186,7 @@ def test_with_nothing_noted_there_is_nothing_to_wait_for(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_caller_that_goes_away_leaves_the_commit_to_the_others(tmp_path: Path) -> None:
+def test_a_cancelled_caller_does_not_cancel_the_commit(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
         await buffer.admit(candidates(1, 4))
@@ -221,7 +221,7 @@ LATER: dict[str, Callable[[Buffer], Coroutine[Any, Any, Any]]] = {
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_failed_commit_is_everybodys_error(tmp_path: Path) -> None:
+def test_a_failed_commit_fails_every_later_call(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
         await with_one_step(buffer)
@@ -261,7 +261,7 @@ def test_a_disk_that_is_full_is_an_error_and_loses_nothing(tmp_path: Path) -> No
         again = await opened(tmp_path, kind="restart")
         assert content(await again.batch(0)) == batch
         await again.record([big], [], [])
-        assert whole(opening_of(tmp_path).groups[0].unscored[0]) == whole(big)
+        assert contents(opening_of(tmp_path).groups[0].unscored[0]) == contents(big)
 
     run(test())
 
@@ -279,7 +279,7 @@ async def with_one_step(buffer: Buffer) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_buffer_whose_place_was_taken_answers_nothing_any_more(tmp_path: Path) -> None:
+def test_a_replaced_buffer_answers_no_further_call(tmp_path: Path) -> None:
     async def test() -> None:
         old = await opened(tmp_path)
         await old.admit(candidates(1, 2))
@@ -293,7 +293,7 @@ def test_a_buffer_whose_place_was_taken_answers_nothing_any_more(tmp_path: Path)
     run(test())
 
 
-def test_a_batch_is_waited_for_and_its_taking_is_durable(tmp_path: Path) -> None:
+def test_take_waits_for_a_batch_and_commits_it(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
         await buffer.admit(candidates(1, 4))
@@ -304,7 +304,7 @@ def test_a_batch_is_waited_for_and_its_taking_is_durable(tmp_path: Path) -> None
         await buffer.record(group_rollouts(0), [], group_outcomes(0))
         taken = await taking
         assert [group.group_id for group in taken.batch.groups] == [0, 2]
-        assert [whole(r) for r in taken.batch.groups[1].rollouts] == [whole(r) for r in group_rollouts(2)]
+        assert [contents(r) for r in taken.batch.groups[1].rollouts] == [contents(r) for r in group_rollouts(2)]
         assert (taken.counts.taken, taken.counts.running) == (2, 2)
         assert opening_of(tmp_path).step == 1
         again = await buffer.take(0, 0.0)
@@ -324,7 +324,7 @@ def test_without_a_batch_there_is_a_reason(tmp_path: Path) -> None:
         assert (waiting.reason, waiting.overdue) == ("only 0 of 2 groups have finished", ())
         await with_one_step(buffer)
         (taking,) = await started(buffer.take(1, NEVER_S))
-        await buffer.record([], [], [Outcome("2-0", None, "the engine said no")])
+        await buffer.record([], [], [Outcome("2-0", None, "the engine refused")])
         assert not taking.done()
         assert (await buffer.admit(candidates(5, 3))).serial == 7
         for group_id in (3, 4):
@@ -335,7 +335,7 @@ def test_without_a_batch_there_is_a_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_overdue_groups_are_told_at_once(tmp_path: Path) -> None:
+def test_overdue_groups_are_reported_at_once(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path, replace(SETTINGS, on_stale="requeue"))
         await with_one_step(buffer)
@@ -356,7 +356,7 @@ def test_overdue_groups_are_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_old_checkpoints_need_no_more_is_pruned(tmp_path: Path) -> None:
+def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
         await with_one_step(buffer)
@@ -391,8 +391,8 @@ def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
             buffer = ray.remote(Buffer).options(num_cpus=0).remote(str(tmp_path / FILE), settings, str(logs))
             opening = ray.get(buffer.open.remote(kind), timeout=LIMIT_S)
             found = {r.rollout_id: r for group in opening.groups for r in group.unscored.values()}
-            assert {name: whole(r) for name, r in found.items() if name in acknowledged} == {
-                name: whole(r) for name, r in acknowledged.items()
+            assert {name: contents(r) for name, r in found.items() if name in acknowledged} == {
+                name: contents(r) for name, r in acknowledged.items()
             }
             if life == 0:
                 ray.get(buffer.admit.remote(candidates(1, 200)), timeout=LIMIT_S)

@@ -40,7 +40,7 @@ def fill(book: DurableLedger) -> None:
 
 
 def finish(book: DurableLedger, *group_ids: int) -> None:
-    """Record and judge whole groups, with tokens of the version that they were admitted at."""
+    """Record and score all rollouts of groups, with tokens of the version that they were admitted at."""
     for group_id in group_ids:
         book.record(group_rollouts(group_id, [book.ledger.entry(group_id).version] * 2), group_outcomes(group_id))
 
@@ -78,7 +78,7 @@ def test_a_strict_policy_is_refused_while_groups_are_late(path: Path, policy: On
     assert DurableLedger(path, by("train")).ledger.settings.on_stale == "train", "as before"
 
 
-def test_each_step_is_judged_by_the_settings_that_it_was_taken_by(path: Path) -> None:
+def test_each_step_is_checked_against_the_settings_at_its_time(path: Path) -> None:
     book = behind(path)
     for at in range(4, 10):  # those that are late come first now
         fill(book)
@@ -101,10 +101,10 @@ def test_each_step_is_judged_by_the_settings_that_it_was_taken_by(path: Path) ->
     assert (found.late, found.violations) == (late, ())
 
     book.journal._connection.execute("UPDATE groups SET version = version - 3 WHERE step IN (9, 11)")
-    assert {breach.step for breach in report_of(path).violations} == {11}, "step 9 was taken under `train`"
+    assert {violation.step for violation in report_of(path).violations} == {11}, "step 9 was taken under `train`"
 
 
-def test_steps_before_the_bound_was_raised_are_judged_by_the_lower_one(path: Path) -> None:
+def test_steps_before_a_raised_bound_are_checked_against_the_lower_one(path: Path) -> None:
     book = opened(path, by("wait"))
     for _ in range(3):
         finish(book, *book.ledger.running)
@@ -113,5 +113,5 @@ def test_steps_before_the_bound_was_raised_are_judged_by_the_lower_one(path: Pat
     opened(path, by("wait", max_staleness=5)).journal.close()
     with closing(open_for_writing(path)) as connection:
         connection.execute("UPDATE groups SET version = 0 WHERE step = 2")
-    (breach, *_) = report_of(path).violations
-    assert "2 versions later, and the bound is 1" in breach.what
+    (violation, *_) = report_of(path).violations
+    assert "2 versions later, and the bound is 1" in violation.what

@@ -15,6 +15,7 @@ from buffer_stand_ins import (
     candidates,
     commit,
     content,
+    contents,
     episode,
     finish,
     group_outcomes,
@@ -25,7 +26,6 @@ from buffer_stand_ins import (
     publish_record,
     rollout,
     tokens,
-    whole,
 )
 
 from asyncrl_cli.buffer.durable import DurableLedger
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, settings: BufferSettings = SETTINGS, base: Any = None) -> tuple[DurableLedger, Opening]:
-    """A book, what it says when it opens, and the commit that follows."""
+    """A ledger, its opening, and the commit that follows."""
     book = DurableLedger(path, settings, base)
     opening = book.opening()
     commit(book)
@@ -60,14 +60,14 @@ def prefix(opening: Opening, group_id: int, index: int, branch: int = 0) -> tupl
     return group.prefixes.get(index, {}).get(branch, ())
 
 
-def test_a_new_journal_begins_at_the_beginning(path: Path) -> None:
+def test_a_new_journal_starts_at_step_0(path: Path) -> None:
     book, opening = opened(path)
     assert (opening.step, opening.version, opening.trained, opening.serial) == (0, 0, 0, 0)
     assert (opening.checksum, opening.loader, opening.groups, opening.waiting) == (None, None, (), ())
     assert book.fallback(book.ledger.step) == {"next_group": 0, "loader": None, "prompts": []}
 
 
-def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_whole(path: Path) -> None:
+def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_finished(path: Path) -> None:
     book, _ = opened(path, replace(SETTINGS, max_staleness=4))
     book.admit(candidates(1, 2))
     one = rollout("0-1", [0, 0, 0, 1, 1, 3])
@@ -81,7 +81,7 @@ def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_whole(
     book.record([one])
     book, opening = reopened(book, path)
     assert prefix(opening, 0, 1) == ()
-    assert whole(opening.groups[0].unscored[1]) == whole(one)
+    assert contents(opening.groups[0].unscored[1]) == contents(one)
     assert opening.groups[1].unscored == opening.groups[1].prefixes == {}
     book.score([Outcome("0-1", 0.5)])
     book, opening = reopened(book, path)
@@ -104,7 +104,7 @@ def test_a_rollout_generated_again_replaces_what_was_recorded_of_it(path: Path) 
     assert tokens(joined("0-0", prefix(opening, 0, 0)[:1])) == tokens(part(again, 0, 3))
 
 
-def test_the_sequences_of_an_episode_are_recorded_each_by_itself(path: Path) -> None:
+def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:
     book, _ = opened(path, replace(SETTINGS, max_staleness=4))
     book.admit(candidates(1, 2))
     root = rollout("0-1", [CONTEXT, CONTEXT, 0, 0, CONTEXT, 1, 1])
@@ -134,7 +134,7 @@ def test_the_sequences_of_an_episode_are_recorded_each_by_itself(path: Path) -> 
     assert book.take(0) is None
     commit(book)
     first, second = book.journal.batch(0).groups
-    assert whole(first.rollouts[1]) == whole(ended)
+    assert contents(first.rollouts[1]) == contents(ended)
     assert [one.rollout_id for one in first.rollouts[1].sequences] == ["0-1", "0-1.1"]
     assert first.metrics == ({}, {"turns": 2.0, "tool_errors": 0.0})
     assert second.metrics == (), "nothing was measured"
@@ -148,15 +148,15 @@ def test_an_episode_waits_for_its_reward_with_all_its_sequences(path: Path) -> N
     )
     book.record([ended])
     book, opening = reopened(book, path)
-    assert whole(opening.groups[0].unscored[0]) == whole(ended)
-    book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # told again, by somebody who forgot
+    assert contents(opening.groups[0].unscored[0]) == contents(ended)
+    book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # delivered again
     book.score([Outcome("0-0", 1.0, metrics={"turns": 3.0})])
     commit(book)
     found = book.journal._connection.execute("SELECT tokens, reward, metrics FROM rollouts").fetchall()
     assert found == [(4, 1.0, '{"turns": 3.0}')]
 
 
-def test_a_segment_without_what_comes_before_it_is_passed_over(path: Path) -> None:
+def test_a_segment_after_a_gap_is_ignored(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 1))
     one = rollout("0-0", [0] * 9)
@@ -165,10 +165,10 @@ def test_a_segment_without_what_comes_before_it_is_passed_over(path: Path) -> No
     assert tokens(joined("0-0", prefix(opening, 0, 0))) == tokens(part(one, 0, 2))
     book.record([one])
     book, opening = reopened(book, path)
-    assert whole(opening.groups[0].unscored[0]) == whole(one)
+    assert contents(opening.groups[0].unscored[0]) == contents(one)
 
 
-def test_what_arrives_late_changes_nothing(path: Path) -> None:
+def test_late_arrivals_change_nothing(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 3))
     one = rollout("0-0", [0] * 6)
@@ -178,7 +178,7 @@ def test_what_arrives_late_changes_nothing(path: Path) -> None:
     book.record([rollout("0-0", [0, 0], seed=1)])
     book.score([Outcome("0-0", 0.0), Outcome("0-0", None, "too late")])
     finish(book, 1)
-    book.score([Outcome("2-1", None, "the engine said no")])
+    book.score([Outcome("2-1", None, "the engine refused")])
     settled = book.score([Outcome("2-0", 1.0), Outcome("1-0", None, "too late")])
     assert (settled.finished, settled.rejected) == ((), ())
     book.record([rollout("2-0"), rollout("1-0", seed=1), rollout("7-0")])
@@ -188,9 +188,9 @@ def test_what_arrives_late_changes_nothing(path: Path) -> None:
     assert book.take(0) is None
     commit(book)
     (group, other) = book.journal.batch(0).groups
-    assert whole(group.rollouts[0]) == whole(one)
+    assert contents(group.rollouts[0]) == contents(one)
     assert group.rewards == (1.0, 0.0)
-    assert [whole(r) for r in other.rollouts] == [whole(r) for r in group_rollouts(1)]
+    assert [contents(r) for r in other.rollouts] == [contents(r) for r in group_rollouts(1)]
     assert book.ledger.rejections == {"failed": 1}
 
 
@@ -200,13 +200,13 @@ def test_a_response_without_tokens_is_a_rollout(path: Path) -> None:
     empty = rollout("0-0", ())
     book.record([empty])
     book, opening = reopened(book, path)
-    assert whole(opening.groups[0].unscored[0]) == whole(empty)
+    assert contents(opening.groups[0].unscored[0]) == contents(empty)
     book.record([rollout("0-1")])
     book.score(group_outcomes(0))
     finish(book, 1)
     assert book.take(0) is None
     commit(book)
-    assert whole(book.journal.batch(0).groups[0].rollouts[0]) == whole(empty)
+    assert contents(book.journal.batch(0).groups[0].rollouts[0]) == contents(empty)
     assert book.journal.batch(0).groups[0].rollouts[0].ids.dtype == np.int32
 
 
@@ -286,7 +286,7 @@ def test_a_batch_is_taken_once_and_is_always_the_same(path: Path) -> None:
     assert book.ledger.step == 1
 
 
-def test_events_out_of_their_order_are_refused(path: Path) -> None:
+def test_events_out_of_order_are_refused(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 4))
     finish(book, 0, 1)
@@ -302,7 +302,7 @@ def test_events_out_of_their_order_are_refused(path: Path) -> None:
     assert opened(path)[0].ledger.snapshot() == before
 
 
-def test_a_step_trained_again_keeps_what_it_said_first(path: Path) -> None:
+def test_a_step_trained_again_keeps_its_first_report(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 4))
     finish(book, 0, 1, 2, 3)
@@ -333,7 +333,7 @@ def given_up(path: Path) -> dict[str, Any]:
     return kept
 
 
-def test_a_run_goes_on_from_a_checkpoint_without_its_journal(tmp_path: Path) -> None:
+def test_a_run_continues_from_a_checkpoint_without_its_journal(tmp_path: Path) -> None:
     base = given_up(tmp_path / "old.db")
     path = tmp_path / "new.db"
     book, opening = opened(path, base=base)
@@ -373,7 +373,7 @@ def test_a_prompt_that_waits_twice_is_admitted_twice(path: Path) -> None:
     assert len(reopened(book, path)[1].waiting) == 1
 
 
-def test_a_journal_keeps_the_beginning_it_has(tmp_path: Path) -> None:
+def test_a_journal_keeps_its_base(tmp_path: Path) -> None:
     base = given_up(tmp_path / "old.db")
     for settled, first in (("with", base), ("without", None)):
         path = tmp_path / f"{settled}.db"
@@ -394,7 +394,7 @@ def test_messages_and_fields_of_a_prompt_come_back(path: Path) -> None:
     assert opening.groups[0].admission.prompt_ids == one.prompt_ids
 
 
-def test_which_prompts_are_solved_is_known_after_a_restart(path: Path) -> None:
+def test_solved_prompts_are_known_after_a_restart(path: Path) -> None:
     """The last visits of a prompt count, whatever became of its group but for a failure."""
     settings = replace(SETTINGS, note_solved=True, max_staleness=9)
     rewards = {  # by prompt, those of its visits

@@ -21,6 +21,7 @@ from buffer_stand_ins import (
     candidates,
     commit,
     content,
+    contents,
     episode,
     extended,
     joined,
@@ -29,7 +30,6 @@ from buffer_stand_ins import (
     publish_record,
     rollout,
     tokens,
-    whole,
 )
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -52,7 +52,7 @@ from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 @dataclass
 class Known:
-    """What the driver has told, and what has become of it."""
+    """What the driver has sent, and what it was answered."""
 
     ledger: LedgerState
     serial: int = 0
@@ -132,15 +132,15 @@ class Crashes(RuleBasedStateMachine):
         assert admitted.serial == self.known.serial
 
     @precondition(lambda self: self._running())
-    @rule(data=st.data(), count=st.integers(1, 3), told=st.booleans())
-    def generate(self, data: st.DataObject, count: int, told: bool) -> None:
-        """Engines add tokens to some rollouts; ``told`` sends them, and those not told of before."""
+    @rule(data=st.data(), count=st.integers(1, 3), sent=st.booleans())
+    def generate(self, data: st.DataObject, count: int, sent: bool) -> None:
+        """Engines add tokens to some rollouts; with ``sent`` the driver sends them, and those not sent before."""
         running = data.draw(st.lists(st.sampled_from(self._running()), min_size=1, max_size=4, unique=True))
         branches = st.integers(0, 2 if self.episodes else 0)
         names = [branch_id(name, data.draw(branches)) for name in running]
         for name in names:
             self.engines[name] = extended(self.engines.get(name, rollout(name, ())), self._more(name, count))
-        if told:
+        if sent:
             self._tell(names)
 
     @precondition(lambda self: self.delivered)
@@ -148,10 +148,10 @@ class Crashes(RuleBasedStateMachine):
     def generate_again(self, data: st.DataObject) -> None:
         """An engine failed, and another begins from the start or from where a segment ended."""
         name = data.draw(st.sampled_from(sorted(self.delivered)))
-        told = self.delivered[name]
-        ends = [segment.end for segment in self.known.prefixes.get(name, ()) if segment.end < told]
+        sent = self.delivered[name]
+        ends = [segment.end for segment in self.known.prefixes.get(name, ()) if segment.end < sent]
         self.delivered[name] = data.draw(st.sampled_from([0, *ends]))
-        more = self._more(name, data.draw(st.integers(1, told + 1)))
+        more = self._more(name, data.draw(st.integers(1, sent + 1)))
         self.engines[name] = extended(part(self.engines[name], 0, self.delivered[name]), more)
         self._tell([name])
 
@@ -174,7 +174,7 @@ class Crashes(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self._running() + self._unscored()))
-        settled = self._call("score", [Outcome(name, None, "the engine said no")])
+        settled = self._call("score", [Outcome(name, None, "the engine refused")])
         assert settled.rejected == ((group_and_index(name)[0], "failed"),)
 
     @precondition(lambda self: isinstance(self.book.ledger.next_batch(), Batch))
@@ -233,7 +233,7 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def an_old_call_is_repeated(self, data: st.DataObject) -> None:
-        """Any call, except that the tokens of a rollout that goes on come in their order."""
+        """Any call, except that the tokens of a rollout that continues come in order."""
         method, argument = data.draw(st.sampled_from(self.calls))
         if method == "grown":
             argument = [segment for segment in argument if _rollout_of(segment.rollout_id) in self.known.recorded]
@@ -242,7 +242,7 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self.known.ledger.next_id)
     @rule()
     def the_run_dies(self) -> None:
-        """Everything but the file is lost. The next driver begins where the journal stands."""
+        """Everything but the file is lost. The next driver begins where the journal ends."""
         self._die()
         self.known = self.saved.copy()
         opening = self._opened_as_saved()
@@ -306,7 +306,7 @@ class Crashes(RuleBasedStateMachine):
                 assert (index in group.scored) == (name in known.outcomes)
                 assert (index in group.unscored) == (name in known.recorded and name not in known.outcomes)
                 if index in group.unscored:
-                    assert whole(group.unscored[index]) == whole(known.recorded[name])
+                    assert contents(group.unscored[index]) == contents(known.recorded[name])
                 found = group.prefixes.get(index, {})
                 assert {
                     branch_id(name, branch): tokens(joined(branch_id(name, branch), found[branch])) for branch in found
@@ -364,9 +364,9 @@ class Crashes(RuleBasedStateMachine):
 
     def _tell(self, names: list[str]) -> None:
         """Send the tokens that the engines have added since the last time."""
-        told = [segment for name in names for segment in pieces(self.engines[name], self.delivered.get(name, 0))]
+        sent = [segment for name in names for segment in pieces(self.engines[name], self.delivered.get(name, 0))]
         self.delivered |= {name: len(self.engines[name].ids) for name in names}
-        self._call("grown", told)
+        self._call("grown", sent)
 
     def _repeat(self, calls: Iterable[tuple[str, Any]]) -> None:
         """Make calls again. All is as it was before."""

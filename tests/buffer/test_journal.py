@@ -1,4 +1,4 @@
-"""The journal's file: what is kept, who may read it when, and what is said when it fails."""
+"""The journal's file: what is kept, who may read it when, and the errors when it fails."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from buffer_stand_ins import (
     candidates,
     commit,
     content,
+    contents,
     finish,
     joined,
     pieces,
     publish_record,
     rollout,
     tokens,
-    whole,
 )
 
 from asyncrl_cli.buffer import journal_file
@@ -72,7 +72,7 @@ def _one_step(book: DurableLedger, step: int) -> None:
 
 
 def batch_in(path: Path, step: int) -> TrainingBatch:
-    """A batch as somebody reads it who cannot write."""
+    """A batch as a reader without write access sees it."""
     with closing(open_for_reading(path)) as connection:
         return read_batch(connection, step)
 
@@ -85,7 +85,7 @@ def count(connection: sqlite3.Connection, table: str) -> int:
 # -- commits
 
 
-def test_what_one_commit_holds_is_written_whole_or_not_at_all(path: Path) -> None:
+def test_a_commit_is_atomic(path: Path) -> None:
     book = book_with_steps(path, 1)
     before = book.ledger.snapshot()
     finish(book, book.ledger.running[0])
@@ -118,18 +118,18 @@ def test_a_full_disk_loses_nothing_acknowledged(path: Path) -> None:
     assert group.prefixes.keys() == {1}
 
 
-def test_somebody_elses_lock_is_named_and_does_no_harm(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_another_program_is_named_and_does_no_harm(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "LOCK_PATIENCE_S", 0.01)
     book = book_with_steps(path, 1)
-    with closing(sqlite3.connect(path, isolation_level=None)) as somebody:
-        somebody.execute("BEGIN IMMEDIATE")
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
         finish(book, book.ledger.running[0])
         noted = book.journal.noted()
         for act in (lambda: book.journal.commit(noted), lambda: book.journal.prune(1)):
             with pytest.raises(JournalError, match="locked") as caught:
                 act()
             assert "another program holds its lock" in caught.value.hint
-        somebody.execute("COMMIT")
+        other.execute("COMMIT")
     book.journal.commit(noted)
     book.journal.close()
     assert DurableLedger(path, SETTINGS).ledger.snapshot() == book.ledger.snapshot()
@@ -160,7 +160,7 @@ def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
     assert book.ledger.snapshot() == snapshot
     (half, *_) = book.opening().groups
     name = f"{half.admission.group_id}-0"
-    assert whole(half.unscored[0]) == whole(rollout(name))
+    assert contents(half.unscored[0]) == contents(rollout(name))
     assert half.prefixes.keys() == {1}
     pruned(book, 100)
     with pytest.raises(LookupError, match="the tokens of step 3 are pruned"):
@@ -168,11 +168,11 @@ def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
     finish(book, half.admission.group_id)
     assert book.take(4) is None
     commit(book)
-    assert whole(book.journal.batch(4).groups[0].rollouts[0]) == whole(rollout(name))
+    assert contents(book.journal.batch(4).groups[0].rollouts[0]) == contents(rollout(name))
     assert len(book.journal.batch(4).groups) == 2, "running and finished groups were kept"
 
 
-def test_pruning_is_done_a_little_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_takes_small_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_file, "PRUNED_AT_ONCE", 2)
     book = book_with_steps(path, 4)
     assert pruned(book, 3) == 4, "six groups, two at a time, and a look that finds none"
@@ -182,7 +182,7 @@ def test_pruning_is_done_a_little_at_a_time(path: Path, monkeypatch: pytest.Monk
 
 def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
     book = book_with_steps(path, 1)
-    book.score([Outcome(f"{book.ledger.running[0]}-1", None, "the engine said no")])
+    book.score([Outcome(f"{book.ledger.running[0]}-1", None, "the engine refused")])
     commit(book)
     rows = "SELECT DISTINCT group_id FROM segments ORDER BY group_id"
     assert [g for (g,) in book.journal._connection.execute(rows)] == [0, 1, 2, 3]
@@ -191,7 +191,7 @@ def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
     assert count(book.journal._connection, "rollouts") == 8, "what they were is still known"
 
 
-def test_a_batch_that_never_was_cannot_be_read(path: Path) -> None:
+def test_a_batch_that_was_never_taken_cannot_be_read(path: Path) -> None:
     book = book_with_steps(path, 1)
     with pytest.raises(LookupError, match="step 1 has no batch"):
         book.journal.batch(1)
@@ -207,7 +207,7 @@ def test_a_batch_that_never_was_cannot_be_read(path: Path) -> None:
         lambda book: book.journal.batch(0),
     ],
 )
-def test_no_question_looks_at_every_group(path: Path, question: Callable[[DurableLedger], object]) -> None:
+def test_no_query_reads_every_group(path: Path, question: Callable[[DurableLedger], object]) -> None:
     book = book_with_steps(path, 1)
     connection = book.journal._connection
     asked: list[str] = []
@@ -225,7 +225,7 @@ def test_no_question_looks_at_every_group(path: Path, question: Callable[[Durabl
 # -- readers
 
 
-def test_a_reader_sees_commits_as_they_come_and_holds_up_none(path: Path) -> None:
+def test_a_reader_sees_each_commit_and_delays_none(path: Path) -> None:
     book = book_with_steps(path, 1)
     with closing(open_for_reading(path)) as looking, closing(open_for_reading(path)) as watching:
         looking.execute("BEGIN")
@@ -263,7 +263,7 @@ def test_a_copy_of_a_live_run_can_be_read_and_resumed(tmp_path: Path, path: Path
 
 @contextmanager
 def not_writable(folder: Path) -> Iterator[None]:
-    """As somebody who may not write in a folder; root may write anywhere, so root is nobody meanwhile."""
+    """As a user who may not write in a folder; root may write anywhere, so root is another user meanwhile."""
     mode, me = folder.stat().st_mode, os.geteuid()
     folder.chmod(0o555)
     try:
@@ -380,7 +380,7 @@ def layout(path: Path) -> set[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("number", [1, 3, 4])
-def test_a_journal_of_an_older_schema_goes_on(tmp_path: Path, path: Path, number: int) -> None:
+def test_a_run_with_an_older_schema_is_resumed(tmp_path: Path, path: Path, number: int) -> None:
     book = book_with_steps(tmp_path / "new.db", 2)
     snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(2)]
     book.journal.close()
@@ -395,7 +395,7 @@ def test_a_journal_of_an_older_schema_goes_on(tmp_path: Path, path: Path, number
     assert book.ledger.snapshot() == snapshot
     assert [content(book.journal.batch(step)) for step in range(2)] == batches
     half = book.opening().groups[0]
-    assert whole(half.unscored[0]) == whole(rollout(f"{half.admission.group_id}-0"))
+    assert contents(half.unscored[0]) == contents(rollout(f"{half.admission.group_id}-0"))
     name = f"{half.admission.group_id}-1"
     assert tokens(joined(name, half.prefixes[1][0])) == tokens(rollout(name))
     assert layout(path) == layout(tmp_path / "new.db")
@@ -433,7 +433,7 @@ def with_flipped_bits(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [not_a_database, truncated, with_a_torn_page, with_flipped_bits])
-def test_a_damaged_journal_says_so_and_what_to_do(path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_journal_is_an_error_with_a_hint(path: Path, damage: Callable[[bytes], bytes]) -> None:
     book_with_steps(path, 2).journal.close()
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(JournalError) as caught:
@@ -443,7 +443,7 @@ def test_a_damaged_journal_says_so_and_what_to_do(path: Path, damage: Callable[[
     assert isinstance(caught.value, UserError)
 
 
-def test_damage_to_unfinished_tokens_is_found_when_they_are_wanted(path: Path) -> None:
+def test_damage_to_unfinished_tokens_is_found_at_the_opening(path: Path) -> None:
     book = book_with_steps(path, 1)
     name = f"{book.ledger.running[0]}-1"
     book.journal.close()
@@ -465,7 +465,7 @@ def test_damage_to_unfinished_tokens_is_found_when_they_are_wanted(path: Path) -
         "UPDATE groups SET version = 1000 WHERE id = 2",
     ],
 )
-def test_values_that_cannot_be_are_damage(path: Path, sql: str) -> None:
+def test_inconsistent_values_are_damage(path: Path, sql: str) -> None:
     book = book_with_steps(path, 1)
     book.journal._connection.execute(sql)
     book.journal.close()
@@ -474,7 +474,7 @@ def test_values_that_cannot_be_are_damage(path: Path, sql: str) -> None:
     assert caught.value.hint == DAMAGED
 
 
-def test_bits_of_any_kind_come_back(path: Path) -> None:
+def test_any_bits_are_read_back(path: Path) -> None:
     book = DurableLedger(path, SETTINGS)
     book.admit(candidates(1, 1))
     one = rollout("0-0", [0] * 5000)

@@ -52,7 +52,7 @@ def one_step(book: DurableLedger) -> None:
 # -- one writer
 
 
-def test_a_buffer_that_was_replaced_writes_no_more(path: Path) -> None:
+def test_a_replaced_buffer_cannot_write(path: Path) -> None:
     old = opened(path)
     one_step(old)
     finish(old, *old.ledger.running[:2])
@@ -66,7 +66,7 @@ def test_a_buffer_that_was_replaced_writes_no_more(path: Path) -> None:
     assert DurableLedger(path, SETTINGS).ledger.snapshot() == new.ledger.snapshot()
 
 
-def test_of_two_that_begin_at_once_one_is_refused(path: Path) -> None:
+def test_of_two_writers_that_start_together_one_is_refused(path: Path) -> None:
     one_step(opened(path))
     first, second = (DurableLedger(path, SETTINGS) for _ in range(2))
     for book in (first, second):
@@ -161,7 +161,7 @@ def test_a_prompt_that_cannot_be_stored_is_named_and_harms_no_other(path: Path) 
         lambda book: book.journal.checkpointed(1, "step", np.int64(3)),
     ],
 )
-def test_a_row_that_cannot_be_stored_is_refused_when_it_is_noted(
+def test_a_row_that_cannot_be_stored_is_refused_before_the_commit(
     path: Path, note: Callable[[DurableLedger], object]
 ) -> None:
     book = opened(path)
@@ -214,7 +214,7 @@ def test_a_message_loses_no_more_than_what_cannot_be_stored(path: Path) -> None:
         ("UPDATE groups SET uid = CAST(x'ff41' AS TEXT) WHERE id = 0", "decode"),
     ],
 )
-def test_values_that_changed_are_damage_and_never_believed(path: Path, sql: str, fault: str) -> None:
+def test_changed_values_are_found_as_damage(path: Path, sql: str, fault: str) -> None:
     book = opened(path)
     one_step(book)
     book.journal._connection.execute(sql)
@@ -231,7 +231,7 @@ def test_values_that_changed_are_damage_and_never_believed(path: Path, sql: str,
         ("DELETE FROM segments WHERE group_id = 2", "rollout 2-1 has 0 of its 2 tokens"),
     ],
 )
-def test_damage_to_what_is_running_is_found_when_the_run_goes_on(path: Path, sql: str, fault: str) -> None:
+def test_damage_to_running_groups_is_found_at_the_resume(path: Path, sql: str, fault: str) -> None:
     book = opened(path)
     one_step(book)
     book.record([rollout("2-0"), rollout("2-1")], [Outcome("2-0", 1.0)])
@@ -256,7 +256,7 @@ def test_a_prompt_that_runs_again_has_a_checksum_of_its_own(path: Path) -> None:
         queries.group_record(reader, 99)
 
 
-def test_an_index_that_disagrees_with_its_table_is_found_before_a_run_goes_on(path: Path) -> None:
+def test_an_index_that_disagrees_with_its_table_is_found_before_a_resume(path: Path) -> None:
     book = opened(path)
     one_step(book)
     book.journal.close()
@@ -269,7 +269,7 @@ def test_an_index_that_disagrees_with_its_table_is_found_before_a_run_goes_on(pa
     assert caught.value.hint == DAMAGED
 
 
-def test_dropped_tokens_and_lost_ones_are_told_apart(path: Path) -> None:
+def test_dropped_tokens_are_distinguished_from_lost_ones(path: Path) -> None:
     book = opened(path)
     for _ in range(3):
         one_step(book)
@@ -404,7 +404,7 @@ def test_a_prompt_that_runs_again_keeps_any_text(path: Path) -> None:
     assert read_group(book.journal._connection, entry.group_id).prompt.uid == "a\0b"
 
 
-def test_a_row_whose_checksum_was_taken_of_minus_zero_is_sound(path: Path) -> None:
+def test_a_row_with_the_checksum_of_minus_zero_is_accepted(path: Path) -> None:
     book = opened(path)
     book.admit(candidates(1, 1))
     book.record([rollout("0-0")], [Outcome("0-0", -0.0)])

@@ -85,7 +85,7 @@ def test_a_running_group_that_would_be_late_is_waited_for() -> None:
     assert train(ledger).group_ids == (6, 7)
 
 
-def test_requeue_replaces_only_what_holds_the_batch_back() -> None:
+def test_requeue_replaces_only_groups_that_block_the_batch() -> None:
     ledger = four_long_groups("requeue")
     before = ledger.admitted
     assert ledger.overdue() == (0, 1)
@@ -157,7 +157,7 @@ def test_a_version_is_published_before_the_next_batch() -> None:
     assert take(ledger).staleness == (1,)
 
 
-def test_the_end_limits_room_and_a_rejection_gives_it_back() -> None:
+def test_total_steps_limit_room_and_a_rejection_returns_it() -> None:
     ledger = made_ledger(groups_per_step=2, publish_every=1, max_staleness=5, total_steps=2)
     admit(ledger, 4)
     assert ledger.room() == 0

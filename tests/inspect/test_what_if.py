@@ -53,13 +53,13 @@ def test_concurrency_bounds_what_runs() -> None:
     assert simulate(work([2, 6, 3, 1], 2, 2), 1).waited_s == 5
 
 
-def test_groups_that_took_no_time_run_all_the_same() -> None:
+def test_groups_that_took_no_time_are_simulated() -> None:
     groups = [GroupTimes(1.0, 1.0, rejected=False)] * 2
     record = Recording(settings(total_steps=1), groups, [BatchTimes(1.0, 2.0)])
     assert simulate(workload(record), 1).waited_s == 0
 
 
-def test_rejected_groups_are_generated_in_vain() -> None:
+def test_rejected_groups_cost_time() -> None:
     these = [Attempt(2.0), Attempt(3.0, rejected=True), Attempt(4.0)]
     outcome = simulate(Workload(settings(), these, [Step(4.0)], 2, 0.0, 0.0), 0)
     assert outcome.waited_s == 3 + 4
@@ -162,7 +162,7 @@ DURATIONS: tuple[Callable[[int], float], ...] = (
 
 @pytest.mark.parametrize("seconds", DURATIONS)
 @pytest.mark.parametrize(("bound", "every"), [(0, 1), (1, 1), (2, 1), (1, 2)])
-def test_the_recorded_bound_waits_as_it_did(
+def test_the_recorded_bound_waits_as_long_as_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], bound: int, every: int
 ) -> None:
     of = settings(max_staleness=bound, publish_every=every, total_steps=12)
@@ -194,7 +194,7 @@ def test_another_bound_waits_as_a_run_with_it(
     assert sum(runs[1].waited) < sum(runs[0].waited)
 
 
-def test_a_run_that_goes_on_is_estimated_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_run_is_estimated_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / "journal.db", monkeypatch, settings(), DURATIONS[0], concurrency=6)
     for _ in range(5):
         run.step()
@@ -204,7 +204,7 @@ def test_a_run_that_goes_on_is_estimated_too(tmp_path: Path, monkeypatch: pytest
     assert simulate(these, 1).waited_s == pytest.approx(sum(run.waited), abs=1e-3)
 
 
-def test_time_in_which_the_run_was_down_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_the_run_was_dead_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / "journal.db", monkeypatch, settings(), DURATIONS[0], concurrency=6)
     for _ in range(6):
         run.step()
@@ -224,8 +224,8 @@ def test_time_in_which_the_run_was_down_does_not_count(tmp_path: Path, monkeypat
 def test_publishing_and_saving_are_no_waiting() -> None:
     groups = [GroupTimes(0.0, 10.0, rejected=False)] * 4
     batches = [
-        BatchTimes(10.0, 15.5, published_at=15.0, publish_s=1.0, save_s=2.0),  # told after its publish
-        BatchTimes(20.0, 24.0, published_at=26.0, publish_s=1.5),  # told before
+        BatchTimes(10.0, 15.5, published_at=15.0, publish_s=1.0, save_s=2.0),  # recorded after its publish
+        BatchTimes(20.0, 24.0, published_at=26.0, publish_s=1.5),  # recorded before
         BatchTimes(26.0, 30.0),
     ]
     these = workload(Recording(settings(), groups, batches))
@@ -243,6 +243,6 @@ def test_a_group_that_runs_lasts_as_the_median_or_longer() -> None:
     assert these.concurrency == 4
 
 
-def test_without_a_trained_step_there_is_nothing_to_go_by() -> None:
+def test_without_a_trained_step_there_is_no_estimate() -> None:
     with pytest.raises(ValueError, match="no step is trained"):
         workload(Recording(settings(), [GroupTimes(0.0, None, rejected=False)], []))

@@ -27,7 +27,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     return RecordedRun(run.path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), 4)
 
 
-def whole(recorded: RecordedRun, path: Path) -> None:
+def five_steps(recorded: RecordedRun, path: Path) -> None:
     """Five steps with a crash between, and one of everything else."""
     journal = recorded.book.journal
     for _ in range(3):
@@ -51,10 +51,10 @@ def path_of(tmp_path: Path) -> Path:
     return found
 
 
-def test_everything_is_told_once_and_in_order(recorded: RecordedRun, tmp_path: Path) -> None:
-    whole(recorded, tmp_path)
+def test_every_event_is_given_once_and_in_order(recorded: RecordedRun, tmp_path: Path) -> None:
+    five_steps(recorded, tmp_path)
     with snapshot(path_of(tmp_path)) as connection:
-        told = list(events(connection))
+        found = list(events(connection))
 
         def count(sql: str) -> int:
             return int(connection.execute(f"SELECT count(*) FROM {sql}").fetchone()[0])
@@ -71,17 +71,19 @@ def test_everything_is_told_once_and_in_order(recorded: RecordedRun, tmp_path: P
             "publish": 6,
             **dict.fromkeys(("request", "checkpoint", "eval", "fault", "stall"), 1),
         }
-    assert Counter(event.name for event in told) == expected
-    assert [event.at for event in told] == sorted(event.at for event in told)
+    assert Counter(event.name for event in found) == expected
+    assert [event.at for event in found] == sorted(event.at for event in found)
     assert expected["score"] > 20
 
 
 def test_a_rollout_is_admitted_finished_and_scored_in_this_order(recorded: RecordedRun, tmp_path: Path) -> None:
     recorded.step()
     with snapshot(path_of(tmp_path)) as connection:
-        told = list(events(connection))
+        found = list(events(connection))
     of_first = [
-        (event.name, event.facts()) for event in told if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
+        (event.name, event.facts())
+        for event in found
+        if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
     ]
     assert [name for name, _ in of_first] == ["admit", "segment", "finish", "score", "group"]
     facts = dict(of_first)
@@ -94,7 +96,7 @@ def _plain(event: Event) -> dict[str, object]:
     return {name: value for name, value in event.facts().items() if not isinstance(value, dict)}
 
 
-def test_who_reads_on_hears_the_same_as_who_reads_at_the_end(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_a_following_reader_gets_the_same_as_one_at_the_end(recorded: RecordedRun, tmp_path: Path) -> None:
     reader, heard = Reader(), []
     path = path_of(tmp_path)
 
@@ -118,8 +120,8 @@ def test_who_reads_on_hears_the_same_as_who_reads_at_the_end(recorded: RecordedR
     assert Counter(map(str, heard)) == Counter(map(str, at_the_end))
 
 
-def test_only_what_is_asked_for(recorded: RecordedRun, tmp_path: Path) -> None:
-    whole(recorded, tmp_path)
+def test_only_the_kinds_asked_for(recorded: RecordedRun, tmp_path: Path) -> None:
+    five_steps(recorded, tmp_path)
     with snapshot(path_of(tmp_path)) as connection:
         assert {event.name for event in events(connection, ["step", "fault"])} == {"step", "fault"}
         late = list(events(connection, since=STARTED + 60))
@@ -138,7 +140,7 @@ def test_every_kind_and_field_is_documented() -> None:
         assert [f"`{field.name}`" for field in fields(kind) if field.name != "at"] == rows[name].strip().split(", ")
 
 
-def test_a_reader_that_stands_still_does_not_hold_the_log(recorded: RecordedRun) -> None:
+def test_a_paused_reader_does_not_block_the_log(recorded: RecordedRun) -> None:
     """`asyncrl events | less` on a live run: SQLite empties the log when no snapshot of it is open."""
     recorded.step()
     journal = recorded.book.journal
@@ -155,7 +157,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_log(recorded: RecordedRun)
     assert [first, *shown] == everything
 
 
-def test_much_is_read_by_way_of_a_file(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_results_go_through_a_temporary_file(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "IN_MEMORY_BYTES", 1)
     recorded.step()
     path = recorded.book.journal._path
@@ -163,7 +165,7 @@ def test_much_is_read_by_way_of_a_file(recorded: RecordedRun, monkeypatch: pytes
         assert list(spooled(path, Reader().read)) == list(events(connection))
 
 
-def test_without_room_for_that_file_it_is_named(recorded: RecordedRun) -> None:
+def test_no_room_for_the_temporary_file_is_an_error(recorded: RecordedRun) -> None:
     def full(connection: object) -> Iterator[int]:
         yield 1
         raise OSError(errno.ENOSPC, "No space left on device")

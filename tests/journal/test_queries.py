@@ -45,7 +45,7 @@ def ids(rows: list[queries.GroupRow]) -> list[int]:
     return [row.group_id for row in rows]
 
 
-# -- the buffer as a whole
+# -- the whole buffer
 
 
 def test_the_counts_are_the_ledgers(run: RecordedRun, journal: sqlite3.Connection) -> None:
@@ -141,7 +141,7 @@ def test_all_queries_of_a_snapshot_see_one_moment(run: RecordedRun, path: Path) 
         assert overview(connection, now=0) != before
 
 
-def test_a_look_never_reads_tokens_or_walks_through_the_history(journal: sqlite3.Connection) -> None:
+def test_the_overview_reads_neither_tokens_nor_the_entire_history(journal: sqlite3.Connection) -> None:
     statements: list[str] = []
     journal.set_trace_callback(statements.append)
     overview(journal)
@@ -167,7 +167,7 @@ def test_listing_by_state(state: GroupState, journal: sqlite3.Connection) -> Non
     assert rows == [row for row in list_groups(journal, GroupFilter(), 100) if row.state == state]
 
 
-def test_listing_by_reward_lag_and_limit(journal: sqlite3.Connection) -> None:
+def test_listing_by_reward_staleness_and_limit(journal: sqlite3.Connection) -> None:
     everything = list_groups(journal, GroupFilter(), 100)
     assert ids(list_groups(journal, GroupFilter(), 3)) == ids(everything)[:3]
     scored = [row for row in everything if row.reward is not None]
@@ -181,7 +181,7 @@ def test_listing_by_reward_lag_and_limit(journal: sqlite3.Connection) -> None:
     assert trained == [row for row in stale if row.state == "trained"]
 
 
-def test_a_group_whole(run: RecordedRun, journal: sqlite3.Connection) -> None:
+def test_one_group_with_its_rollouts(run: RecordedRun, journal: sqlite3.Connection) -> None:
     row = next(row for row in list_groups(journal, GroupFilter("trained", stale_over=0), 100))
     record = group_record(journal, row.group_id)
     assert record.row == row
@@ -205,7 +205,7 @@ def episodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> EpisodeRun:
     return run
 
 
-def test_given_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: Path) -> None:
+def test_context_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: Path) -> None:
     with queries.snapshot(path) as connection:
         lengths = {row.state: row for row in overview(connection).lengths}
         report = staleness_report(connection)
@@ -270,7 +270,7 @@ def spoil(path: Path, sql: str) -> None:
 # -- staleness
 
 
-def test_lags_are_those_of_the_rows(run: RecordedRun, journal: sqlite3.Connection) -> None:
+def test_staleness_is_that_of_the_rows(run: RecordedRun, journal: sqlite3.Connection) -> None:
     report = staleness_report(journal)
     assert report.violations == ()
     assert (report.late, report.groups) == (0, 8)
@@ -307,14 +307,14 @@ def test_lags_are_those_of_the_rows(run: RecordedRun, journal: sqlite3.Connectio
         ("UPDATE segments SET version = -1 WHERE group_id = (SELECT max(group_id) FROM segments)", "older than its"),
     ],
 )
-def test_a_row_that_breaks_the_guarantee_is_found(run: RecordedRun, path: Path, sql: str, what: str) -> None:
+def test_a_violation_of_the_guarantee_is_found(run: RecordedRun, path: Path, sql: str, what: str) -> None:
     spoil(path, sql)
     with queries.snapshot(path) as connection:
         violations = staleness_report(connection).violations
-    assert any(what in breach.what for breach in violations), violations
+    assert any(what in violation.what for violation in violations), violations
 
 
-def test_late_groups_are_no_breach_where_they_are_allowed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_groups_are_no_violation_where_they_are_allowed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = settings(on_stale="train")
     run = RecordedRun(path, monkeypatch, of, lambda g: 40.0 if g == 0 else 3.0, concurrency=4)
     for _ in range(6):
@@ -326,7 +326,7 @@ def test_late_groups_are_no_breach_where_they_are_allowed(path: Path, monkeypatc
     assert late > 0
 
 
-def test_dropped_tokens_are_told(run: RecordedRun, path: Path) -> None:
+def test_dropped_tokens_are_reported(run: RecordedRun, path: Path) -> None:
     spoil(path, "DELETE FROM segments WHERE group_id IN (SELECT id FROM groups WHERE step = 0)")
     with queries.snapshot(path) as connection:
         report = staleness_report(connection)
