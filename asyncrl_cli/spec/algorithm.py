@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -69,12 +70,8 @@ def _by_preset(presets: Mapping[str, Mapping[str, Any]], key: str, default: Any,
     return Field(default_factory=lambda data: presets.get(data.get("preset", ""), {}).get(key, default), **field)
 
 
-def _algorithm(key: str, default: Any, description: str, **limits: Any) -> Any:
-    return _by_preset(PRESETS, key, default, description=description, **limits)
-
-
-def _correction(key: str, default: Any, description: str, **limits: Any) -> Any:
-    return _by_preset(CORRECTION_PRESETS, key, default, description=description, **limits)
+_algorithm = partial(_by_preset, PRESETS)
+_correction = partial(_by_preset, CORRECTION_PRESETS)
 
 
 class _Named:
@@ -104,59 +101,46 @@ class CorrectionSpec(Section):
     docs/algorithms.md.
     """
 
-    preset: CorrectionName = Field(
-        "truncated",
-        description="`truncated`: token weights, truncated at 2. `sequence_truncated`: sequence weights, truncated at "
-        "2. `icepop`: tokens with a weight outside 0.5 to 5 are masked. `geometric`: sequences whose mean ratio is "
-        "outside 0.999 to 1.001 are rejected. `decoupled`: no weights. `decoupled_log_linear`: as `truncated`, without "
-        "the extra forward pass. `off`: the clipped ratio is relative to the behaviour policy.",
-    )
-    proximal: Literal["recomputed", "log_linear", "behaviour"] = _correction(
-        "proximal",
-        "recomputed",
-        "The policy that the clipped ratio is relative to. `recomputed`: the trainer's policy at the start of the step "
-        "(decoupled PPO; one more forward pass if a step has several updates). `log_linear`: interpolated between "
-        "behaviour policy and current policy by the token's age. `behaviour`: the policy that sampled the token.",
-    )
-    level: Literal["token", "sequence", "geometric"] | None = _correction(
-        "level",
-        None,
-        "The importance weight of a token: the token's ratio, the product of its sequence's ratios, or their geometric "
-        "mean. null: every weight is 1.",
-    )
-    cap: float | None = _correction(
-        "cap", None, "Larger weights are truncated to this (truncated importance sampling).", gt=0
-    )
-    mask_low: float | None = _correction("mask_low", None, "Tokens with a smaller weight are masked.", gt=0)
-    mask_high: float | None = _correction("mask_high", None, "Tokens with a larger weight are masked.", gt=0)
-    reject_by: Literal["k1", "k2", "k3"] | None = _correction(
-        "reject_by", None, "Reject tokens or sequences by this estimate of the divergence between the two policies."
-    )
+    preset: CorrectionName = "truncated"
+    """`truncated`: token weights, truncated at 2. `sequence_truncated`: sequence weights, truncated at 2. `icepop`:
+    tokens with a weight outside 0.5 to 5 are masked. `geometric`: sequences whose mean ratio is outside 0.999 to 1.001
+    are rejected. `decoupled`: no weights. `decoupled_log_linear`: as `truncated`, without the extra forward pass.
+    `off`: the clipped ratio is relative to the behaviour policy."""
+    proximal: Literal["recomputed", "log_linear", "behaviour"] = _correction("proximal", "recomputed")
+    """The policy that the clipped ratio is relative to. `recomputed`: the trainer's policy at the start of the step
+    (decoupled PPO; one more forward pass if a step has several updates). `log_linear`: interpolated between behaviour
+    policy and current policy by the token's age. `behaviour`: the policy that sampled the token."""
+    level: Literal["token", "sequence", "geometric"] | None = _correction("level", None)
+    """The importance weight of a token: the token's ratio, the product of its sequence's ratios, or their geometric
+    mean. null: every weight is 1."""
+    cap: float | None = _correction("cap", None, gt=0)
+    """Larger weights are truncated to this (truncated importance sampling)."""
+    mask_low: float | None = _correction("mask_low", None, gt=0)
+    """Tokens with a smaller weight are masked."""
+    mask_high: float | None = _correction("mask_high", None, gt=0)
+    """Tokens with a larger weight are masked."""
+    reject_by: Literal["k1", "k2", "k3"] | None = _correction("reject_by", None)
+    """Reject tokens or sequences by this estimate of the divergence between the two policies."""
     reject_over: Literal["token", "sequence_mean", "sequence_sum", "sequence_max"] = _correction(
-        "reject_over",
-        "sequence_mean",
-        "Reject single tokens, or whole sequences by the mean, sum or maximum over their tokens.",
+        "reject_over", "sequence_mean"
     )
-    reject_low: float | None = _correction(
-        "reject_low", None, "Lower bound of `k1`, as a ratio of probabilities. null: 1 / `reject_high`.", gt=0
-    )
-    reject_high: float | None = _correction(
-        "reject_high", None, "Upper bound: a ratio of probabilities for `k1`, nats for `k2` and `k3`.", gt=0
-    )
+    """Reject single tokens, or whole sequences by the mean, sum or maximum over their tokens."""
+    reject_low: float | None = _correction("reject_low", None, gt=0)
+    """Lower bound of `k1`, as a ratio of probabilities. null: 1 / `reject_high`."""
+    reject_high: float | None = _correction("reject_high", None, gt=0)
+    """Upper bound: a ratio of probabilities for `k1`, nats for `k2` and `k3`."""
 
 
 class CriticSpec(Section):
     """The value network of `advantage: gae`: a second model with the policy's architecture and initial weights, and a
     head that predicts one number per token. The trainer's ranks train it beside the policy."""
 
-    learning_rate: LearningRate = Field(1e-5, description="Peak learning rate; the schedule is the policy's.")
-    value_clip: float | None = Field(
-        0.2,
-        gt=0,
-        description="Values are clipped to this distance from the values at the start of the step (PPO2). null: no "
-        "clipping.",
-    )
-    warmup_steps: Whole = Field(0, description="First steps, in which only the critic is trained.")
+    learning_rate: LearningRate = 1e-5
+    """Peak learning rate; the schedule is the policy's."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """Values are clipped to this distance from the values at the start of the step (PPO2). null: no clipping."""
+    warmup_steps: Whole = 0
+    """First steps, in which only the critic is trained."""
 
 
 class AlgorithmSpec(Section):
@@ -164,79 +148,60 @@ class AlgorithmSpec(Section):
     A file or `--set` that sets the preset replaces the files below it for all keys that the preset decides. See
     docs/algorithms.md."""
 
-    preset: AlgorithmName = Field("grpo", description="The algorithm. `ppo` has a critic.")
+    preset: AlgorithmName = "grpo"
+    """The algorithm. `ppo` has a critic."""
     advantage: Annotated[str, _Named("group_norm", "group_mean", "leave_one_out", "none", GAE)] = _algorithm(
-        "advantage",
-        "group_norm",
-        "The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `none` (the "
-        "reward itself), `gae` (by a critic), or `module:function` of rewards [groups, group_size].",
+        "advantage", "group_norm"
     )
-    whiten_advantages: bool = _algorithm(
-        "whiten_advantages", False, "Normalize the advantages of all tokens of a batch to mean 0 and deviation 1."
-    )
-    gamma: Fraction = Field(1.0, description="Discount per token, for `gae` and for a KL penalty in the reward.")
-    gae_lambda: Fraction = Field(1.0, description="The lambda of GAE.")
-    loss: Annotated[str, _Named("clip", "gspo", "cispo", "sapo")] = _algorithm(
-        "loss",
-        "clip",
-        "The policy loss: `clip` (PPO), `gspo` (sequence ratios), `cispo` (clipped weights; every token has a "
-        "gradient), `sapo` (soft gate), or `module:function`.",
-    )
-    clip_low: float = _algorithm("clip_low", 0.2, "The ratio is clipped below 1 - this.", gt=0, le=1)
-    clip_high: float = _algorithm("clip_high", 0.2, "The ratio is clipped above 1 + this.", gt=0)
-    dual_clip: float | None = Field(
-        None, gt=1, description="With `clip`: upper bound of the ratio where the advantage is negative (dual-clip PPO)."
-    )
-    sapo_temperatures: tuple[Positive, Positive] = Field(
-        (1.0, 1.05), strict=False, description="With `sapo`: temperatures for positive and negative advantages."
-    )
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = _algorithm(
-        "aggregation",
-        "token_mean",
-        "`token_mean` gives every sampled token of a minibatch the same weight, `sequence_mean` every sequence (a "
-        "rollout of one turn is one sequence, an episode one per conversation). `sequence_sum` adds up the "
-        "tokens of a sequence and divides by `sequence_divisor`.",
-    )
-    sequence_divisor: Count | None = Field(
-        None, description="With `sequence_sum`: tokens to divide by. Default: `rollout.max_response_tokens`."
-    )
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    kl_coef: float = _algorithm(
-        "kl_coef", 0.0, "Weight of the KL penalty to the reference model; with 0 no reference is loaded.", ge=0
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = _algorithm(
-        "kl_estimator", "k3", "Estimator of the KL divergence on a sampled token."
-    )
-    kl_placement: Literal["loss", "reward"] = _algorithm(
-        "kl_placement", "loss", "Where the KL penalty goes: added to the loss, or subtracted from the rewards."
-    )
-    reference_update_every: Whole = Field(
-        0, description="Steps between two updates of the reference model to the policy; 0 keeps the initial model."
-    )
-    correction: CorrectionSpec = Field(
-        default_factory=CorrectionSpec, description="Correction for rollouts of another policy than the trainer's."
-    )
-    overlong_penalty: float = _algorithm(
-        "overlong_penalty",
-        0.0,
-        "Subtracted from the reward of a response of `rollout.max_response_tokens`, and proportionally less from one "
-        "that ends within `overlong_buffer` (soft overlong punishment).",
-        ge=0,
-    )
-    overlong_buffer: Fraction = Field(
-        0.2, description="The last part of `rollout.max_response_tokens`, as a fraction of it."
-    )
-    mask_truncated: bool = Field(
-        False, description="Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."
-    )
-    uniform_groups: Literal["skip", "train", "reject"] = _algorithm(
-        "uniform_groups",
-        "skip",
-        "Groups whose rewards are all equal: `skip` excludes their tokens from the loss, `train` keeps them (they "
-        "count in "
-        "the mean), `reject` replaces the group by one of another prompt (dynamic sampling).",
-    )
-    critic: CriticSpec = Field(default_factory=CriticSpec, description="The critic of `advantage: gae`.")
+    """The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `none` (the reward
+    itself), `gae` (by a critic), or `module:function` of rewards [groups, group_size]."""
+    whiten_advantages: bool = _algorithm("whiten_advantages", False)
+    """Normalize the advantages of all tokens of a batch to mean 0 and deviation 1."""
+    gamma: Fraction = 1.0
+    """Discount per token, for `gae` and for a KL penalty in the reward."""
+    gae_lambda: Fraction = 1.0
+    """The lambda of GAE."""
+    loss: Annotated[str, _Named("clip", "gspo", "cispo", "sapo")] = _algorithm("loss", "clip")
+    """The policy loss: `clip` (PPO), `gspo` (sequence ratios), `cispo` (clipped weights; every token has a gradient),
+    `sapo` (soft gate), or `module:function`."""
+    clip_low: float = _algorithm("clip_low", 0.2, gt=0, le=1)
+    """The ratio is clipped below 1 - this."""
+    clip_high: float = _algorithm("clip_high", 0.2, gt=0)
+    """The ratio is clipped above 1 + this."""
+    dual_clip: float | None = Field(None, gt=1)
+    """With `clip`: upper bound of the ratio where the advantage is negative (dual-clip PPO)."""
+    sapo_temperatures: tuple[Positive, Positive] = Field((1.0, 1.05), strict=False)
+    """With `sapo`: temperatures for positive and negative advantages."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = _algorithm("aggregation", "token_mean")
+    """`token_mean` gives every sampled token of a minibatch the same weight, `sequence_mean` every sequence (a rollout
+    of one turn is one sequence, an episode one per conversation). `sequence_sum` adds up the tokens of a sequence and
+    divides by `sequence_divisor`."""
+    sequence_divisor: Count | None = None
+    """With `sequence_sum`: tokens to divide by. Default: `rollout.max_response_tokens`."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    kl_coef: float = _algorithm("kl_coef", 0.0, ge=0)
+    """Weight of the KL penalty to the reference model; with 0 no reference is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = _algorithm("kl_estimator", "k3")
+    """Estimator of the KL divergence on a sampled token."""
+    kl_placement: Literal["loss", "reward"] = _algorithm("kl_placement", "loss")
+    """Where the KL penalty goes: added to the loss, or subtracted from the rewards."""
+    reference_update_every: Whole = 0
+    """Steps between two updates of the reference model to the policy; 0 keeps the initial model."""
+    correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
+    """Correction for rollouts of another policy than the trainer's."""
+    overlong_penalty: float = _algorithm("overlong_penalty", 0.0, ge=0)
+    """Subtracted from the reward of a response of `rollout.max_response_tokens`, and proportionally less from one that
+    ends within `overlong_buffer` (soft overlong punishment)."""
+    overlong_buffer: Fraction = 0.2
+    """The last part of `rollout.max_response_tokens`, as a fraction of it."""
+    mask_truncated: bool = False
+    """Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."""
+    uniform_groups: Literal["skip", "train", "reject"] = _algorithm("uniform_groups", "skip")
+    """Groups whose rewards are all equal: `skip` excludes their tokens from the loss, `train` keeps them (they count in
+    the mean), `reject` replaces the group by one of another prompt (dynamic sampling)."""
+    critic: CriticSpec = Field(default_factory=CriticSpec)
+    """The critic of `advantage: gae`."""
 
     @property
     def needs_critic(self) -> bool:

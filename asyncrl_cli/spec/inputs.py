@@ -26,19 +26,14 @@ CHARACTERS = "characters"
 class ModelInit(Section):
     """A model built from an architecture's config, with random weights."""
 
-    architecture: Text = Field(
-        description="A transformers model type with a causal language model, such as `qwen3` or `llama`."
-    )
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the architecture's transformers config. `vocab_size` and the special token ids come "
-        "from the tokenizer.",
-    )
-    tokenizer: Annotated[Text, SystemPath] = Field(
-        CHARACTERS,
-        description="`characters` makes a tokenizer with one token for each printable ASCII character; anything else "
-        "is the path of a saved tokenizer (relative to this file).",
-    )
+    architecture: Text
+    """A transformers model type with a causal language model, such as `qwen3` or `llama`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the architecture's transformers config. `vocab_size` and the special token ids come from the
+    tokenizer."""
+    tokenizer: Annotated[Text, SystemPath] = CHARACTERS
+    """`characters` makes a tokenizer with one token for each printable ASCII character; anything else is the path of a
+    saved tokenizer (relative to this file)."""
 
 
 class WarmStart(Section):
@@ -47,18 +42,23 @@ class WarmStart(Section):
     Matrices are trained by Muon, everything else by AdamW; the loss covers the response only.
     """
 
-    steps: Count = Field(description="Optimizer updates.")
-    batch_size: Count = Field(24, description="Demonstrations per update.")
-    clean_fraction: Fraction = Field(
-        0.75,
-        description="Fraction of the steps, at the beginning, that sees clean demonstrations only. The rest sees the "
-        "task's mixture.",
-    )
-    matrix_learning_rate: LearningRate = Field(0.03, description="Muon's peak learning rate.")
-    learning_rate: LearningRate = Field(3e-3, description="AdamW's peak learning rate.")
-    weight_decay: Decay = Field(0.01, description="Weight decay of Muon.")
-    warmup_steps: Whole = Field(30, description="Updates of linear warm-up; a cosine follows.")
-    threads: Count = Field(2, description="CPU threads during the warm start.")
+    steps: Count
+    """Optimizer updates."""
+    batch_size: Count = 24
+    """Demonstrations per update."""
+    clean_fraction: Fraction = 0.75
+    """Fraction of the steps, at the beginning, that sees clean demonstrations only. The rest sees the task's mixture.
+    """
+    matrix_learning_rate: LearningRate = 0.03
+    """Muon's peak learning rate."""
+    learning_rate: LearningRate = 3e-3
+    """AdamW's peak learning rate."""
+    weight_decay: Decay = 0.01
+    """Weight decay of Muon."""
+    warmup_steps: Whole = 30
+    """Updates of linear warm-up; a cosine follows."""
+    threads: Count = 2
+    """CPU threads during the warm start."""
 
 
 class LoraSpec(Section):
@@ -67,161 +67,137 @@ class LoraSpec(Section):
     There is no dropout: with it, the trainer's log-probs would not be those of the policy that generates.
     """
 
-    rank: Count = Field(16, description="Rank of an adapter, r.")
-    alpha: float = Field(
-        32.0, gt=0, le=1_000_000, description="The product of an adapter's matrices is scaled by alpha / rank."
-    )
-    target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = Field(
-        "all-linear",
-        description="Names of the layers that get an adapter, such as `q_proj`. `all-linear`: every linear layer "
-        "except the output head.",
-    )
+    rank: Count = 16
+    """Rank of an adapter, r."""
+    alpha: float = Field(32.0, gt=0, le=1_000_000)
+    """The product of an adapter's matrices is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """Names of the layers that get an adapter, such as `q_proj`. `all-linear`: every linear layer except the output
+    head."""
 
 
 class ModelSpec(Section):
     """The policy: a saved model, or one made from a config."""
 
-    path: Annotated[Text | None, SystemPath] = Field(
-        None, description="A Hugging Face model directory (relative to this file), or a hub id."
-    )
-    init: ModelInit | None = Field(None, description="Build the model from a config instead.")
-    warm_start: WarmStart | None = Field(
-        None, description="Train on the task's demonstrations first. The result is cached by content."
-    )
-    lora: LoraSpec | None = Field(
-        None,
-        description="Train adapters instead of all weights. They are merged into the weights for engines and saved "
-        "models.",
-    )
-    max_length: Count = Field(1024, description="Longest sequence in tokens: prompt and response together.")
-    chat_template: Annotated[Text | None, SystemPath] = Field(
-        None,
-        description="A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file).",
-    )
+    path: Annotated[Text | None, SystemPath] = None
+    """A Hugging Face model directory (relative to this file), or a hub id."""
+    init: ModelInit | None = None
+    """Build the model from a config instead."""
+    warm_start: WarmStart | None = None
+    """Train on the task's demonstrations first. The result is cached by content."""
+    lora: LoraSpec | None = None
+    """Train adapters instead of all weights. They are merged into the weights for engines and saved models."""
+    max_length: Count = 1024
+    """Longest sequence in tokens: prompt and response together."""
+    chat_template: Annotated[Text | None, SystemPath] = None
+    """A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file)."""
 
 
 class EpisodeSpec(Section):
     """Limits of an episode: one rollout that an environment, an agent or a command plays. At `max_calls` or
     `max_tokens` the episode ends with the reward it has; at `timeout_s` it fails."""
 
-    max_calls: Count = Field(32, description="Calls of the model in one episode.")
-    max_tokens: Count | None = Field(
-        None, description="Tokens that the model may sample in one episode, over all its calls."
-    )
-    timeout_s: Seconds = Field(600.0, description="Seconds after which an unfinished episode fails.")
-    workers: Count = Field(1, description="Processes that play episodes.")
-    concurrency: Count = Field(128, description="Episodes that one process plays at a time; further ones wait.")
-    memory_mb: MemoryMB | None = Field(
-        None, description="Limit of the address space of such a process, and of each process it starts, in MiB."
-    )
+    max_calls: Count = 32
+    """Calls of the model in one episode."""
+    max_tokens: Count | None = None
+    """Tokens that the model may sample in one episode, over all its calls."""
+    timeout_s: Seconds = 600.0
+    """Seconds after which an unfinished episode fails."""
+    workers: Count = 1
+    """Processes that play episodes."""
+    concurrency: Count = 128
+    """Episodes that one process plays at a time; further ones wait."""
+    memory_mb: MemoryMB | None = None
+    """Limit of the address space of such a process, and of each process it starts, in MiB."""
 
 
 class SplitSpec(Section):
     """The prompts of one split: where they come from, and how a row becomes a prompt. See docs/data.md."""
 
-    path: Annotated[Text | None, SystemPath] = Field(
-        None,
-        description="A `.jsonl`, `.parquet` or `.csv` file, a folder that Hugging Face `datasets` saved, "
-        "`hf:owner/name` (a hub id, optionally with `@revision`), or a `module:function` that yields rows. Relative to "
-        "this file. Without a path the task makes its own prompts.",
-    )
-    size: Count | None = Field(
-        None, description="Number of prompts: the first rows of the file, or how many the task makes."
-    )
-    prompt_column: Text = Field(
-        "prompt",
-        description="The column with the prompt: text, or a list of chat messages. All other columns reach the task.",
-    )
-    uid_column: Text = Field(
-        "uid",
-        description="The column with the unique name of each row. If there is no column `uid`, rows are named by "
-        "number and content; a column of another name must exist.",
-    )
-    template: str | None = Field(
-        None,
-        description='Build the prompt from columns instead, as in `"Q: {question}\\nA:"`; `{{` is a brace.',
-    )
-    system: str | None = Field(
-        None,
-        description="A system message to put before the prompt. A text prompt becomes a chat of this message and a "
-        "user message.",
-    )
-    config: str | None = Field(None, description="The hub data set's config.")
-    split: str | None = Field(
-        None, description="The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."
-    )
+    path: Annotated[Text | None, SystemPath] = None
+    """A `.jsonl`, `.parquet` or `.csv` file, a folder that Hugging Face `datasets` saved, `hf:owner/name` (a hub id,
+    optionally with `@revision`), or a `module:function` that yields rows. Relative to this file. Without a path the
+    task makes its own prompts."""
+    size: Count | None = None
+    """Number of prompts: the first rows of the file, or how many the task makes."""
+    prompt_column: Text = "prompt"
+    """The column with the prompt: text, or a list of chat messages. All other columns reach the task."""
+    uid_column: Text = "uid"
+    """The column with the unique name of each row. If there is no column `uid`, rows are named by number and content; a
+    column of another name must exist."""
+    template: str | None = None
+    r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a brace."""
+    system: str | None = None
+    """A system message to put before the prompt. A text prompt becomes a chat of this message and a user message."""
+    config: str | None = None
+    """The hub data set's config."""
+    split: str | None = None
+    """The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."""
 
 
 class CurriculumStage(Section):
     """The rows that one part of the training prompts comes from, by difficulty."""
 
-    until_prompt: Count | None = Field(
-        None,
-        description="The stage ends when this many prompts have been drawn since the run began. Only the last stage "
-        "may have no end.",
-    )
-    min: float | None = Field(None, description="Lowest difficulty. Default: no bound.")
-    max: float | None = Field(None, description="Highest difficulty. Default: no bound.")
+    until_prompt: Count | None = None
+    """The stage ends when this many prompts have been drawn since the run began. Only the last stage may have no end.
+    """
+    min: float | None = None
+    """Lowest difficulty. Default: no bound."""
+    max: float | None = None
+    """Highest difficulty. Default: no bound."""
 
 
 class CurriculumSpec(Section):
     """Training prompts in stages of difficulty. After the last stage they come from all rows."""
 
-    field: str = Field(
-        description="The column with a row's difficulty, a number (of the task's own prompts: the field)."
-    )
-    stages: Annotated[list[CurriculumStage], Field(min_length=1)] = Field(description="The stages, in order.")
+    field: str
+    """The column with a row's difficulty, a number (of the task's own prompts: the field)."""
+    stages: Annotated[list[CurriculumStage], Field(min_length=1)]
+    """The stages, in order."""
 
 
 class PromptFilterSpec(Section):
     """Online filtering: training prompts that are solved are excluded."""
 
-    solved_streak: Count = Field(
-        1,
-        description="A prompt is excluded after this many visits in a row in which every rollout of its group was "
-        "correct.",
-    )
-    revisit_fraction: Fraction = Field(
-        0.0,
-        description="Fraction of its turns that an excluded prompt keeps. If it is no longer solved in one of them, it "
-        "is included again.",
-    )
+    solved_streak: Count = 1
+    """A prompt is excluded after this many visits in a row in which every rollout of its group was correct."""
+    revisit_fraction: Fraction = 0.0
+    """Fraction of its turns that an excluded prompt keeps. If it is no longer solved in one of them, it is included
+    again."""
 
 
 class DataSpec(Section):
     """Prompts for training and for evaluation."""
 
-    train: SplitSpec = Field(default_factory=lambda: SplitSpec(size=100_000), description="Training prompts.")
-    eval: SplitSpec = Field(
-        default_factory=lambda: SplitSpec(size=256), description="Held-out prompts, never trained on."
-    )
-    shuffle: bool = Field(
-        True, description="Shuffle the training prompts in every epoch; the order follows from the seed."
-    )
-    curriculum: CurriculumSpec | None = Field(None, description="Stages of difficulty.")
-    filter: PromptFilterSpec | None = Field(
-        None, description="Online filtering: exclude training prompts that are solved."
-    )
+    train: SplitSpec = Field(default_factory=lambda: SplitSpec(size=100_000))
+    """Training prompts."""
+    eval: SplitSpec = Field(default_factory=lambda: SplitSpec(size=256))
+    """Held-out prompts, never trained on."""
+    shuffle: bool = True
+    """Shuffle the training prompts in every epoch; the order follows from the seed."""
+    curriculum: CurriculumSpec | None = None
+    """Stages of difficulty."""
+    filter: PromptFilterSpec | None = None
+    """Online filtering: exclude training prompts that are solved."""
 
 
 class TaskMember(Section):
     """One task of a mix."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=64,
-        description="Prefix of the uids of its prompts and of the names of its metrics.",
-    )
-    weight: float = Field(
-        1.0, gt=0, le=1_000_000_000, description="Its share of the prompts, relative to the weights of the other tasks."
-    )
-    use: str = Field(description="As `task.use`.")
-    options: dict[str, Any] = Field(default_factory=dict, description="As `task.options`.")
-    reward_timeout_s: Seconds | None = Field(None, description="As `task.reward_timeout_s`, which is the default.")
-    train: SplitSpec | None = Field(
-        None, description="Its training prompts. Default: the task makes as many as its share needs."
-    )
-    eval: SplitSpec | None = Field(None, description="Its held-out prompts. Default: the task makes them.")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+    """Prefix of the uids of its prompts and of the names of its metrics."""
+    weight: float = Field(1.0, gt=0, le=1_000_000_000)
+    """Its share of the prompts, relative to the weights of the other tasks."""
+    use: str
+    """As `task.use`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """As `task.options`."""
+    reward_timeout_s: Seconds | None = None
+    """As `task.reward_timeout_s`, which is the default."""
+    train: SplitSpec | None = None
+    """Its training prompts. Default: the task makes as many as its share needs."""
+    eval: SplitSpec | None = None
+    """Its held-out prompts. Default: the task makes them."""
 
 
 class TaskSpec(Section):
@@ -230,26 +206,20 @@ class TaskSpec(Section):
     See docs/tasks.md.
     """
 
-    use: str | None = Field(
-        None,
-        description="A ready task such as `chain_sum`, `math` or `gym/countdown`, or `module:name`: a task class, an "
-        "environment class, a reward function `f(prompt, response)`, or an agent `async f(prompt, model)`.",
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task's class.")
-    mix: list[TaskMember] = Field(
-        default_factory=list, description="Several tasks to train on together, each with its share of the prompts."
-    )
-    reward_timeout_s: Seconds = Field(
-        30.0, description="Seconds that the reward of one rollout may take; after that the rollout has failed."
-    )
-    reward_workers: Count = Field(1, description="Processes that compute rewards.")
-    reward_memory_mb: MemoryMB | None = Field(
-        None,
-        description="Memory limit of a reward's process in MiB; a reward that needs more fails. null: no limit.",
-    )
-    reward_concurrency: Count = Field(
-        1, description="Rewards that one process computes at a time, if the reward is an async function."
-    )
-    episode: EpisodeSpec = Field(
-        default_factory=EpisodeSpec, description="Limits of a rollout that an environment, an agent or a command plays."
-    )
+    use: str | None = None
+    """A ready task such as `chain_sum`, `math` or `gym/countdown`, or `module:name`: a task class, an environment
+    class, a reward function `f(prompt, response)`, or an agent `async f(prompt, model)`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the task's class."""
+    mix: list[TaskMember] = Field(default_factory=list)
+    """Several tasks to train on together, each with its share of the prompts."""
+    reward_timeout_s: Seconds = 30.0
+    """Seconds that the reward of one rollout may take; after that the rollout has failed."""
+    reward_workers: Count = 1
+    """Processes that compute rewards."""
+    reward_memory_mb: MemoryMB | None = None
+    """Memory limit of a reward's process in MiB; a reward that needs more fails. null: no limit."""
+    reward_concurrency: Count = 1
+    """Rewards that one process computes at a time, if the reward is an async function."""
+    episode: EpisodeSpec = Field(default_factory=EpisodeSpec)
+    """Limits of a rollout that an environment, an agent or a command plays."""

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from asyncrl_cli.spec.base import Section
+from asyncrl_cli.spec.base import Section, descriptions
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 
@@ -22,9 +22,15 @@ class Key:
     them by name or in a list, or one."""
 
     holder: type[Section]
+    name: str
     field: FieldInfo
     opens: type[Section] | None
     many: bool
+
+    @property
+    def description(self) -> str:
+        """The sentences that docs/spec.md shows for it."""
+        return descriptions(self.holder).get(self.name, "")
 
     @property
     def follows(self) -> bool:
@@ -45,7 +51,7 @@ def keys() -> dict[str, Key]:
     def visit(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
             opens, many = _opened(field.annotation)
-            found[prefix + name] = Key(section, field, opens, many)
+            found[prefix + name] = Key(section, name, field, opens, many)
             if opens:
                 visit(opens, f"{prefix}{name}.*." if many else f"{prefix}{name}.")
 

@@ -65,7 +65,7 @@ def _table(section: type[Section], paths: list[str], properties: dict[str, Any])
     prefix = f"{paths[0]}." if paths else ""
     for name in section.model_fields:
         key = keys()[prefix + name]
-        cells = (f"`{name}`", _type(properties[name]), _default(key), key.field.description or "")
+        cells = (f"`{name}`", _type(properties[name]), _default(key), key.description)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

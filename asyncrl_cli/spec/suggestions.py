@@ -119,12 +119,10 @@ def _parent(location: Location) -> tuple[str, str]:
 
 
 def _missing_hint(path: str) -> str:
-    field = keys()[general(path)].field
-    name = path.rpartition(".")[2]
-    if field.examples:
-        return f"add it, such as `{name}: {_flow(field.examples[0])}`"
-    description = field.description or ""
-    return f"add `{name}`: {description[:1].lower()}{description[1:].removesuffix('.')}"
+    key = keys()[general(path)]
+    if key.field.examples:
+        return f"add it, such as `{key.name}: {_flow(key.field.examples[0])}`"
+    return f"add `{key.name}`: {key.description[:1].lower()}{key.description[1:].removesuffix('.')}"
 
 
 def _flow(value: Any) -> str:

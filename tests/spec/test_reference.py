@@ -24,7 +24,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_key_and_rule_has_its_sentence() -> None:
-    assert all(key.field.description for key in keys().values())
+    assert all(key.description for key in keys().values())
     assert all(rule.__doc__ for rule in RULES)
 
 
