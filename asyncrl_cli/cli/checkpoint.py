@@ -56,7 +56,9 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
 
     Exit code: 0 when all are undamaged; 1, with the names of the damaged files, when one is not.
     """
-    from asyncrl_cli.inspect.checkpoint_pages import damage_text, size_text
+    from rich.filesize import decimal
+
+    from asyncrl_cli.inspect.checkpoint_pages import damage_text
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import verify
 
@@ -64,7 +66,7 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
     for checkpoint in _chosen(find_run(runs_dir, run), step):
         problem = damage_text(verify(checkpoint))
         damaged = damaged or bool(problem)
-        echo(f"step {checkpoint.step}: {problem or f'undamaged ({size_text(checkpoint.size)})'}", err=bool(problem))
+        echo(f"step {checkpoint.step}: {problem or f'undamaged ({decimal(checkpoint.size)})'}", err=bool(problem))
     if damaged:
         raise typer.Exit(1)
 
@@ -114,9 +116,10 @@ def prune(
 
     Refused while a process drives the run: it prunes them itself.
     """
+    from rich.filesize import decimal
+
     from asyncrl_cli.buffer.offline import checkpoints_removed
     from asyncrl_cli.core.errors import RunError
-    from asyncrl_cli.inspect.checkpoint_pages import size_text
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, remove
 
@@ -142,7 +145,7 @@ def prune(
         checkpoints_removed(found.path, [checkpoint.step for checkpoint in removed])
         found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
-    what = f"the checkpoints of steps {steps} ({size_text(freed)})" if removed else "nothing"
+    what = f"the checkpoints of steps {steps} ({decimal(freed)})" if removed else "nothing"
     echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(removed)} kept")
 
 

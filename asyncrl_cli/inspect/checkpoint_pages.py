@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.filesize import decimal
+
 from asyncrl_cli.inspect.pages import Page, duration, moment, table
 from asyncrl_cli.runs.checkpoints import Checkpoint, Damage, verify
 from asyncrl_cli.runs.directory import RunDirectory
@@ -26,7 +28,7 @@ def list_page(
     rows = [
         (
             str(row["step"]),
-            size_text(row["bytes"]),
+            decimal(row["bytes"]),
             duration(now - row["saved_at"]),
             f"{len(row['damages'])} damaged" if row["damages"] else "ok",
             "-" if row["accuracy"] is None else f"{row['accuracy']:.3f}",
@@ -64,7 +66,7 @@ def show_page(
         f"kept        {', '.join(row['kept']) or NOT_KEPT}",
         f"files       {damage_text(verify(checkpoint, contents=False)) or 'ok'}",
         "",
-        *table(("file", "size"), [(name, size_text(size)) for name, size in files.items()]),
+        *table(("file", "size"), [(name, decimal(size)) for name, size in files.items()]),
     ]
     return Page({"run": run.run_id, **row, "trainer": asdict(trainer), "files": files}, lines)
 
@@ -72,16 +74,6 @@ def show_page(
 def damage_text(damages: Sequence[Damage]) -> str:
     """What is damaged, in one line; empty when nothing is."""
     return "; ".join(map(str, damages))
-
-
-def size_text(size: int) -> str:
-    """A number of bytes in its natural unit, such as ``3.5 MB``."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def _document(

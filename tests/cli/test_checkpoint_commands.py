@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.inspect.checkpoint_pages import size_text
 from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
 from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_checkpoints, seal
 from asyncrl_cli.runs.directory import RunDirectory
@@ -228,12 +227,3 @@ def test_export_writes_what_transformers_loads(
     assert "the checkpoint is damaged: run.json has 2 bytes" in error
     assert "the checkpoint of step 20 is undamaged: choose it with --step 20" in error
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_900, "99.9 kB"), (123_456, "123 kB"), (999_600, "1.0 MB"),
-     (2_500_000_000, "2.5 GB"), (3 * 10**15, "3000.0 TB")],
-)  # fmt: skip
-def test_sizes(size: int, text: str) -> None:
-    assert size_text(size) == text

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import os
 import pty
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from asyncrl_cli.inspect.decoding import TokenShown
 from asyncrl_cli.inspect.watching import WANTED, Pager, _style, look, rollout_text
 from asyncrl_cli.journal.queries import group_record, overview, snapshot
 from asyncrl_cli.journal.rollouts import newest_rollout, next_rollout
-from asyncrl_cli.journal.schema import FILE, open_for_writing
+from asyncrl_cli.journal.schema import FILE, open_for_writing, reading
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
 from tests.buffer.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
@@ -103,16 +106,14 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
             count += 1
             return 0
 
-        def counting(path: Path) -> object:
-            opened = real(path)
-            opened.set_progress_handler(tick, 10)
-            return opened
+        @contextmanager
+        def counting(path: Path) -> Iterator[sqlite3.Connection]:
+            with reading(path) as opened:
+                opened.set_progress_handler(tick, 10)
+                yield opened
 
-        from asyncrl_cli.journal import queries
-
-        real = queries.open_for_reading
         with monkeypatch.context() as patched:
-            patched.setattr(queries, "open_for_reading", counting)
+            patched.setattr("asyncrl_cli.journal.queries.reading", counting)
             look(run)
             pager = Pager(run)
             pager.turn(older=True)

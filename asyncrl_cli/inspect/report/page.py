@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl_cli.core.files import atomic_write
 from asyncrl_cli.core.flatten import flatten
-from asyncrl_cli.inspect.pages import number
+from asyncrl_cli.inspect.pages import moment, number
 from asyncrl_cli.inspect.report.charts import Chart, curve_charts, sections
 from asyncrl_cli.inspect.report.summary import RunSummary
 
@@ -37,6 +37,7 @@ def render(runs: Sequence[RunSummary]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["moment"] = moment
     charts: dict[str, Chart] = {}
 
     def drawn(chart: Chart) -> str:
@@ -95,9 +96,9 @@ def differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     """The keys of the specs that are not the same in all runs, with the value of each run."""
     specs = [flatten(run.spec) for run in runs]
     keys = dict.fromkeys(key for spec in specs for key in spec)
-    rows = [(key, [_told(spec[key]) if key in spec else NOT_SET for spec in specs]) for key in keys]
+    rows = [(key, [_value_text(spec[key]) if key in spec else NOT_SET for spec in specs]) for key in keys]
     return [(key, values) for key, values in rows if any(a != b for a, b in pairwise(values))]
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.inspect.decoding import open_decoder
-from asyncrl_cli.inspect.pages import moment
 from asyncrl_cli.inspect.report.bottleneck import Bottleneck, bottleneck
 from asyncrl_cli.inspect.report.charts import SERIES, Chart
 from asyncrl_cli.inspect.report.curves import Curves, curves
@@ -29,6 +28,7 @@ from asyncrl_cli.inspect.report.run_charts import (
 from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, held_out_samples, samples
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.journal import rollouts
+from asyncrl_cli.journal.events import Fault
 from asyncrl_cli.journal.history import first_failures, history
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
@@ -41,16 +41,6 @@ if TYPE_CHECKING:
 
 FAULTS_SHOWN = 100
 SHARES = ("share/engines_busy", "share/engines_paused", "share/journal_busy")
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A row of the faults' table."""
-
-    at: str
-    kind: str
-    part: str
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +76,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         found = bottleneck(spent, known) if spent and known else None
         course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
         decoder = open_decoder(run)
-        faults = [
-            Fault(moment(one.at), one.kind, one.part, one.message) for one in first_failures(connection, FAULTS_SHOWN)
-        ]
+        faults = first_failures(connection, FAULTS_SHOWN)
         charts = tuple(_charts(connection, times, staleness))
         chosen = samples(connection, decoder)
     phase = run.status
@@ -110,7 +98,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         samples=tuple(chosen),
         held_out=tuple(held_out_samples(*both)) if both else (),
         decoded=decoder is not None,
-        faults=tuple(faults),
+        faults=faults,
         faults_in_all=sum(past.failures_by_kind.values()),
         spec=spec,
         spec_text=spec_text(run),

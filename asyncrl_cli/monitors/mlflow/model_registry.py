@@ -7,8 +7,8 @@
       components/tokenizer/     of it, what is no weight
 
 Invariant: a run has one version per step at which it ended, however often this is tried. Each file is noted when it has
-arrived, so that a large model goes on where it was interrupted. The version comes after all of them, and carries the
-run's id and the step in tags, by which it is found again even if the answer to its creation was lost.
+arrived, so that the upload of a large model resumes where it was interrupted. The version comes after all of them, with
+the run's id and the step in tags, by which it is found again even if the answer to its creation was lost.
 
 ``mlflow.transformers.save_model`` is not used: it copies the weights, and asks the Hugging Face hub for a licence.
 """
@@ -38,31 +38,31 @@ PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
 """What loading the model needs."""
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 UPLOAD_S = 600
-"""Seconds that a server may take to put a file of the model away, before it answers."""
+"""Seconds that a server may take to store a file of the model before it answers."""
 
 
 def register(client: Any, outbox: Outbox, run: RunDirectory, name: str) -> None:
     """Make the run's model a version of the registered model ``name``, unless it is one. Raises what MLflow raises."""
-    place = f"models/step-{run.state.step:06d}"
-    key = f"{name}, {place}"
+    path = f"models/step-{run.state.step:06d}"
+    key = f"{name}, {path}"
     if key in outbox.sent.registered:
         return
     with _patience():
-        _upload(client, outbox, run.path / MODEL, place)
-    version = _find(client, run, name) or _create(client, outbox.sent.run_id, run, name, place)
+        _upload(client, outbox, run.path / MODEL, path)
+    version = _find(client, run, name) or _create(client, outbox.sent.run_id, run, name, path)
     outbox.note(registered={**outbox.sent.registered, key: version})
 
 
-def _upload(client: Any, outbox: Outbox, model: Path, place: str) -> None:
+def _upload(client: Any, outbox: Outbox, model: Path, artifact: str) -> None:
     for path, folder in _files(model):
-        target = f"{place}/{folder}/{path.name}"
+        target = f"{artifact}/{folder}/{path.name}"
         changed = path.stat().st_mtime_ns
         if outbox.sent.uploaded.get(target) != changed:
-            client.log_artifact(outbox.sent.run_id, str(path), artifact_path=f"{place}/{folder}")
+            client.log_artifact(outbox.sent.run_id, str(path), artifact_path=f"{artifact}/{folder}")
             outbox.note(uploaded={**outbox.sent.uploaded, target: changed})
-    with TemporaryDirectory() as aside:
-        _describe(model, Path(aside))
-        client.log_artifacts(outbox.sent.run_id, aside, artifact_path=place)
+    with TemporaryDirectory() as folder:
+        _describe(model, Path(folder))
+        client.log_artifacts(outbox.sent.run_id, folder, artifact_path=artifact)
 
 
 def _files(model: Path) -> Iterator[tuple[Path, str]]:
@@ -111,7 +111,7 @@ def _find(client: Any, run: RunDirectory, name: str) -> str:
     return next((str(one.version) for one in versions if one.tags.get(STEP_TAG) == str(run.state.step)), "")
 
 
-def _create(client: Any, mlflow_run_id: str, run: RunDirectory, name: str, place: str) -> str:
+def _create(client: Any, mlflow_run_id: str, run: RunDirectory, name: str, artifact: str) -> str:
     from mlflow.exceptions import MlflowException
 
     try:
@@ -119,20 +119,20 @@ def _create(client: Any, mlflow_run_id: str, run: RunDirectory, name: str, place
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    source = f"{client.get_run(mlflow_run_id).info.artifact_uri}/{place}"
+    source = f"{client.get_run(mlflow_run_id).info.artifact_uri}/{artifact}"
     created = client.create_model_version(
-        name, source=source, run_id=mlflow_run_id, tags=_tags(run), await_creation_for=0
+        name,
+        source=source,
+        run_id=mlflow_run_id,
+        tags={RUN_TAG: run.run_id, STEP_TAG: str(run.state.step)},
+        await_creation_for=0,
     )
     return str(created.version)
 
 
-def _tags(run: RunDirectory) -> dict[str, str]:
-    return {RUN_TAG: run.run_id, STEP_TAG: str(run.state.step)}
-
-
 @contextmanager
 def _patience() -> Iterator[None]:
-    """A server may put a large file away for longer than it may take for other answers."""
+    """A server may take longer for a large file than for other requests."""
     before = os.environ[TIMEOUT]
     os.environ[TIMEOUT] = str(max(int(before), UPLOAD_S))
     try:

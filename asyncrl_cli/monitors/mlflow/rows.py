@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ NO_METRICS = ("step", "version", "time")
 """Keys of a row that say when, not what."""
 PARAMETER_LENGTH = 6000
 """Characters that MLflow keeps of a parameter's value."""
+TAG = "mlflow.loggedArtifacts"
+"""The tag of a run by which MLflow knows its tables."""
+TAG_LENGTH = 8000
+"""Characters that MLflow keeps of a tag."""
+FIRST = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
+"""Columns of every table; those that an evaluation has beyond them follow."""
 
 
 def row_numbers(row: Mapping[str, Any]) -> Iterator[Number]:
@@ -45,15 +52,6 @@ def parameters(spec: dict[str, Any]) -> dict[str, str]:
     return {re.sub(r"[^\w.\-/ ]", "_", key): str(value)[:PARAMETER_LENGTH] for key, value in flatten(spec).items()}
 
 
-TAG = "mlflow.loggedArtifacts"
-"""The tag of a run by which MLflow knows its tables."""
-TAG_LENGTH = 8000
-"""Characters that MLflow keeps of a tag."""
-FIRST = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
-"""Columns of every table; those that an evaluation has beyond them follow."""
-METRICS = "metrics"
-
-
 def table_of(evaluation: str) -> str:
     """The artifact's path, by that of the evaluation's file."""
     return evaluation.removesuffix(".jsonl") + ".json"
@@ -72,20 +70,14 @@ def table(path: Path) -> str:
 def tag(tables: Iterable[str]) -> str:
     """The value of ``TAG`` that names these artifacts; where they do not fit, the last ones."""
     entries = [json.dumps({"path": name, "type": "table"}) for name in tables]
-    lengths = (len(entry) + len(", ") for entry in reversed(entries))
-    left = TAG_LENGTH - len("[]")
-    fitting = 0
-    for length in lengths:
-        left -= length
-        if left < 0:
-            break
-        fitting += 1
+    lengths = accumulate((len(entry) + len(", ") for entry in reversed(entries)), initial=len("[]"))
+    fitting = sum(length <= TAG_LENGTH for length in lengths) - 1
     return f"[{', '.join(entries[len(entries) - fitting :])}]"
 
 
 def _row(result: Mapping[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: value for name, value in sample.items() if name != METRICS}
-    return {"step": result["step"], "kind": result["kind"], **plain, **sample.get(METRICS, {})}
+    plain = {name: value for name, value in sample.items() if name != "metrics"}
+    return {"step": result["step"], "kind": result["kind"], **plain, **sample.get("metrics", {})}
 
 
 def _cell(value: Any) -> Any:

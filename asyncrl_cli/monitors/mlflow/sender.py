@@ -17,10 +17,18 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
-from asyncrl_cli.monitors.mlflow import rows as tables
 from asyncrl_cli.monitors.mlflow.model_registry import RUN_TAG, register
 from asyncrl_cli.monitors.mlflow.outbox import EVALUATIONS, SPEC, STEPS, Outbox
-from asyncrl_cli.monitors.mlflow.rows import Number, evaluation_numbers, parameters, row_numbers
+from asyncrl_cli.monitors.mlflow.rows import (
+    TAG,
+    Number,
+    evaluation_numbers,
+    parameters,
+    row_numbers,
+    table,
+    table_of,
+    tag,
+)
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -201,10 +209,10 @@ class Sender:
                 self._outbox.note(uploaded={**self._outbox.sent.uploaded, name: version})
 
     def _upload_table(self, evaluation: str) -> None:
-        name = tables.table_of(evaluation)
-        self._client.log_text(self.mlflow_run_id, tables.table(self._run.path / evaluation), name)
-        sent = {tables.table_of(one) for one in self._outbox.sent.uploaded if fnmatch(one, EVALUATIONS)}
-        self._client.set_tag(self.mlflow_run_id, tables.TAG, tables.tag(sorted({name, *sent})))
+        name = table_of(evaluation)
+        self._client.log_text(self.mlflow_run_id, table(self._run.path / evaluation), name)
+        sent = {table_of(one) for one in self._outbox.sent.uploaded if fnmatch(one, EVALUATIONS)}
+        self._client.set_tag(self.mlflow_run_id, TAG, tag(sorted({name, *sent})))
 
     def _upload_report(self, ended: RunDirectory) -> None:
         of = self._outbox.files(STEPS, self._outbox.sent.reported)
