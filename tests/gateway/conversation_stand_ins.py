@@ -118,16 +118,16 @@ class HashModel:
         def segments(start: int, end: int) -> list[Segment]:
             return split_by_version(request.rollout_id, start, ids[start:end], logprobs[start:end], starts)
 
-        told = done
-        while told < len(ids) and rng.random() < 0.7:
+        reported = done
+        while reported < len(ids) and rng.random() < 0.7:
             await asyncio.sleep(0)
-            upto = rng.randint(told + 1, len(ids))
-            self.sampled += [(request.prompt_ids, sampling.seed, index) for index in range(told, upto)]
+            upto = rng.randint(reported + 1, len(ids))
+            self.sampled += [(request.prompt_ids, sampling.seed, index) for index in range(reported, upto)]
             if on_segments is not None:
-                on_segments(segments(told, upto))
-            told = upto
+                on_segments(segments(reported, upto))
+            reported = upto
         await asyncio.sleep(0)
-        self.sampled += [(request.prompt_ids, sampling.seed, index) for index in range(told, len(ids))]
+        self.sampled += [(request.prompt_ids, sampling.seed, index) for index in range(reported, len(ids))]
         rollout = Rollout(
             rollout_id=request.rollout_id,
             prompt_ids=request.prompt_ids,
@@ -147,7 +147,7 @@ class Record:
 
     sequences: dict[str, dict[int, Segment]] = field(default_factory=dict)
 
-    def tell(self, segments: Iterable[Segment]) -> None:
+    def add(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
             known = self.sequences.setdefault(segment.rollout_id, {})
             end = max((one.end for one in known.values()), default=0)
@@ -169,12 +169,12 @@ def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], l
 def sampled_runs(rollout: Rollout) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Each run of sampled tokens in a rollout's sequences, after all that stands before it."""
     for one in rollout.sequences:
-        ids, given = one.ids.tolist(), one.versions == CONTEXT
+        ids, is_context = one.ids.tolist(), one.versions == CONTEXT
         start = 0
         while start < len(ids):
             end = start + 1
-            while end < len(ids) and given[end] == given[start]:
+            while end < len(ids) and is_context[end] == is_context[start]:
                 end += 1
-            if not given[start]:
+            if not is_context[start]:
                 yield tuple(ids[:start]), tuple(ids[start:end])
             start = end

@@ -36,14 +36,14 @@ def test_the_model_is_listed_and_found() -> None:
     in_time(test)
 
 
-def test_a_chat_and_its_stream_say_the_same() -> None:
+def test_a_chat_and_its_stream_have_the_same_content() -> None:
     async def test() -> None:
         async with served() as there:
             create: Any = there.client().chat.completions.create
             asked = {"model": MODEL, "messages": HELLO, "seed": 5, "logprobs": True, "top_logprobs": 3}
             ids = {"return_token_ids": True}
-            whole = await create(**asked, extra_body=ids)
-            (choice,) = whole.choices
+            full = await create(**asked, extra_body=ids)
+            (choice,) = full.choices
             assert choice.message.content == "hello (5)"
             assert choice.message.role == "assistant" and choice.finish_reason == "stop"
             tokens = choice.logprobs.content
@@ -51,14 +51,18 @@ def test_a_chat_and_its_stream_say_the_same() -> None:
             assert {token.logprob for token in tokens} == {-0.5}
             assert [top.token for top in tokens[0].top_logprobs] == ["h"], "only the sampled token's is known"
             chat = chat_format()
-            assert whole.prompt_token_ids == chat.render(HELLO)
+            assert full.prompt_token_ids == chat.render(HELLO)
             assert choice.token_ids == [*chat.encode("hello (5)"), end_of(chat)]
-            usage = (len(whole.prompt_token_ids), len(tokens), len(whole.prompt_token_ids) + len(tokens))
-            assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == usage
+            usage = (len(full.prompt_token_ids), len(tokens), len(full.prompt_token_ids) + len(tokens))
+            assert (
+                full.usage.prompt_tokens,
+                full.usage.completion_tokens,
+                full.usage.total_tokens,
+            ) == usage
 
             stream = await create(**asked, stream=True, stream_options={"include_usage": True}, extra_body=ids)
             *chunks, last = [chunk async for chunk in stream]
-            assert last.choices == [] and last.usage == whole.usage
+            assert last.choices == [] and last.usage == full.usage
             deltas = [chunk.choices[0].delta for chunk in chunks]
             assert deltas[0].role == "assistant"
             assert "".join(delta.content or "" for delta in deltas) == "hello (5)"
@@ -70,13 +74,13 @@ def test_a_chat_and_its_stream_say_the_same() -> None:
     in_time(test)
 
 
-def test_choices_are_kept_apart() -> None:
+def test_choices_are_separate() -> None:
     async def test() -> None:
         async with served() as there:
             create: Any = there.client().chat.completions.create
             asked = {"model": MODEL, "messages": HELLO, "n": 3, "seed": 5}
-            whole = await create(**asked)
-            texts = [choice.message.content for choice in whole.choices]
+            full = await create(**asked)
+            texts = [choice.message.content for choice in full.choices]
             assert texts == ["hello (5)", "hello (6)", "hello (7)"], "each has a seed of its own"
             streamed = ["", "", ""]
             async for chunk in await create(**asked, stream=True):
@@ -188,7 +192,7 @@ def test_a_call_belongs_to_the_session_that_it_names() -> None:
     in_time(test)
 
 
-def test_what_agents_send_beside_is_accepted() -> None:
+def test_further_keys_of_agents_are_accepted() -> None:
     harmless = {
         "frequency_penalty": 0,
         "logit_bias": None,

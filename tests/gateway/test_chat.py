@@ -48,12 +48,12 @@ def chats(draw: st.DrawFn) -> tuple[Messages, list[int]]:
     return messages, replies
 
 
-def turn_by_turn(chat: ChatFormat, messages: Messages, replies: Sequence[int], said: Sequence[str]) -> list[int]:
+def turn_by_turn(chat: ChatFormat, messages: Messages, replies: Sequence[int], texts: Sequence[str]) -> list[int]:
     """The prompt after the last message, put together from the first prompt, replies, and what follows each."""
     ids = chat.render(messages[: replies[0]], [CALC])
-    for place, until, text in zip(replies, [*replies[1:], len(messages)], said, strict=True):
+    for at, until, text in zip(replies, [*replies[1:], len(messages)], texts, strict=True):
         ids += [*chat.encode(text), end_of(chat)]
-        ids += chat.continue_(messages[place + 1 : until], [CALC], end_of(chat), messages[place])
+        ids += chat.continue_(messages[at + 1 : until], [CALC], end_of(chat), messages[at])
     return ids
 
 
@@ -68,20 +68,20 @@ def written(message: dict[str, Any], before: str, after: str) -> str:
 
 @given(chats())
 @settings(deadline=None)
-def test_turn_by_turn_makes_the_tokens_of_the_whole(chat_of: tuple[Messages, list[int]]) -> None:
+def test_turns_rendered_one_by_one_are_the_tokens_of_the_conversation(chat_of: tuple[Messages, list[int]]) -> None:
     messages, replies = chat_of
     chat = character_chat()
-    said = [written(messages[place], "<tool_call>", "</tool_call>") for place in replies]
-    assert turn_by_turn(chat, messages, replies, said) == chat.render(messages, [CALC])
+    texts = [written(messages[at], "<tool_call>", "</tool_call>") for at in replies]
+    assert turn_by_turn(chat, messages, replies, texts) == chat.render(messages, [CALC])
 
     # ChatML's text is the same as of the whole, too, and its tokens where the tokenizer cuts no pair across a turn.
     chat = byte_chat()
-    said = [written(messages[place], "\n<tool_call>\n", "\n</tool_call>") for place in replies]
-    ids = turn_by_turn(chat, messages, replies, said)
+    texts = [written(messages[at], "\n<tool_call>\n", "\n</tool_call>") for at in replies]
+    ids = turn_by_turn(chat, messages, replies, texts)
     assert chat.decode(ids, special=True) == chat.decode(chat.render(messages, [CALC]), special=True)
 
 
-def test_a_turn_that_was_cut_gets_its_end() -> None:
+def test_a_truncated_turn_gets_its_end() -> None:
     for chat in (character_chat(), byte_chat()):
         end = end_of(chat)
         after: Messages = [{"role": "user", "content": "more"}]
@@ -133,7 +133,7 @@ def byte_tokenizer_with(template: str) -> Any:
     return tokenizer
 
 
-def test_what_is_rendered_otherwise_when_more_follows_is_no_beginning() -> None:
+def test_a_turn_rendered_differently_when_more_follows_is_refused() -> None:
     tokenizer = character_tokenizer(64)
     after: Messages = [{"role": "user", "content": "b"}]
     for template, why in (
@@ -147,7 +147,7 @@ def test_what_is_rendered_otherwise_when_more_follows_is_no_beginning() -> None:
             ChatFormat(tokenizer).continue_(after, None, 1)
 
 
-def test_messages_that_say_the_same_are_the_same() -> None:
+def test_equivalent_messages_are_equal() -> None:
     one = called("1+1") | {"content": ""}
     other = json.loads(json.dumps(called("1+1"))) | {"refusal": None, "audio": None, "annotations": [], "name": None}
     other["tool_calls"][0]["function"]["arguments"] = '{\n "e":"1+1"}'
@@ -169,7 +169,7 @@ def test_messages_that_say_the_same_are_the_same() -> None:
         *({"role": "assistant", "tool_calls": ["calc"]}, {"role": "user", "content": "\ud800"}),
     ],
 )
-def test_what_is_no_message_is_said_to_be_none(message: Any) -> None:
+def test_malformed_messages_are_refused(message: Any) -> None:
     with pytest.raises(ChatError):
         character_chat().render([message])
 
@@ -261,7 +261,7 @@ def test_pieces_of_text_make_the_text(ids: list[int], cuts: list[int], stop: lis
     assert all(pieces)
 
 
-def test_half_a_character_and_what_may_become_a_stop_string_wait() -> None:
+def test_incomplete_characters_and_possible_stop_strings_are_held_back() -> None:
     chat, pieces = byte_chat(), []
     stream = TextStream(chat.decode, ["STOP"], pieces.append)
     for token in chat.encode("a😀ST, STOP it"):

@@ -38,18 +38,18 @@ async def closed(streams: Streams) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("said", [b"", b"POST /v1", HEAD + b"\r\n"])
-def test_a_head_has_a_deadline(said: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD + b"\r\n"])
+def test_a_head_has_a_deadline(sent: bytes) -> None:
     async def test() -> None:
         async with served(limits=replace(PATIENT, head_s=AT_ONCE)) as there:
             streams = await connect(there)
-            streams[1].write(said)
+            streams[1].write(sent)
             assert await closed(streams) == b""
 
     in_time(test)
 
 
-def test_a_further_head_has_one_too_and_so_has_what_nobody_wants_to_read() -> None:
+def test_later_heads_and_unread_answers_have_deadlines() -> None:
     async def test() -> None:
         async with served(limits=replace(PATIENT, head_s=AT_ONCE)) as there:
             second = await connect(there)
@@ -89,7 +89,7 @@ def test_a_declared_length_is_refused_before_the_body_is_sent() -> None:
     in_time(test)
 
 
-def test_of_too_many_connections_the_longest_idle_goes_and_who_is_served_stays() -> None:
+def test_above_the_cap_the_longest_idle_connection_is_closed_and_busy_ones_stay() -> None:
     async def test() -> None:
         engine = Engine(held=asyncio.Event())
         async with served(engine, limits=replace(PATIENT, most=50)) as there:
@@ -115,7 +115,7 @@ def test_of_too_many_connections_the_longest_idle_goes_and_who_is_served_stays()
     in_time(test)
 
 
-def test_who_does_not_read_is_closed() -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
     async def test() -> None:
         async with served(limits=replace(PATIENT, unread_s=AT_ONCE)) as there:
             gateway: Any = there.gateway
@@ -151,7 +151,7 @@ def test_the_cap_follows_from_the_limit_of_descriptors() -> None:
         assert under(100, hard).startswith(f"{MOST_CONNECTIONS} ")
 
 
-def test_a_lack_of_descriptors_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lack_of_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_FullOnce())

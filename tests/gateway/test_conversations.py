@@ -120,25 +120,25 @@ def play(
     recorded: dict[int, tuple[Segment, ...]] | None = None,
 ) -> tuple[Harness, HashModel, list[Segment], Rollout]:
     """Play rounds on a session of their own; the segments are those it told, in their order."""
-    model, told = HashModel(chat), []
+    model, reported = HashModel(chat), []
     session = Session(
         *("7-2", chat, model.generate, SAMPLING, LIMITS),
         fixed_sampling=True,
         recorded=recorded,
-        on_segments=told.extend,
+        on_segments=reported.extend,
     )
     harness = Harness(session)
     asyncio.run(harness.play(rounds))
     rollout = session.rollout()
     assert rollout is not None
-    return harness, model, told, rollout
+    return harness, model, reported, rollout
 
 
 @given(ROUNDS, st.sampled_from(["bytes", "characters"]))
 @settings(deadline=None, max_examples=80)
 def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list[list[Op]], which: str) -> None:
     chat = byte_chat() if which == "bytes" else character_chat()
-    harness, model, told, rollout = play(rounds, chat)
+    harness, model, reported, rollout = play(rounds, chat)
 
     # What the model was asked and what it said is what stands in the sequences: each reply once, and nothing else.
     asked = Counter((request.prompt_ids, tuple(reply.ids.tolist())) for request, reply in model.requests)
@@ -149,11 +149,11 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
         assert sequence.versions[0] == CONTEXT
 
     # A prompt begins with the very tokens of an earlier turn, if its messages begin with those of one.
-    said = list(zip(harness.conversations, harness.replies, strict=True))
-    for index, ((messages, tools), reply) in enumerate(said):
+    exchanges = list(zip(harness.conversations, harness.replies, strict=True))
+    for index, ((messages, tools), reply) in enumerate(exchanges):
         turns = {
             (len(before), (*earlier.prompt_ids, *earlier.token_ids))
-            for (before, had_tools), earlier in said[:index]
+            for (before, had_tools), earlier in exchanges[:index]
             if had_tools == tools and before == messages[: len(before)] and len(before) < len(messages)
         }
         longest = max((length for length, _ in turns), default=0)
@@ -162,38 +162,38 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
 
     # What was told is the rollout, segment for segment.
     record = Record()
-    record.tell(told)
+    record.add(reported)
     assert set(record.sequences) == {sequence.rollout_id for sequence in rollout.sequences}
     for sequence in rollout.sequences:
         known = TokenSequence.join(record.sequences[sequence.rollout_id].values())
         assert known.ids.tolist() == sequence.ids.tolist()
         assert known.versions.tolist() == sequence.versions.tolist()
         assert known.logprobs.tolist() == sequence.logprobs.tolist()
-    assert sum(len(segment.ids) for segment in told) == sum(len(s.ids) for s in rollout.sequences)
+    assert sum(len(segment.ids) for segment in reported) == sum(len(s.ids) for s in rollout.sequences)
 
 
 @given(ROUNDS, st.data())
 @settings(deadline=None, max_examples=60)
-def test_played_again_from_any_cut_it_is_the_same_and_nothing_recorded_is_sampled_again(
+def test_replayed_from_any_point_a_rollout_is_the_same_and_no_recorded_token_is_sampled_again(
     rounds: list[list[Op]], data: st.DataObject
 ) -> None:
-    _, model, told, rollout = play(rounds, byte_chat())
-    cut_at = data.draw(st.integers(0, len(told)))
+    _, model, reported, rollout = play(rounds, byte_chat())
+    cut_at = data.draw(st.integers(0, len(reported)))
     record = Record()
-    record.tell(told[:cut_at])
+    record.add(reported[:cut_at])
     recorded = record.recorded()
     # Of two calls that ask the same, the first to come may go on from what is recorded of the other.
     openings = [tuple(sequence.ids[: sequence.sampled.argmax()]) for sequence in rollout.sequences]
     taken = [openings[number] for number in recorded]
     assume(not any(opening in taken for number, opening in enumerate(openings) if number not in recorded))
 
-    _, again, told_again, same = play(rounds, byte_chat(), dict(recorded))
+    _, again, reported_again, same = play(rounds, byte_chat(), dict(recorded))
     assert list(tokens_of(same)) == list(tokens_of(rollout))
     kept = sum(len(s.ids) for parts in recorded.values() for s in parts if s.version != CONTEXT)
     assert len(again.sampled) == len(model.sampled) - kept
     assert not Counter(again.sampled) - Counter(model.sampled)
     # What is told now goes on where the record ends.
-    record.tell(told_again)
+    record.add(reported_again)
     for sequence in same.sequences:
         assert TokenSequence.join(record.sequences[sequence.rollout_id].values()).ids.tolist() == (
             sequence.ids.tolist()

@@ -54,7 +54,7 @@ def test_a_thousand_requests_at_once_are_all_answered() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_is_not_generated_for(stream: bool) -> None:
+def test_a_disconnected_clients_generation_is_cancelled(stream: bool) -> None:
     async def test() -> None:
         engine = Engine(held=asyncio.Event())
         async with served(engine) as there:
@@ -100,7 +100,7 @@ def test_a_session_that_ends_ends_its_calls() -> None:
     in_time(test)
 
 
-def test_a_failure_in_the_midst_of_a_stream_is_told_in_it() -> None:
+def test_a_failure_during_a_stream_is_reported_in_it() -> None:
     async def test() -> None:
         engine = Engine(held=asyncio.Event())
         async with served(engine) as there:
@@ -117,7 +117,7 @@ def test_a_failure_in_the_midst_of_a_stream_is_told_in_it() -> None:
     in_time(test)
 
 
-def test_stopping_tells_who_waits_and_leaves_no_task() -> None:
+def test_stopping_answers_waiting_clients_and_leaves_no_task() -> None:
     async def test() -> None:
         engine = Engine(held=asyncio.Event())
         before = asyncio.all_tasks()

@@ -28,9 +28,9 @@ def test_schemathesis_finds_no_fault(tmp_path: Path) -> None:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
             )
-            said, _ = await process.communicate()
-            assert process.returncode == 0, said.decode()
-            assert b"10 selected / 10 total" in said, said.decode()
+            output, _ = await process.communicate()
+            assert process.returncode == 0, output.decode()
+            assert b"10 selected / 10 total" in output, output.decode()
             assert (await there.http.get("/health")).status_code == 200
 
     in_time(test, seconds=400)

@@ -209,7 +209,7 @@ def test_keys_methods_sizes_and_sessions_by_header() -> None:
     in_time(test)
 
 
-def test_the_limits_of_a_session_are_told_and_remembered() -> None:
+def test_the_limits_of_a_session_are_reported_and_remembered() -> None:
     async def test() -> None:
         async with served() as there:
             session = there.session("7-0", max_calls=1)
@@ -241,7 +241,7 @@ def test_a_generation_that_fails_is_the_servers_error() -> None:
     in_time(test)
 
 
-def test_what_is_no_http_leaves_the_gateway_as_it_was() -> None:
+def test_bytes_that_are_not_http_do_not_harm_the_gateway() -> None:
     async def test() -> None:
         async with served() as there:
             host, port = there.gateway.url.removeprefix("http://").split(":")

@@ -39,8 +39,8 @@ class Model:
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
         self.requests.append(request)
         text = self.texts.pop(0)
-        whole = [*CHAT.encode(text), end_of(CHAT)]
-        ids = np.asarray(whole[: request.sampling.max_tokens], np.int32)
+        full = [*CHAT.encode(text), end_of(CHAT)]
+        ids = np.asarray(full[: request.sampling.max_tokens], np.int32)
         half, zeros = len(ids) // 2, np.zeros(len(ids), np.float32)
         if self.held is not None:
             assert on_segments is not None
@@ -50,7 +50,7 @@ class Model:
             await self.held.wait()
         if self.fails:
             raise GenerationFailed("no engine")
-        reason = "stop" if len(ids) == len(whole) else "length"
+        reason = "stop" if len(ids) == len(full) else "length"
         return Rollout(
             *(ids, zeros, np.full(len(ids), 4, np.int32)),
             rollout_id=request.rollout_id,
@@ -72,7 +72,7 @@ def run(work: Awaitable[Any]) -> Any:
     return asyncio.run(main())
 
 
-def test_what_a_request_says() -> None:
+def test_the_fields_of_a_request() -> None:
     model = Model("a", "b", "c", "d")
     fixed = session(model)
     run(fixed.chat(HELLO, None, CallOptions(max_tokens=7, temperature=0.1, seed=9, stop=("!",))))
@@ -117,7 +117,7 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
     assert [request.newest for request in model.requests] == [0, 4, 0], "versions of a sequence never fall"
 
 
-def test_texts_go_on_in_token_space() -> None:
+def test_texts_continue_in_token_space() -> None:
     model = Model("abc", "def", "ghi", "jkl", "mno")
     one = session(model)
     cut = CallOptions(max_tokens=3)
@@ -151,7 +151,7 @@ def test_texts_go_on_in_token_space() -> None:
         (lambda s: s.complete([5, 99], CallOptions()), 400, "invalid_value", False),
     ],
 )
-def test_what_is_refused(work: Callable[[Session], Any], status: int, code: str, failed: bool) -> None:
+def test_refused_calls(work: Callable[[Session], Any], status: int, code: str, failed: bool) -> None:
     one = session(Model(), limits=Limits(max_length=100, max_call_tokens=50, max_calls=4))
     with pytest.raises(SessionError) as error:
         run(work(one))
@@ -189,7 +189,7 @@ def test_limits_are_kept() -> None:
     assert error.value.code == "context_length_exceeded"
 
 
-def test_the_end_cancels_what_runs_and_refuses_what_comes() -> None:
+def test_the_end_cancels_running_calls_and_refuses_later_ones() -> None:
     async def main() -> None:
         model = Model("one", "two", "three")
         one = session(model)
@@ -212,11 +212,11 @@ def test_the_end_cancels_what_runs_and_refuses_what_comes() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_call_that_is_given_up_goes_on_when_it_is_repeated(how: str, n: int) -> None:
+def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int) -> None:
     async def main() -> None:
         record = Record()
         model = Model("first", *["second reply"] * 2 * n)
-        one = session(model, on_segments=record.tell)
+        one = session(model, on_segments=record.add)
         (first,) = await one.chat(HELLO, None, CallOptions())
         messages = [*HELLO, first.message, {"role": "user", "content": "?"}]
         model.held = asyncio.Event()
@@ -241,21 +241,21 @@ def test_a_call_that_is_given_up_goes_on_when_it_is_repeated(how: str, n: int) -
         assert rollout is not None
         assert len(rollout.sequences) == n, "in the sequence that it was in"
         for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
-            told = [token for part in parts for token in part.ids.tolist()]
-            assert told == sequence.ids.tolist()
+            reported = [token for part in parts for token in part.ids.tolist()]
+            assert reported == sequence.ids.tolist()
 
     run(main())
 
 
-def test_another_call_than_the_recorded_one_voids_what_was_recorded() -> None:
+def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens() -> None:
     record = Record()
     model = Model("first", "second")
-    one = session(model, on_segments=record.tell)
+    one = session(model, on_segments=record.add)
     (first,) = run(one.chat(HELLO, None, CallOptions(max_tokens=4)))
     run(one.chat([*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
 
     other = Model("something else")
-    again = session(other, recorded=record.recorded(), on_segments=record.tell)
+    again = session(other, recorded=record.recorded(), on_segments=record.add)
     (same,) = run(again.chat(HELLO, None, CallOptions()))
     assert same.token_ids == first.token_ids, "all there is, as the conversation went on after it"
     assert (same.versions == 4).all()
@@ -268,7 +268,7 @@ def test_another_call_than_the_recorded_one_voids_what_was_recorded() -> None:
     assert [token for part in parts for token in part.ids.tolist()] == rollout.ids.tolist()
 
 
-def test_a_recorded_reply_that_ended_with_any_end_token_is_whole() -> None:
+def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
     """The end tokens are the model's, and its tokenizer names one of them only."""
     chat = ChatFormat(character_tokenizer(100), end_tokens=frozenset({end_of(CHAT), CHAT.encode(".")[0]}))
     ids = np.asarray([*CHAT.encode("hello"), *CHAT.encode("done.")], np.int32)
@@ -281,14 +281,14 @@ def test_a_recorded_reply_that_ended_with_any_end_token_is_whole() -> None:
     assert rollout is not None and rollout.versions.tolist() == versions.tolist()
 
 
-def test_recorded_branches_are_found_in_whatever_order_they_begin() -> None:
+def test_recorded_branches_are_found_in_any_order() -> None:
     record, chats = Record(), [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
     model = HashModel(CHAT)
-    one = session(model, on_segments=record.tell)
+    one = session(model, on_segments=record.add)
     replies = [run(one.chat(chat, None, CallOptions()))[0] for chat in chats]
 
     again_model, record_again = HashModel(CHAT), Record()
-    again = session(again_model, recorded=record.recorded(), on_segments=record.tell)
+    again = session(again_model, recorded=record.recorded(), on_segments=record.add)
     for chat, reply in reversed(list(zip(chats, replies, strict=True))):
         assert run(again.chat(chat, None, CallOptions()))[0].token_ids == reply.token_ids
     assert again_model.sampled == []
@@ -296,11 +296,11 @@ def test_recorded_branches_are_found_in_whatever_order_they_begin() -> None:
     assert rollout is not None
     for sequence in rollout.sequences:
         record_again.sequences[sequence.rollout_id] = record.sequences[sequence.rollout_id]
-        told = [t for part in record.sequences[sequence.rollout_id].values() for t in part.ids.tolist()]
-        assert told == sequence.ids.tolist()
+        reported = [t for part in record.sequences[sequence.rollout_id].values() for t in part.ids.tolist()]
+        assert reported == sequence.ids.tolist()
 
 
-def test_a_template_that_cannot_go_on_gives_each_call_a_branch() -> None:
+def test_a_template_that_cannot_continue_gives_each_call_a_branch() -> None:
     tokenizer = character_tokenizer(100)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}"
     model = Model("a", "b")
@@ -332,7 +332,7 @@ def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:
     assert len(sessions) == 1
 
 
-def test_a_call_for_several_choices_that_meets_the_end_of_its_session_is_refused() -> None:
+def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused() -> None:
     async def test() -> None:
         model = Model("one", "two")
         one = session(model)
@@ -346,9 +346,9 @@ def test_a_call_for_several_choices_that_meets_the_end_of_its_session_is_refused
     asyncio.run(test())
 
 
-def test_what_a_turn_keeps_of_its_messages_does_not_grow_with_them() -> None:
+def test_a_turn_keeps_a_digest_of_its_messages() -> None:
     messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(100)]
-    whole, same, other = (_Conversation.of(said, None) for said in (messages, messages[:50], messages[1:]))
-    assert whole.end[0] == 101 and len(whole.end[1]) == len(same.end[1])
+    full, same, other = (_Conversation.of(said, None) for said in (messages, messages[:50], messages[1:]))
+    assert full.end[0] == 101 and len(full.end[1]) == len(same.end[1])
     kept = Turn(0, 0, same.end)
-    assert whole.covers(None, kept) == 51 and other.covers(None, kept) is None  # type: ignore[arg-type]
+    assert full.covers(None, kept) == 51 and other.covers(None, kept) is None  # type: ignore[arg-type]

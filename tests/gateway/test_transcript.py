@@ -16,21 +16,21 @@ def sampled(ids: list[int]) -> TokenSequence:
     return TokenSequence(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), np.full(len(ids), 7, np.int32))
 
 
-@given(prompt=IDS, streamed=IDS, whole=IDS)
-def test_what_was_told_is_what_the_reply_is_in_the_end(
-    prompt: list[int], streamed: list[int], whole: list[int]
+@given(prompt=IDS, streamed=IDS, sampled_ids=IDS)
+def test_the_reported_tokens_are_those_of_the_final_reply(
+    prompt: list[int], streamed: list[int], sampled_ids: list[int]
 ) -> None:
     """A reply may end in other tokens than those that came on the way, when it was generated again."""
-    told: list[Segment] = []
-    transcript = Transcript("0-0", {}, told.extend)
+    reported: list[Segment] = []
+    transcript = Transcript("0-0", {}, reported.extend)
     call = transcript.begin(None, prompt)
     on_the_way = sampled(streamed)
     transcript.grow(call, [Segment("0-0", 0, 7, on_the_way.ids, on_the_way.logprobs)])
-    transcript.end(call, sampled(whole), "stop", Turn(len(prompt) + len(whole), whole[-1], text=""))
-    heard: list[int] = []
-    for segment in told:
-        heard[segment.start :] = segment.ids.tolist()
-    assert heard[: len(prompt) + len(whole)] == prompt + whole
+    transcript.end(call, sampled(sampled_ids), "stop", Turn(len(prompt) + len(sampled_ids), sampled_ids[-1], text=""))
+    received: list[int] = []
+    for segment in reported:
+        received[segment.start :] = segment.ids.tolist()
+    assert received[: len(prompt) + len(sampled_ids)] == prompt + sampled_ids
     rollout = transcript.rollout(str)
     assert rollout is not None
-    assert rollout.ids.tolist() == prompt + whole
+    assert rollout.ids.tolist() == prompt + sampled_ids

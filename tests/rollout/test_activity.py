@@ -34,7 +34,7 @@ def test_silence_lasts_from_the_last_new_token(time: Time, clock: ActivityClock)
     assert silences == [5, 10, 0, 5, 10, 0]
 
 
-def test_an_idle_engine_is_not_silent_and_new_work_begins_anew(time: Time, clock: ActivityClock) -> None:
+def test_an_idle_engine_is_not_silent_and_new_work_starts_over(time: Time, clock: ActivityClock) -> None:
     clock.set_busy(True)
     time.now += 5
     assert clock.read(0).silent_s == 5
@@ -47,7 +47,7 @@ def test_an_idle_engine_is_not_silent_and_new_work_begins_anew(time: Time, clock
     assert clock.read(0).silent_s == 2
 
 
-def test_an_update_is_no_silence(time: Time, clock: ActivityClock) -> None:
+def test_an_update_is_not_silence(time: Time, clock: ActivityClock) -> None:
     clock.set_busy(True)
     clock.begin_update()
     time.now += 60
@@ -58,7 +58,7 @@ def test_an_update_is_no_silence(time: Time, clock: ActivityClock) -> None:
     assert (activity.silent_s, activity.paused_s) == (3, 60)
 
 
-def test_a_cancelled_rollouts_tokens_are_no_sign_of_life(time: Time, clock: ActivityClock) -> None:
+def test_tokens_of_a_cancelled_rollout_do_not_end_silence(time: Time, clock: ActivityClock) -> None:
     clock.set_busy(True)
     clock.read(500)
     time.now += 5
@@ -67,7 +67,7 @@ def test_a_cancelled_rollouts_tokens_are_no_sign_of_life(time: Time, clock: Acti
     assert clock.read(401).silent_s == 0
 
 
-def test_sums_begin_anew_with_each_report(time: Time, clock: ActivityClock) -> None:
+def test_sums_restart_with_each_report(time: Time, clock: ActivityClock) -> None:
     clock.set_busy(True)
     clock.add_ended(4)
     clock.add_ended(3)

@@ -55,7 +55,7 @@ async def begun(client: GenerationClient, *requests: RolloutRequest, **more: Any
     return tasks
 
 
-def whole(asked: RolloutRequest, *rest: Segment, reason: FinishReason = "stop") -> Rollout:
+def complete(asked: RolloutRequest, *rest: Segment, reason: FinishReason = "stop") -> Rollout:
     """What an engine answers to a request of which it generated the rest."""
     return finished(asked, rest, reason, text_of)
 
@@ -70,7 +70,7 @@ def at(client: GenerationClient, rollout_id: str) -> StandInEngine:
 # -- abort and continue
 
 
-def test_aborted_with_one_token_then_with_none_then_stopped() -> None:
+def test_an_abort_with_a_token_then_without_one_then_a_stop() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         (asking,) = await begun(client, request("a"))
@@ -78,7 +78,7 @@ def test_aborted_with_one_token_then_with_none_then_stopped() -> None:
         await engine.deliver(aborted=["a"])
         assert [asked.left for asked in engine.submitted] == [8, 7, 7]
         assert engine.submitted[1] == engine.submitted[2], "an abort without a token changes nothing"
-        await engine.deliver(whole(engine.submitted[2], segment("a", 1, 3, version=1)))
+        await engine.deliver(complete(engine.submitted[2], segment("a", 1, 3, version=1)))
         answer = await asking
         assert answer.ids.tolist() == [5, 6, 7, 8]
         assert answer.versions.tolist() == [0, 1, 1, 1]
@@ -89,7 +89,7 @@ def test_aborted_with_one_token_then_with_none_then_stopped() -> None:
     scene(check)
 
 
-def test_a_budget_that_is_spent_at_the_abort_ends_the_rollout_there() -> None:
+def test_a_budget_spent_at_the_abort_ends_the_rollout() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         (asking,) = await begun(client, request("a"))
@@ -105,7 +105,7 @@ def test_a_budget_that_is_spent_at_the_abort_ends_the_rollout_there() -> None:
     scene(check)
 
 
-def test_a_stop_string_over_a_boundary_ends_the_rollout_there() -> None:
+def test_a_stop_string_across_a_boundary_ends_the_rollout() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         asked = replace(request("a"), sampling=Sampling(1.0, 8, stop=("7><8",)))
@@ -134,7 +134,7 @@ def test_a_character_of_several_tokens_survives_a_boundary() -> None:
     assert finished(asked, [], "length", decode).text == "é🙂"
 
 
-def test_pauses_abort_everywhere_and_nothing_is_sent_before_the_resumption() -> None:
+def test_a_pause_aborts_on_every_engine_and_sends_nothing_before_the_resume() -> None:
     async def check(client: GenerationClient) -> None:
         first, second = actors(client)
         asking = await begun(client, request("a"), request("b"), request("c"))
@@ -156,7 +156,7 @@ def test_pauses_abort_everywhere_and_nothing_is_sent_before_the_resumption() -> 
         assert [last[name].left for name in ("a", "b", "c", "later-1", "later-2")] == [6, 6, 8, 8, 8]
         for name, asked in last.items():
             rest = segment(name, asked.generated, asked.left, version=3)
-            await at(client, name).deliver(whole(asked, rest, reason="length"))
+            await at(client, name).deliver(complete(asked, rest, reason="length"))
         answers = await asyncio.gather(*asking)
         assert [answer.versions.tolist()[:3] for answer in answers[:3]] == [[1, 2, 3], [1, 2, 3], [3, 3, 3]]
         assert all(answer.ids.tolist() == list(range(5, 13)) for answer in answers)
@@ -164,7 +164,7 @@ def test_pauses_abort_everywhere_and_nothing_is_sent_before_the_resumption() -> 
     scene(check, engines=2)
 
 
-def test_what_was_not_sent_at_the_pause_waits_unchanged() -> None:
+def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         engine.takes.clear()
@@ -186,7 +186,7 @@ def test_what_was_not_sent_at_the_pause_waits_unchanged() -> None:
     scene(check)
 
 
-def test_an_engine_that_does_not_abort_is_condemned_and_its_requests_go_on_elsewhere() -> None:
+def test_an_engine_that_does_not_abort_is_marked_dead_and_its_requests_continue_elsewhere() -> None:
     async def check() -> None:
         client = client_over(2, hang_s=0.01)
         first, second = actors(client)
@@ -206,7 +206,7 @@ def test_an_engine_that_does_not_abort_is_condemned_and_its_requests_go_on_elsew
     run(check())
 
 
-def test_an_engine_that_comes_back_in_a_pause_gets_nothing_before_its_end() -> None:
+def test_an_engine_that_restarts_during_a_pause_gets_nothing_before_the_resume() -> None:
     async def check() -> None:
         client = client_over(1)
         (engine,) = actors(client)
@@ -246,7 +246,7 @@ def test_a_failure_is_raised_after_the_retries() -> None:
     scene(check, retries=1)
 
 
-def test_a_caller_that_is_cancelled_frees_the_engine() -> None:
+def test_a_cancelled_caller_frees_the_engine() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         tasks = await begun(client, *(request(name) for name in ("a", "b", "waits", "stays")))
@@ -265,7 +265,7 @@ def test_a_caller_that_is_cancelled_frees_the_engine() -> None:
     scene(check, slots=1)
 
 
-def test_two_callers_may_not_use_one_id_at_a_time() -> None:
+def test_an_open_requests_id_is_refused() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         (first,) = await begun(client, request("a"))
@@ -277,19 +277,19 @@ def test_two_callers_may_not_use_one_id_at_a_time() -> None:
     scene(check)
 
 
-def test_callers_hear_of_their_own_tokens_and_the_journal_of_what_was_enqueued() -> None:
+def test_callers_get_their_own_tokens_and_the_journal_those_of_enqueued_requests() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
-        heard: list[Segment] = []
+        received: list[Segment] = []
         recorded: list[Segment] = []
         client.on_segments = recorded.extend
         calls = await begun(client, request("7-0/0"), request("quiet"), on_segments=None)
-        calls += await begun(client, request("7-1/0"), on_segments=heard.extend)
+        calls += await begun(client, request("7-1/0"), on_segments=received.extend)
         client.enqueue([request("7-2"), request(f"{EVALUATION}0")], lambda ended: None)
         await turns()
         news = [segment(name, 0, 2) for name in ("7-0/0", "7-1/0", "7-2", f"{EVALUATION}0")]
         await engine.deliver(segments=news)
-        assert heard == [news[1]]
+        assert received == [news[1]]
         assert recorded == [news[2]]
         for call in calls:
             call.cancel()
@@ -300,7 +300,7 @@ def test_callers_hear_of_their_own_tokens_and_the_journal_of_what_was_enqueued()
 # -- which engine, and when
 
 
-def test_an_engine_gets_little_more_than_it_runs_at_once_and_old_work_first() -> None:
+def test_an_engine_gets_slightly_more_than_it_runs_at_once_and_old_requests_first() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         names = [f"{number}" for number in range(1000)]
@@ -321,7 +321,7 @@ def test_an_engine_gets_little_more_than_it_runs_at_once_and_old_work_first() ->
     scene(check, slots=8)
 
 
-def test_what_waits_goes_to_whichever_engine_has_room() -> None:
+def test_waiting_requests_go_to_any_engine_with_room() -> None:
     async def check(client: GenerationClient) -> None:
         busy, quick = actors(client)
         tasks = await begun(client, *(request(f"{number}") for number in range(9)))
@@ -376,7 +376,7 @@ async def collected(client: GenerationClient, number: int) -> None:
 
 @given(data=st.data(), engines=st.integers(1, 2), budgets=st.lists(st.integers(1, 8), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=40)
-def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
+def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
     data: st.DataObject, engines: int, budgets: list[int]
 ) -> None:
     """Aborts, failures, deaths and pauses, with any number of tokens before them: nothing is lost or sampled twice."""
@@ -384,9 +384,9 @@ def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
     async def check() -> None:
         client = client_over(engines, retries=10_000, slots=2)
         requests = [request(f"r{number}", max_tokens=budget) for number, budget in enumerate(budgets)]
-        heard: list[Segment] = []
+        received: list[Segment] = []
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(client.generate(asked, heard.extend)) for asked in requests]
+            tasks = [group.create_task(client.generate(asked, received.extend)) for asked in requests]
             collectors = {number: group.create_task(collected(client, number)) for number in range(engines)}
             await turns()
             version = 0
@@ -399,12 +399,12 @@ def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
                 actor, pending = actors(client)[number], client.engines[number].pending
                 news, ends = [], []
                 for name, entry in pending.items():
-                    told = sum(len(part.ids) for part in entry.segments)
-                    start, left = entry.request.generated + told, entry.request.left - told
+                    reported = sum(len(part.ids) for part in entry.segments)
+                    start, left = entry.request.generated + reported, entry.request.left - reported
                     new = left if event == "finish" else data.draw(st.integers(0, left))
                     part = [segment(name, start, new, version=version)] if new else []
                     if event == "finish":
-                        ends.append(whole(entry.request, *entry.segments, *part, reason="length"))
+                        ends.append(complete(entry.request, *entry.segments, *part, reason="length"))
                     else:
                         news += part
                 gone = list(pending) if event in ("abort", "pause") else []
@@ -434,7 +434,7 @@ def test_whatever_engines_give_up_each_caller_gets_one_whole_rollout(
             assert sorted(answer.versions) == answer.versions.tolist()
         for actor in actors(client):
             assert all(asked.left > 0 for asked in actor.submitted)
-        ranges = [(part.rollout_id, token) for part in heard for token in range(part.start, part.end)]
+        ranges = [(part.rollout_id, token) for part in received for token in range(part.start, part.end)]
         assert len(ranges) == len(set(ranges)), "each token is told once"
 
     run(check())

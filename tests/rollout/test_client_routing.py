@@ -99,7 +99,7 @@ def test_requests_go_to_the_least_loaded_engine_all_at_once_and_only_once() -> N
     run(check())
 
 
-def test_a_failure_is_tried_again_on_the_spot_and_then_told() -> None:
+def test_a_failure_is_retried_immediately_and_then_reported() -> None:
     async def check() -> None:
         client = client_over(1, retries=2)
         (engine,) = actors(client)
@@ -121,7 +121,7 @@ def test_a_failure_is_tried_again_on_the_spot_and_then_told() -> None:
     run(check())
 
 
-def test_a_failed_rollout_goes_on_from_its_tokens() -> None:
+def test_a_failed_rollout_continues_from_its_tokens() -> None:
     async def check() -> None:
         client = client_over(1, retries=1)
         (engine,) = actors(client)
@@ -133,7 +133,7 @@ def test_a_failed_rollout_goes_on_from_its_tokens() -> None:
     run(check())
 
 
-def test_what_ends_together_is_told_together_to_each_owner_and_room_once() -> None:
+def test_results_that_end_together_are_reported_together_to_each_owner_and_room_once() -> None:
     async def check() -> None:
         client = client_over(1)
         (engine,) = actors(client)
@@ -173,7 +173,7 @@ def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
     run(check())
 
 
-def test_what_the_owner_enqueues_when_told_is_sent_at_once() -> None:
+def test_requests_enqueued_in_the_callback_are_sent_at_once() -> None:
     async def check() -> None:
         client = client_over(1)
         (engine,) = actors(client)
@@ -239,7 +239,7 @@ def test_tokens_are_progress_and_nothing_else_is() -> None:
     run(check())
 
 
-def test_an_error_of_the_owner_ends_the_collection() -> None:
+def test_an_error_in_the_owners_callback_ends_the_collection() -> None:
     async def check() -> None:
         client = client_over(1)
         (engine,) = actors(client)
@@ -259,7 +259,7 @@ def test_an_error_of_the_owner_ends_the_collection() -> None:
 # -- engines that are lost
 
 
-def test_the_requests_of_a_lost_engine_go_on_elsewhere_from_their_tokens() -> None:
+def test_requests_of_a_lost_engine_continue_elsewhere_from_their_tokens() -> None:
     async def check() -> None:
         client = client_over(2)
         first, second = actors(client)
@@ -347,7 +347,7 @@ def test_cancelled_requests_are_not_continued() -> None:
     run(check())
 
 
-def test_an_engine_that_falls_silent_is_lost_after_what_it_had_is_handed_on() -> None:
+def test_a_silent_engine_is_lost_after_its_results_are_delivered() -> None:
     async def check() -> None:
         client = client_over(1, hang_s=30.0)
         (engine,) = actors(client)
@@ -374,7 +374,7 @@ def test_an_engine_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch)
     run(check())
 
 
-def test_an_engine_that_does_not_take_requests_is_condemned() -> None:
+def test_an_engine_that_does_not_take_requests_is_marked_dead() -> None:
     async def check() -> None:
         client = client_over(2, hang_s=0.01)
         silent, other = actors(client)
@@ -407,7 +407,7 @@ def test_an_engine_that_is_lost_while_others_get_their_requests_gets_none() -> N
     run(check())
 
 
-def test_a_condemned_engine_is_lost_for_the_reason_it_was_condemned_for() -> None:
+def test_an_engine_marked_dead_is_lost_for_the_first_reason() -> None:
     async def check() -> None:
         client = client_over(2)
         first, second = actors(client)
@@ -425,7 +425,7 @@ def test_a_condemned_engine_is_lost_for_the_reason_it_was_condemned_for() -> Non
     run(check())
 
 
-def test_a_dead_engine_is_found_by_who_collects_from_it() -> None:
+def test_a_dead_engine_is_found_by_its_collector() -> None:
     async def check() -> None:
         client = client_over(1)
         (engine,) = actors(client)

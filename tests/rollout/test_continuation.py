@@ -35,39 +35,39 @@ def same(one: TokenSequence, other: TokenSequence) -> bool:
 
 
 @given(rollouts(), st.lists(st.integers(0, 30), max_size=5))
-def test_cut_anywhere_and_joined_a_rollout_is_itself_again(
+def test_a_rollout_split_anywhere_and_joined_is_unchanged(
     rollout: tuple[list[int], list[float], list[tuple[int, int]]], cuts: list[int]
 ) -> None:
     ids, logprobs, starts = rollout
-    whole = TokenSequence.join(split_by_version("1-0", 0, ids, logprobs, starts))
-    assert whole.ids.tolist() == ids
-    assert whole.logprobs.tolist() == logprobs
-    assert (np.diff(whole.versions[whole.versions != CONTEXT]) >= 0).all()
+    full = TokenSequence.join(split_by_version("1-0", 0, ids, logprobs, starts))
+    assert full.ids.tolist() == ids
+    assert full.logprobs.tolist() == logprobs
+    assert (np.diff(full.versions[full.versions != CONTEXT]) >= 0).all()
     for (version, first), last in zip(starts, [*(first for _, first in starts[1:]), len(ids)], strict=True):
-        assert set(whole.versions[first:last].tolist()) <= {version}
+        assert set(full.versions[first:last].tolist()) <= {version}
 
-    bounds = sorted({0, len(ids), *(place for place in cuts if place < len(ids))})
+    bounds = sorted({0, len(ids), *(at for at in cuts if at < len(ids))})
     pieces = [split_by_version("1-0", a, ids[a:b], logprobs[a:b], starts) for a, b in pairwise(bounds)]
     segments = [segment for piece in pieces for segment in piece]
-    assert same(TokenSequence.join(segments), whole)
+    assert same(TokenSequence.join(segments), full)
     assert all(len(segment.ids) > 0 for segment in segments)
-    again = whole.segments("1-0")
-    assert same(TokenSequence.join(again), whole)
+    again = full.segments("1-0")
+    assert same(TokenSequence.join(again), full)
     assert all(one.version != other.version for one, other in pairwise(again))
     assert [len(piece) > 0 for piece in pieces] == [True] * (len(bounds) - 1)
     for count in range(len(ids) + 1):
         begun = split_by_version("1-0", 0, ids[:count], logprobs[:count], starts)
-        assert same(whole.slice(0, count), TokenSequence.join(begun))
+        assert same(full.slice(0, count), TokenSequence.join(begun))
 
 
 @given(rollouts().filter(lambda rollout: len(rollout[0]) > 1), st.data())
-def test_only_a_whole_beginning_can_be_joined(
+def test_segments_with_gaps_or_overlaps_are_refused(
     rollout: tuple[list[int], list[float], list[tuple[int, int]]], data: st.DataObject
 ) -> None:
     ids, logprobs, starts = rollout
-    place = data.draw(st.integers(1, len(ids) - 1))
-    head = split_by_version("1-0", 0, ids[:place], logprobs[:place], starts)
-    tail = split_by_version("1-0", place, ids[place:], logprobs[place:], starts)
+    at = data.draw(st.integers(1, len(ids) - 1))
+    head = split_by_version("1-0", 0, ids[:at], logprobs[:at], starts)
+    tail = split_by_version("1-0", at, ids[at:], logprobs[at:], starts)
     for wrong in (tail, [*head, *head], [*tail, *head], [*head, *tail, *tail]):
         with pytest.raises(ValueError, match="segment from token"):
             TokenSequence.join(wrong)
@@ -78,12 +78,12 @@ def of_versions(*versions: int) -> list[Segment]:
 
 
 @pytest.mark.parametrize("versions", [(3, 3), (CONTEXT, 3, CONTEXT, 3, 4, CONTEXT), (CONTEXT, CONTEXT)])
-def test_given_tokens_stand_anywhere(versions: tuple[int, ...]) -> None:
+def test_context_may_be_anywhere(versions: tuple[int, ...]) -> None:
     assert TokenSequence.join(of_versions(*versions)).versions.tolist() == list(versions)
 
 
 @pytest.mark.parametrize("versions", [(4, 3), (4, CONTEXT, 3)])
-def test_versions_do_not_fall(versions: tuple[int, ...]) -> None:
+def test_versions_never_fall(versions: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="falls from weight version 4 to 3"):
         TokenSequence.join(of_versions(*versions))
 
@@ -93,21 +93,19 @@ def test_versions_do_not_fall(versions: tuple[int, ...]) -> None:
     generated=st.integers(0, 120),
     seed=st.none() | st.integers(0, 2**63 - 1),
 )
-def test_the_rest_fills_up_to_max_tokens_with_a_seed_of_its_own(
-    max_tokens: int, generated: int, seed: int | None
-) -> None:
-    whole = Sampling(0.7, max_tokens, seed, ("x",))
-    rest = rest_of(whole, generated)
+def test_the_rest_has_the_remaining_budget_and_another_seed(max_tokens: int, generated: int, seed: int | None) -> None:
+    full = Sampling(0.7, max_tokens, seed, ("x",))
+    rest = rest_of(full, generated)
     assert rest.max_tokens == max(max_tokens - generated, 0)
     assert (rest.temperature, rest.stop) == (0.7, ("x",))
-    assert rest == rest_of(whole, generated)
+    assert rest == rest_of(full, generated)
     if generated == 0:
-        assert rest == whole
+        assert rest == full
     elif seed is None:
         assert rest.seed is None
     else:
         assert rest.seed is not None and 0 <= rest.seed < 2**63
-        assert rest.seed not in (seed, rest_of(whole, generated + 1).seed)
+        assert rest.seed not in (seed, rest_of(full, generated + 1).seed)
 
 
 def characters(ids: list[int]) -> str:

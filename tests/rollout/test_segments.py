@@ -130,7 +130,7 @@ def test_segments_are_the_beginning_of_the_final_rollout(
         add(taken, bench.engine.segments(since()))
         at_pause.update(since())
 
-    names = [f"{version}-{place}" for place in range(32)]
+    names = [f"{version}-{number}" for number in range(32)]
 
     async def generate() -> list[Rollout]:
         await bench.publish(version - 1, policy)
@@ -155,13 +155,13 @@ def test_segments_are_the_beginning_of_the_final_rollout(
         assert at_pause[name] == (crossed[name].versions == version - 1).sum(), "all old tokens were in at the pause"
 
 
-def test_a_rollout_goes_on_where_another_engine_left_it(bench: Bench, runner: asyncio.Runner) -> None:
+def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, runner: asyncio.Runner) -> None:
     """Cut anywhere, a greedy rollout comes out the same; a sampled one keeps its beginning."""
 
     async def generate() -> None:
         await bench.publish(10, "keep")
         greedy = RolloutRequest("10-0", (3, 4, 5), Sampling(0.0, TOKENS))
-        whole, sampled = await asyncio.gather(bench.engine.generate(greedy), bench.engine.generate(request("10-1")))
+        full, sampled = await asyncio.gather(bench.engine.generate(greedy), bench.engine.generate(request("10-1")))
         await bench.publish(11, "recompute")
         for end in (1, 20, len(sampled.ids) - 1, len(sampled.ids)):
             prefix = Segment("10-1", 0, 10, sampled.ids[:end], sampled.logprobs[:end])
@@ -175,31 +175,31 @@ def test_a_rollout_goes_on_where_another_engine_left_it(bench: Bench, runner: as
             if len(again.ids) == end:
                 assert again.finish_reason == "length"
         await bench.publish(10, "recompute")
-        for end in (1, 17, len(whole.ids) - 1):
-            prefix = Segment("10-0", 0, 10, whole.ids[:end], whole.logprobs[:end])
+        for end in (1, 17, len(full.ids) - 1):
+            prefix = Segment("10-0", 0, 10, full.ids[:end], full.logprobs[:end])
             again = await bench.engine.generate(RolloutRequest("10-0", (3, 4, 5), greedy.sampling, (prefix,)))
-            assert again.ids.tolist() == whole.ids.tolist()
-            assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
-            assert np.abs(again.logprobs - whole.logprobs).max() < TOLERANCE
+            assert again.ids.tolist() == full.ids.tolist()
+            assert (again.text, again.finish_reason) == (full.text, full.finish_reason)
+            assert np.abs(again.logprobs - full.logprobs).max() < TOLERANCE
 
     runner.run(generate())
 
 
-def test_a_stop_string_across_the_cut_ends_the_rollout(bench: Bench, runner: asyncio.Runner) -> None:
+def test_a_stop_string_across_the_boundary_ends_the_rollout(bench: Bench, runner: asyncio.Runner) -> None:
     async def generate() -> None:
         await bench.publish(12, "keep")
-        whole = await bench.engine.generate(RolloutRequest("12-0", (3, 4, 5), Sampling(0.0, TOKENS)))
-        decode, ids = bench.engine._decode, whole.ids
+        full = await bench.engine.generate(RolloutRequest("12-0", (3, 4, 5), Sampling(0.0, TOKENS)))
+        decode, ids = bench.engine._decode, full.ids
         end, stop = next(
             (end, stop)
             for end in range(4, len(ids) - 4)
-            if len(stop := decode(ids[end - 2 : end + 2])) > 3 and whole.text.index(stop) == len(decode(ids[: end - 2]))
+            if len(stop := decode(ids[end - 2 : end + 2])) > 3 and full.text.index(stop) == len(decode(ids[: end - 2]))
         )
         sampling = Sampling(0.0, TOKENS, stop=(stop,))
         stopped = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling))
-        prefix = Segment("12-1", 0, 12, whole.ids[:end], whole.logprobs[:end])
+        prefix = Segment("12-1", 0, 12, full.ids[:end], full.logprobs[:end])
         again = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling, (prefix,)))
-        assert again.ids.tolist() == stopped.ids.tolist() == whole.ids[: end + 2].tolist()
+        assert again.ids.tolist() == stopped.ids.tolist() == full.ids[: end + 2].tolist()
         assert again.finish_reason == stopped.finish_reason == "stop"
 
     runner.run(generate())
@@ -229,7 +229,7 @@ class LocalEngine(Actor):
         return RemoteMethod(self, getattr(self._worker, method))
 
 
-def test_requests_come_whole_through_aborts_and_new_weights(
+def test_requests_survive_aborts_and_new_weights(
     bench: Bench, start: Callable[[], Bench], runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     """Six requests, two engines that run two each, two pauses in the middle, and other weights after each."""
@@ -243,12 +243,12 @@ def test_requests_come_whole_through_aborts_and_new_weights(
         client = GenerationClient(engines, slots=2, retries=0, hang_s=LIMIT_S, decode=bench.engine._decode)
         for engine in client.engines:
             engine.serving = True
-        heard: dict[str, list[Segment]] = {}
-        names = [f"50-{place}/0" for place in range(6)]
+        received: dict[str, list[Segment]] = {}
+        names = [f"50-{number}/0" for number in range(6)]
         asked = [RolloutRequest(name, (3 + n, 40, 50), Sampling(0.0, TOKENS)) for n, name in enumerate(names)]
         async with asyncio.TaskGroup() as tasks, asyncio.timeout(LIMIT_S):
             collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
-            answers = [tasks.create_task(client.generate(one, partial(add, heard))) for one in asked]
+            answers = [tasks.create_task(client.generate(one, partial(add, received))) for one in asked]
             for version in (51, 52):
                 for one in benches:  # both are in the middle of something
                     await until(lambda one=one: one.engine.segments(dict.fromkeys(names, 0)))
@@ -265,7 +265,7 @@ def test_requests_come_whole_through_aborts_and_new_weights(
             assert (len(rollout.ids), rollout.finish_reason) == (TOKENS, "length")
             assert rollout.text == bench.engine._decode(rollout.ids)
             assert np.array_equal(rollout.versions, np.sort(rollout.versions))
-            parts = heard.get(rollout.rollout_id, [])
+            parts = received.get(rollout.rollout_id, [])
             assert not parts or begins_with(rollout, parts)
             for version in set(rollout.versions.tolist()):
                 where = rollout.versions == version
@@ -293,14 +293,14 @@ async def stopped_core() -> AsyncIterator[psutil.Process]:
             core.send_signal(signal.SIGCONT)
 
 
-def test_an_engine_that_hangs_is_silent_and_goes_on(
+def test_a_hanging_engine_is_silent_and_continues_afterwards(
     bench: Bench, runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     async def check() -> None:
         await bench.publish(20, "keep")
         actor = worker(bench)
         taken: dict[str, list[Segment]] = {}
-        names = [f"20-{place}" for place in range(32)]
+        names = [f"20-{number}" for number in range(32)]
         await actor.submit([request(name) for name in names])
         await until(lambda: bench.engine.segments(dict.fromkeys(names, 0)))
         rollouts: list[Rollout] = []
@@ -337,7 +337,7 @@ def test_rollouts_survive_the_death_of_their_engine(
     async def check() -> None:
         doomed = start()
         await asyncio.gather(doomed.publish(30, "keep"), bench.publish(30, "recompute"))
-        names = [f"30-{place}" for place in range(32)]
+        names = [f"30-{number}" for number in range(32)]
         first = worker(doomed, segment_seconds=3600.0)
         await first.submit([request(name) for name in names])
         await until(lambda: doomed.engine.segments(dict.fromkeys(names, 0)))

@@ -86,7 +86,7 @@ def test_every_token_has_the_version_of_its_span() -> None:
     assert tokens.logprobs.tolist() == [0, -1, -2, -3, -4]
 
 
-def test_an_answer_goes_on_after_the_prefix() -> None:
+def test_an_answer_continues_after_the_prefix() -> None:
     prefix = Segment("7-0", 0, 6, np.array([50, 51], np.int32), np.zeros(2, np.float32))
     segments = _segments(request(prefix), answer(3, [(0, 1, 6), (1, 3, 7)]))
     assert [(segment.start, segment.end, segment.version) for segment in segments] == [(2, 3, 6), (3, 5, 7)]

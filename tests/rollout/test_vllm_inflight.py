@@ -28,7 +28,7 @@ def bounds(segments: list[Any]) -> list[tuple[str, int, int, int]]:
     return [(segment.rollout_id, segment.start, segment.end, segment.version) for segment in segments]
 
 
-def test_new_tokens_are_cut_where_the_version_changes() -> None:
+def test_new_tokens_are_split_where_the_version_changes() -> None:
     running = vllm(state(request_id("3-1", 0), 6, [("4", 0), ("5", 2), ("6", 5)]))
     assert bounds(running_segments(running, {"3-1": 0})) == [("3-1", 0, 2, 4), ("3-1", 2, 5, 5), ("3-1", 5, 6, 6)]
     assert bounds(running_segments(running, {"3-1": 3})) == [("3-1", 3, 5, 5), ("3-1", 5, 6, 6)]
@@ -43,7 +43,7 @@ def test_a_request_with_a_prefix_begins_after_it() -> None:
     assert bounds(running_segments(running, {"3-1": 12})) == [("3-1", 12, 13, 4), ("3-1", 13, 14, 5)]
 
 
-def test_only_what_was_asked_for_is_reported_and_every_token_counts() -> None:
+def test_only_requested_rollouts_are_reported_and_every_token_counts() -> None:
     running = vllm(
         state("probe-1", 1, [("4", 0)], logprobs=False),
         state(request_id("eval:2:greedy:0", 0), 5, [("4", 0)]),

@@ -118,7 +118,7 @@ async def submitted(worker: RolloutWorker, *names: str) -> StandInEngine:
     return engine  # type: ignore[no-any-return]
 
 
-def test_what_ended_is_delivered_once_and_in_order(worker: RolloutWorker) -> None:
+def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine = await submitted(worker, "a", "b", "c")
         engine.waiting["b"].set_result(rollout("b", tokens=2))
@@ -189,7 +189,7 @@ def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> 
     asyncio.run(check())
 
 
-def test_updating_an_idle_engine_holds_nobody_up(worker: RolloutWorker) -> None:
+def test_an_update_of_an_idle_engine_pauses_nothing(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine: Any = worker._engine
         engine.stall_s = 5.0
@@ -261,7 +261,7 @@ def test_a_rollout_that_ended_drops_its_segments(worker: RolloutWorker) -> None:
     asyncio.run(check())
 
 
-def test_a_failed_rollout_brings_what_it_had(worker: RolloutWorker) -> None:
+def test_a_failed_rollout_delivers_its_tokens(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine = await submitted(worker, "1-0", "1-1")
         engine.tokens = {"1-0": 4, "1-1": 5}
@@ -317,7 +317,7 @@ def test_an_engine_without_new_tokens_is_silent(worker: RolloutWorker) -> None:
     asyncio.run(check())
 
 
-def test_what_is_aborted_brings_its_tokens_once_and_has_not_failed(worker: RolloutWorker) -> None:
+def test_an_aborted_rollout_delivers_its_tokens_once_and_has_not_failed(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
         engine.tokens = {"1-0": 4, "eval:0:greedy:0": 3}
@@ -338,7 +338,7 @@ def test_what_is_aborted_brings_its_tokens_once_and_has_not_failed(worker: Rollo
     asyncio.run(check())
 
 
-def test_streamed_tokens_come_as_they_are_made_and_others_do_not(worker: RolloutWorker) -> None:
+def test_streamed_tokens_are_delivered_while_they_are_generated_and_others_are_not(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine = await submitted(worker, "1-0")
         collecting = asyncio.create_task(worker.collect(60.0))
@@ -358,9 +358,7 @@ def test_streamed_tokens_come_as_they_are_made_and_others_do_not(worker: Rollout
     asyncio.run(check())
 
 
-def test_an_end_that_somebody_waits_for_is_delivered_at_once(
-    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_awaited_end_is_delivered_at_once(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.rollout.worker.COALESCE_S", 3600.0)
 
     async def check() -> None:
@@ -378,6 +376,6 @@ def test_an_end_that_somebody_waits_for_is_delivered_at_once(
     asyncio.run(check())
 
 
-def test_stopping_before_the_start_is_no_error(worker: RolloutWorker) -> None:
+def test_stopping_before_the_start_is_not_an_error(worker: RolloutWorker) -> None:
     del worker._engine
     asyncio.run(worker.stop())

@@ -197,7 +197,7 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
 
 
-def test_bad_agents_fail_with_their_reasons_and_the_run_goes_on(runs: Runs) -> None:
+def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) -> None:
     kinds = ("never returns", "floods", "prints", "leaves children", "ends its process", "plays fair")
     parts = [write(runs, kind.replace(" ", "-"), 1 if kind != "plays fair" else 30, kind=kind) for kind in kinds]
     lines = [line for part in parts for line in (runs.folder / part).read_text().splitlines()]

@@ -162,7 +162,7 @@ def test_a_runs_model_is_served_and_a_kill_leaves_nothing(shared_runs: Runs) -> 
             server.end(signal.SIGKILL)
 
 
-def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
+def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     spec = runs.write_spec(model={"init": TINY, "warm_start": None})
     import socket
