@@ -62,7 +62,7 @@ class Orphans:
 def main(descriptor: int, pulse: int, owner_pid: int) -> None:
     """Load the task, then do what is asked until the owner closes the socket."""
     die_with(owner_pid)
-    adopt_orphans()
+    adopt_orphans()  # so that orphans of user code end with this process, not with another's (decision 0034)
     for inherited in (descriptor, pulse):
         os.set_inheritable(inherited, False)
     for stream in (sys.stdout, sys.stderr):

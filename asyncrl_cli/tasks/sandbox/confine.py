@@ -57,7 +57,7 @@ def landlock_version() -> int:
 
 
 def confine(setup: dict[str, Any]) -> list[str]:
-    """Give up all that ``setup`` says; returns the folders of packages, as they can be read from now on.
+    """Confine this process as ``setup`` says; returns the folders of packages, as they can be read from now on.
 
     Raises ``OSError`` when any of it fails: then nothing may be run.
     """
@@ -79,11 +79,14 @@ def confine(setup: dict[str, Any]) -> list[str]:
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         _limit(kind, limit)
+    # The order matters (decision 0021). The user first: without capabilities it cannot be changed any more. Landlock
+    # before the filter, which refuses Landlock's system calls and most of what these lines do.
     if uid:
         _become(uid)
         if uid != NOBODY:  # the kernel counts a user's threads, and `nobody` may have others
             _limit(resource.RLIMIT_NPROC, limits["processes"])
     _drop_capabilities()
+    # After the change of user, which clears it.
     _call("prctl PDEATHSIG", _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if setup["filter"] is not None:
         _call("prctl NO_NEW_PRIVS", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))

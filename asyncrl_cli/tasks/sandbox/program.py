@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _silence(setup: dict[str, Any]) -> None:
-    """From here on it is the code's, or the tests', own fault what happens."""
+    """From here on, whatever happens is caused by the code or the tests: no output, and limited memory."""
     os.dup2(1, 2)
     limit_memory(setup["limits"]["memory_mb"])
 
@@ -113,7 +113,7 @@ def _run_tests(setup: dict[str, Any]) -> None:
     peer = Tests(setup["reading"], setup["writing"])
     if peer.receive() != ["ready"]:
         raise ProtocolError("the process of the code has not started")
-    os.write(report, BEGAN)
+    os.write(report, BEGAN)  # before the memory limit: a failure until here is the sandbox's, later ones are the code's
     _silence(setup)
     try:
         solution = peer.ask("run", setup["code"])
