@@ -7,6 +7,7 @@ Saves, by setting, what every update came to, the gradient's norm by hand, and t
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -45,19 +46,20 @@ def main() -> None:
     build_gemma(gemma)
     ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
     results: dict[Any, Any] = {"far": {stage: far(spec, gemma, stage) for stage in (0, 3)}}
+    norm = norm_by_hand(spec, folder)
     for setting in SETTINGS:
         trainer = spec.trainer.model_copy(update=setting)
         changed = spec.model_copy(update={"trainer": trainer})
         results[tuple(setting.values())] = {
             "spoilt": train(changed, folder, int(rank), ["good", "loss", "good", "gradient", "good"]),
             "good": train(changed, folder, int(rank), ["good"] * 3),
-            "norm": norm_by_hand(changed, folder),
+            "norm": norm,
         }
     slow = spec.trainer.optimizer.model_copy(update={"learning_rate": 2e-5})
     for stage in range(4):
         trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16", "optimizer": slow})
         changed = spec.model_copy(update={"trainer": trainer})
-        results["slow", stage] = {count: train(changed, folder, int(rank), ["good"] * count) for count in (0, 1, 30)}
+        results["slow", stage] = train(changed, folder, int(rank), ["good"] * 30, keep=(0, 1))
     torch.save(results, out)
 
 
@@ -98,13 +100,17 @@ def rows(rank: int, microbatch: int) -> tuple[Any, Any, Any]:
     return ids, mask, torch.randn(ids.shape, generator=generator)
 
 
-def train(spec: ExperimentSpec, folder: Path, rank: int, updates: list[str]) -> dict[str, Any]:
-    import torch
-
+def train(
+    spec: ExperimentSpec, folder: Path, rank: int, updates: list[str], keep: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """What became of each update, and the weights in the end and after ``keep`` updates."""
     engine = ds.start_engine(spec, str(folder))
     last = spec.trainer.ranks - 1
-    made = []
+    made: list[Any] = []
+    kept = {}
     for kind in updates:
+        if len(made) in keep:
+            kept[len(made)] = weights_of(engine, spec)
         before = state(engine)
         for microbatch in range(MICROBATCHES):
             engine.set_gradient_accumulation_boundary(microbatch == MICROBATCHES - 1)
@@ -112,20 +118,24 @@ def train(spec: ExperimentSpec, folder: Path, rank: int, updates: list[str]) -> 
             logprobs = engine(ids, mask)
             loss = (logprobs * weights).sum()
             if kind == "loss" and rank == last and microbatch == 0:
-                loss = loss + torch.inf  # its gradient is as before
+                loss = loss + math.inf  # its gradient is as before
             if kind == "gradient" and rank == last and microbatch == 1:
                 loss = loss + (0 * logprobs).abs().sqrt().sum()  # 0, with a gradient of NaN
             backward(engine, loss)
         result = step(engine)
         after = state(engine)
-        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        same = len(before) == len(after) and all(one.equal(other) for one, other in zip(before, after, strict=True))
         made.append((kind, result, same))
-    named = list(engine.module.model.named_parameters())
-    with ds.gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
-        weights = {name: parameter.detach().clone() for name, parameter in named}
+    weights = weights_of(engine, spec)
     dtypes = {parameter.dtype for parameter in engine.basic_optimizer.state}
     engine.destroy()
-    return {"updates": made, "weights": weights, "optimized": dtypes}
+    return {"updates": made, "weights": weights, "kept": kept, "optimized": dtypes}
+
+
+def weights_of(engine: Any, spec: ExperimentSpec) -> dict[str, Any]:
+    named = list(engine.module.model.named_parameters())
+    with ds.gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
+        return {name: parameter.detach().clone() for name, parameter in named}
 
 
 def state(engine: Any) -> list[Any]:

@@ -23,7 +23,7 @@ def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:
     return Checkpoint.at(folder / "step-000007")
 
 
-def test_an_export_takes_nobodys_place(tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(RunError, match="the model cannot be written"):
         export_model(Checkpoint(tmp_path / "step-000001", 1), "", Path("/proc/models/mine"), None)

@@ -128,7 +128,7 @@ def test_weights_and_sums_match_their_definitions(
 
 @settings(deadline=None)
 @given(**SIZES, correction=CORRECTIONS, columns=st.integers(0, 3))
-def test_rows_padding_garbage_and_cuts_change_nothing(
+def test_rows_padding_garbage_and_splits_change_nothing(
     seed: int, rows: int, tokens: int, spread: float, correction: CorrectionSpec, columns: int
 ) -> None:
     case = matrices(seed, rows, tokens, spread)

@@ -83,7 +83,7 @@ def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, p
     ],
     ids=lambda overrides: overrides[0].removeprefix("algorithm.preset="),
 )
-def test_what_ranks_tell_each_other_makes_their_number_no_matter(tmp_path: Path, overrides: list[str]) -> None:
+def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides: list[str]) -> None:
     """Penalties in the reward, whitened advantages and a critic take sums over ranks before the first update."""
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()

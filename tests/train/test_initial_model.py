@@ -86,7 +86,7 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("init", "said"),
+    ("init", "message"),
     [
         (ModelInit(architecture="qwen33"), "did you mean `qwen3`"),
         (ModelInit(architecture="vit"), "no causal language model of type 'vit'"),
@@ -105,8 +105,8 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
         (ModelInit(architecture="qwen3", tokenizer="/no/such/folder"), "no tokenizer could be loaded"),
     ],
 )
-def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, init: ModelInit, said: str) -> None:
-    with pytest.raises(ModelInitError, match=said) as caught:
+def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, init: ModelInit, message: str) -> None:
+    with pytest.raises(ModelInitError, match=message) as caught:
         write_model_stub(init, 64, tmp_path / "model")
     assert caught.value.hint
     assert not (tmp_path / "model").exists()

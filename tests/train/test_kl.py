@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_divergence_that_the_docstring_names() -> Non
     torch.testing.assert_close(expected["k3"], forward)
 
 
-def test_distances_are_cut_where_exp_would_overflow() -> None:
+def test_distances_are_clamped_before_exp_would_overflow() -> None:
     far = torch.tensor([1e4, -1e4])
     for name, estimate in KL.items():
         assert estimate(far, torch.zeros(2)).isfinite().all(), name

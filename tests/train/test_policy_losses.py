@@ -134,7 +134,7 @@ def test_cispo_clips_weights_of_either_sign_and_keeps_gradients(advantage: float
     assert found == ([True, True, True], [True, False, False], [False, False, True])
 
 
-def test_gspo_clips_sequences_as_a_whole() -> None:
+def test_gspo_clips_full_sequences() -> None:
     """One far token among three; their mean is what is clipped, and which gradients are lost."""
     logprobs = torch.tensor([[0.6, 0.0, 0.0], [0.9, 0.0, 0.0]]).requires_grad_()
     ones = torch.ones(2, 3)

@@ -57,7 +57,7 @@ def test_match_the_sums_of_the_papers(seed: int, rows: int, tokens: int, gamma: 
 
 @settings(deadline=None)
 @given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"])
-def test_the_reward_stands_at_the_last_token_that_counts(seed: int, rows: int, tokens: int) -> None:
+def test_the_reward_is_at_the_last_token_that_counts(seed: int, rows: int, tokens: int) -> None:
     case = rewards_and_values(seed, rows, tokens)
     mask, rewards = case["mask"], case["rewards"][:, 0]
     expected = np.zeros(mask.shape, dtype=np.float32)

@@ -131,7 +131,7 @@ def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: An
 
 
 @pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
-def test_how_the_work_is_cut_up_changes_nothing(models: Any, algorithm: dict[str, Any]) -> None:
+def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str, Any]) -> None:
     small, large = (
         experiment_of(algorithm=algorithm, trainer={"tokens_per_microbatch": tokens}) for tokens in (16, 10_000)
     )
@@ -219,7 +219,7 @@ def test_no_gap_is_shown_where_none_was_measured(models: Any) -> None:
     assert not any(name.startswith("engine/") for name in metrics)
 
 
-def test_a_kl_penalty_in_the_reward_is_taken_off_the_whole_rollout(models: Any) -> None:
+def test_a_kl_penalty_in_the_reward_is_summed_over_the_rollout(models: Any) -> None:
     """Rewards less the summed penalties, worked out by hand, give the same gradient."""
     policy, reference, _ = models
     batch = batch_of(1)
@@ -241,7 +241,7 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_the_whole_rollout(models: Any) 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_whitened_advantages_are_of_the_whole_step(models: Any) -> None:
+def test_advantages_are_whitened_over_the_step(models: Any) -> None:
     """Rewards that are shifted and scaled teach the same."""
     spec = experiment_of(algorithm={"preset": "reinforce_pp", "kl_coef": 0.0})
     batch = batch_of(4)
@@ -262,7 +262,7 @@ def test_while_the_critic_warms_up_the_policy_stays(models: Any) -> None:
     assert gradient.numel() == sum(parameter.numel() for parameter in value_model.parameters())
 
 
-def test_overlong_responses_lose_reward_and_cut_ones_may_be_left_out() -> None:
+def test_overlong_responses_lose_reward_and_truncated_ones_may_be_masked() -> None:
     batch = batch_of(2)
     spec = experiment_of(algorithm={"preset": "dapo", "overlong_buffer": 0.5})
     recorded = torch.tensor([group.rewards for group in batch.groups], dtype=torch.float64)

@@ -24,7 +24,7 @@ def test_text_survives_the_round_trip(text: str) -> None:
 
 @given(st.lists(st.text(CHARACTERS.replace("<", "")), max_size=4))
 @settings(deadline=None)
-def test_tokens_of_parts_are_the_tokens_of_the_whole(parts: list[str]) -> None:
+def test_tokens_of_parts_are_the_tokens_of_the_text(parts: list[str]) -> None:
     assert [token for part in parts for token in TOKENIZER.encode(part)] == TOKENIZER.encode("".join(parts))
 
 

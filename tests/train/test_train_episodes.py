@@ -196,7 +196,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation:
     assert expected.abs().max() > 1e-3
 
 
-def test_what_is_said_of_given_tokens_changes_nothing(policy: Policy) -> None:
+def test_log_probs_of_context_tokens_change_nothing(policy: Policy) -> None:
     spec = experiment(pipeline={"weight_update": "recompute"})
 
     def spoilt(of: Rollout) -> Rollout:

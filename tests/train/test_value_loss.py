@@ -55,7 +55,7 @@ def test_matches_the_formula(seed: int, rows: int, tokens: int, spread: float, c
 
 @settings(deadline=None)
 @given(**CASES, columns=st.integers(0, 3))
-def test_rows_padding_and_cuts_change_nothing(
+def test_rows_padding_and_splits_change_nothing(
     seed: int, rows: int, tokens: int, spread: float, clip: float | None, columns: int
 ) -> None:
     case = matrices(seed, rows, tokens, spread)

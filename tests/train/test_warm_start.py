@@ -72,7 +72,7 @@ def test_the_loss_falls_and_the_result_repeats_to_the_bit(initial: Path, tmp_pat
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-def test_what_comes_out_is_a_whole_model_directory(initial: Path, tmp_path: Path) -> None:
+def test_the_result_is_a_complete_model_directory(initial: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     warm_start(initial, TASK, WarmStart(steps=1, batch_size=2, threads=1), 32, 0, tmp_path)

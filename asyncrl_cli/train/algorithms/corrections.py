@@ -86,7 +86,7 @@ def correct(
     """The weight of each token, and statistics.
 
     Log-ratios are clamped to ±20, sums of them over a row too. A row's tokens are those that count. The rules of the
-    spec refuse a ``correction`` with settings without effect.
+    spec refuse a ``correction`` with settings without effect (decision 0036).
 
     Args:
         proximal_logprobs: [rows, tokens]. With ``proximal`` behaviour, where both sides would be the same, those of the
