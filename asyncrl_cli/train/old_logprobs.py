@@ -88,7 +88,7 @@ def precompute(
                     penalties.append(algorithm.kl_coef * kl.masked_fill(~padded.response_mask, 0.0))
             results += minibatch.precomputed
         rewards = rewards.to(engine.device)
-        if objective.advantage is None or algorithm.advantage == "none":
+        if objective.advantage is None:
             _by_token(objective, rows, results, rewards, penalties)
         else:
             _by_rollout(objective, rows, results, rewards, penalties)

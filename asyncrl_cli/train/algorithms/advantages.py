@@ -8,8 +8,8 @@ Matrices of rewards are [groups, group_size]; those of tokens are right-padded, 
 (mask true: the policy sampled them) are steps of an episode. Others, such as a tool's answer, are skipped: the step
 after a token is the next token that counts, and no discount is lost between them.
 
-Invariants: a group whose rewards are all equal has advantages of exactly zero (``none`` has no baseline and is the
-exception), and so has a group of one. Where the mask is false results are 0, whatever the arguments hold there, NaN
+Invariants: with a group as the baseline, one whose rewards are all equal has advantages of exactly zero, and so has a
+group of one. Where the mask is false results are 0, whatever the arguments hold there, NaN
 included. Everything is computed in float64 and returned in the dtype of the first argument.
 """
 
@@ -65,18 +65,12 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return (_centred(rewards) * (size / max(1, size - 1))).to(rewards.dtype)
 
 
-def no_baseline(rewards: Tensor) -> Tensor:
-    """The reward itself, as for REINFORCE++ (arXiv 2501.03262), where the batch is the baseline (``whiten``)."""
-    return check_rewards(rewards).clone()
-
-
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "group_norm": group_norm,
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
-    "none": no_baseline,
 }
-"""By the names that a spec uses."""
+"""By the names that a spec uses; ``none`` and ``gae`` are ``rewards_to_go`` and ``gae``, of tokens."""
 
 
 def check_rewards(rewards: Tensor) -> Tensor:
@@ -138,7 +132,10 @@ def last_token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def rewards_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + γ·G of the next token that counts; [rows, tokens] like both arguments."""
+    """G_t = r_t + γ·G of the next token that counts; [rows, tokens] like both arguments.
+
+    For REINFORCE++ (arXiv 2501.03262), where the step is the baseline (``whiten``).
+    """
     return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0)[0]  # with values of 0 it is just that
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_code import import_user_module
-from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
 from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, AdvantageFunction
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
@@ -20,7 +20,7 @@ Function = TypeVar("Function")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The functions that an ``AlgorithmSpec`` names. ``advantage`` is None where a critic estimates advantages."""
+    """The functions that an ``AlgorithmSpec`` names. ``advantage`` is None where a group is not the baseline."""
 
     algorithm: AlgorithmSpec
     advantage: AdvantageFunction | None
@@ -34,7 +34,7 @@ class Objective:
         Raises ``ConfigError`` when one cannot be imported, or does not take the arguments that it is called with.
         """
         advantage = None
-        if not algorithm.needs_critic:
+        if algorithm.advantage not in ("none", GAE):
             advantage = _function(ADVANTAGES, algorithm.advantage, "algorithm.advantage", search_path, ("rewards",))
         loss = _function(POLICY_LOSSES, algorithm.loss, "algorithm.loss", search_path, LOSS_ARGUMENTS)
         return cls(algorithm, advantage, loss, KL[algorithm.kl_estimator])
