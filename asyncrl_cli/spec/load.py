@@ -57,7 +57,7 @@ def load_spec(
     references: dict[tuple[str, ...], str] = {}
     root = layers.read(str(path), data)
     if recorded:
-        translate(root)
+        translate(root)  # Before the overrides, which have the present names.
     spec = _load(root, overrides, layers, references)
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
@@ -90,12 +90,13 @@ def _load(
     problems = layers.problems
     for assignment in overrides:
         root = override(root, assignment, problems)
+    # Before the rules, which look at the files, and before the spec is written to another folder.
     for name, is_path in _path_keys().items():
         root = root.changed(name.split("."), partial(_absolute, is_path=is_path))
     for name, key in keys().items():
         if key.opens is key.field.annotation:  # A section that is null has its defaults.
             root = root.changed(name.split("."), lambda node: None if node.value is None else node)
-    references.update(root.references())
+    references.update(root.references())  # After the paths: a reference to a relative path has its folder, too.
     blamed = [problem.path for problem in problems]
 
     def add(problem: Problem, key: bool) -> None:
