@@ -290,7 +290,7 @@ class TrackingSpec(Section):
     """Write TensorBoard's event files to the run's folder. Needs the extra `tensorboard`."""
     wandb: WandbSpec | None = None
     """Log metrics to Weights & Biases. Default: do not."""
-    monitors: list[Annotated[str, pattern(MODULE_NAME, "is not module:Class")]] = Field(default_factory=list)
+    monitors: list[Annotated[str, pattern(MODULE_NAME, "must be module:Class")]] = Field(default_factory=list)
     """Your own monitors, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in modules beside
     the spec or on Python's path."""
 
