@@ -6,7 +6,6 @@ evaluations and the newest faults, each by an index, and never walks through gro
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
 from asyncrl_cli.inspect.decoding import Decoder, TokenShown, open_decoder, prompt_text, reference_text, tokens_of
 from asyncrl_cli.inspect.pages import duration, moment, number
+from asyncrl_cli.journal.events import metrics_of
 from asyncrl_cli.journal.history import evaluations, newest_batch, newest_failures, newest_steps
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot
@@ -62,7 +62,7 @@ def look(run: RunDirectory, now: float | None = None) -> Shown:
 def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: float) -> Shown:
     where = progress(connection)
     newest = newest_steps(connection, TREND_STEPS)
-    recent = [json.loads(one.metrics or "{}") for one in newest]
+    recent = [metrics_of(one.metrics) for one in newest]
     metrics = recent[-1] if recent else {}
     accuracy: dict[str, list[float]] = {}
     for one in sorted(evaluations(connection), key=lambda one: one.kind):

@@ -22,6 +22,15 @@ STALL = "stall"
 """The kind of failure in the journal that is no fault: a part has been waiting for long."""
 
 
+RENAMED_METRICS = {"response/cut": "response/truncated_ratio", "data/retired_prompts": "data/filtered_prompts"}
+"""Names of metrics in journals of earlier versions, and the present ones."""
+
+
+def metrics_of(text: str | None) -> dict[str, float]:
+    """The column ``metrics``, by today's names."""
+    return {RENAMED_METRICS.get(name, name): value for name, value in json.loads(text or "{}").items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """The first group and the first step (from 0) of which anything can still happen."""
@@ -53,7 +62,7 @@ class Event:
     def facts(self) -> dict[str, Any]:
         """All fields but the time, as JSON has them."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "at"}
-        return {name: json.loads(value or "{}") if name == "metrics" else value for name, value in values.items()}
+        return {name: metrics_of(value) if name == "metrics" else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Start, Step
+from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Start, Step, metrics_of
 from asyncrl_cli.journal.progress import Progress, progress
 
 SHARES = ("share/trainer_busy", "share/engines_busy", "share/engines_paused")
@@ -103,8 +102,7 @@ def first_start(connection: sqlite3.Connection) -> float:
 def step_metrics(connection: sqlite3.Connection, step: int) -> dict[str, float]:
     """The metrics of a step (from 0); empty when they are not recorded."""
     found = connection.execute("SELECT metrics FROM batches WHERE step = ?", (step,)).fetchone()
-    metrics: dict[str, float] = json.loads(found[0]) if found and found[0] else {}
-    return metrics
+    return metrics_of(found[0]) if found else {}
 
 
 def metrics_rows(connection: sqlite3.Connection) -> Iterator[dict[str, float]]:
@@ -114,13 +112,13 @@ def metrics_rows(connection: sqlite3.Connection) -> Iterator[dict[str, float]]:
         "(SELECT coalesce(max(version), 0) FROM publishes WHERE publishes.step <= batches.step + 1) "
         "FROM batches WHERE metrics IS NOT NULL"
     ):
-        yield {"step": step, "version": version, "time": at, **json.loads(metrics)}
+        yield {"step": step, "version": version, "time": at, **metrics_of(metrics)}
 
 
 def _work(connection: sqlite3.Connection) -> Work:
     sums: defaultdict[str, float] = defaultdict(float)
     for (text,) in connection.execute("SELECT metrics FROM batches WHERE metrics IS NOT NULL ORDER BY step"):
-        metrics = json.loads(text)
+        metrics = metrics_of(text)
         seconds = metrics.get("time/step_s", 0.0)
         sums["steps"] += 1
         sums["seconds"] += seconds

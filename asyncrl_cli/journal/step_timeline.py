@@ -8,14 +8,13 @@ Steps are counted from 0 here, as in the journal. Times are unix seconds.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from asyncrl_cli.journal.events import Checkpoint, Start
+from asyncrl_cli.journal.events import Checkpoint, Start, metrics_of
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import BufferSettings
@@ -62,10 +61,6 @@ def first_publish(connection: sqlite3.Connection) -> PublishSpan | None:
     return PublishSpan(version, at - seconds, at, stall_s)
 
 
-_RENAMED = {"response/cut": "response/truncated_ratio", "data/retired_prompts": "data/filtered_prompts"}
-"""Today's names of metrics that older runs recorded under others."""
-
-
 def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[StepSpan]:
     """The trained steps, one at a time, in order."""
     rows = connection.execute(
@@ -76,7 +71,7 @@ def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[S
         {"every": publish_every},
     )
     for step, version, taken_at, reported_at, text, published, at, seconds, stall_s in rows:
-        metrics = {_RENAMED.get(name, name): value for name, value in json.loads(text or "{}").items()}
+        metrics = metrics_of(text)
         trained_until = taken_at + metrics.get("time/train_s", max(0.0, reported_at - taken_at - (seconds or 0.0)))
         publish = None
         if published is not None:
