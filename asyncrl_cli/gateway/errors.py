@@ -15,6 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from asyncrl_cli.gateway.session import SessionError
+from asyncrl_cli.rollout.client import GenerationFailed
+
 CLIENT_GONE = 499
 """The status under which metrics count answers whose client has left. Never sent."""
 
@@ -56,9 +59,6 @@ class ApiError(Exception):
 
 def as_api_error(error: BaseException) -> ApiError:
     """The answer to an exception; an unexpected one is logged with its traceback."""
-    from asyncrl_cli.gateway.session import SessionError
-    from asyncrl_cli.rollout.client import GenerationFailed
-
     if isinstance(error, BaseExceptionGroup):  # several prompts in one request
         return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
@@ -106,13 +106,6 @@ def install(app: FastAPI) -> None:
         )
         return answer.response(error.headers)
 
-    for kind in _expected():
+    for kind in (ApiError, SessionError, GenerationFailed):
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(HTTPException, http_error)
-
-
-def _expected() -> tuple[type[Exception], ...]:
-    from asyncrl_cli.gateway.session import SessionError
-    from asyncrl_cli.rollout.client import GenerationFailed
-
-    return ApiError, SessionError, GenerationFailed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,26 +18,17 @@ class Metrics:
     """Counters in a registry of their own, so that two gateways in a process stay apart."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "asyncrl_gateway_requests", "Requests answered.", ["path", "status"], registry=self.registry
-        )
-        self.errors = Counter(
-            "asyncrl_gateway_errors", "Requests answered with an error.", ["status"], registry=self.registry
-        )
-        self.prompt_tokens = Counter(
-            "asyncrl_gateway_prompt_tokens", "Tokens of the prompts of answered requests.", registry=self.registry
-        )
-        self.generated_tokens = Counter(
-            "asyncrl_gateway_generated_tokens", "Tokens generated for answered requests.", registry=self.registry
-        )
-        self.in_flight = Gauge("asyncrl_gateway_in_flight", "Requests being answered.", registry=self.registry)
+        prefix = "asyncrl_gateway"
+        registry = self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        self.requests = counter(f"{prefix}_requests", "Requests answered.", ["path", "status"])
+        self.errors = counter(f"{prefix}_errors", "Requests answered with an error.", ["status"])
+        self.prompt_tokens = counter(f"{prefix}_prompt_tokens", "Tokens of the prompts of answered requests.")
+        self.generated_tokens = counter(f"{prefix}_generated_tokens", "Tokens generated for answered requests.")
+        self.in_flight = Gauge(f"{prefix}_in_flight", "Requests being answered.", registry=registry)
+        description = "From a request's arrival to the end of its answer."
         self.seconds = Histogram(
-            "asyncrl_gateway_request_seconds",
-            "From a request's arrival to the end of its answer.",
-            ["path"],
-            buckets=BUCKETS_S,
-            registry=self.registry,
+            f"{prefix}_request_seconds", description, ["path"], buckets=BUCKETS_S, registry=registry
         )
 
     def used(self, usage: Usage) -> None:
