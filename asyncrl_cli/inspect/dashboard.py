@@ -1,7 +1,7 @@
 """The panel that shows a run on a terminal: the live view of `asyncrl train`, and `asyncrl watch` from outside.
 
-What it shows is plain data (``Shown``), which either fills in from where it stands; a row of which nothing is known is
-left out. Texts of a run are text: neither markup of rich nor control characters of a terminal.
+What it shows is plain data (``Shown``); a row without data is left out. Texts of a run are text: neither markup of rich
+nor control characters of a terminal.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Shown:
         now: what it is doing.
         metrics: of the newest step; empty before the first. ``trends`` has the last values of those in ``TRENDS``.
         accuracy: held-out accuracies by kind of evaluation, oldest first.
-        remaining_s: seconds to the last step, if that can be told.
+        remaining_s: seconds to the last step, if that can be estimated.
         trainer: what the trainer does, if that is known.
-        due: groups that are not taken, by their deadline; None where nobody asked the buffer.
+        due: groups that are not taken, by their deadline; None where the buffer was not asked.
         faults: the newest ones, a line each.
     """
 

@@ -28,7 +28,7 @@ SHARES = {
 
 
 def history_page(run: RunDirectory, history: History | None) -> Page:
-    """Without a history (there is no journal yet) the page says how the run was started and stands."""
+    """Without a history (there is no journal yet) the page has the start of the run and its state."""
     state, manifest = run.state, run.manifest
     document: dict[str, Any] = {
         "run": run.run_id,
@@ -167,15 +167,15 @@ def as_json(event: Event) -> str:
 
 
 def as_line(event: Event) -> str:
-    """Local time, kind, and the fields that have something to say."""
+    """Local time, kind, and the fields that are not empty."""
     facts = event.facts()
     metrics = facts.pop("metrics", {})
     if "begun_at" in facts:
         facts["seconds"] = event.at - facts.pop("begun_at")
-    told = [f"{name} {_shown(value)}" for name, value in facts.items() if value not in (None, "")]
-    told += [f"{name} {number(value)}" for name, value in metrics.items() if name in ("reward/mean", "train/loss")]
+    shown = [f"{name} {_shown(value)}" for name, value in facts.items() if value not in (None, "")]
+    shown += [f"{name} {number(value)}" for name, value in metrics.items() if name in ("reward/mean", "train/loss")]
     at = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return f"{at}  {event.name:10}  {', '.join(told)}"
+    return f"{at}  {event.name:10}  {', '.join(shown)}"
 
 
 def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Iterator[Event]:

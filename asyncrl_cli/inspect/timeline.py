@@ -48,7 +48,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 TraceEvent = Mapping[str, Any]
 
 RUN, TRAINER, ROLLOUTS, ENGINES = 1, 2, 3, 4
-"""Ids of the processes; the engines' go on from that of the first."""
+"""Ids of the processes; those of the engines count on from the first."""
 LOADS = 1
 """The first track of an engine; its lanes follow."""
 STEPS, EVALUATIONS, CHECKPOINTS, FAULTS, STARTS = 1, 2, 3, 4, 5

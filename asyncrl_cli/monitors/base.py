@@ -1,4 +1,4 @@
-"""Monitors: what is told of a run while it runs.
+"""Monitors: objects that are notified of what happens in a run.
 
 The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors, and so can a class of the
 user's be (``tracking.monitors``). ``reporter`` calls them, and keeps the promise that none of them delays a run or ends
@@ -66,7 +66,7 @@ class Ending:
 
 
 class Monitor:
-    """Told of a run while it runs. A subclass overrides what it wants to know; everything else does nothing.
+    """Notified of what happens in a run. A subclass overrides the methods it needs; the others do nothing.
 
     The calls come in the order of the events. A monitor that raises is switched off for the rest of the run.
     """

@@ -93,7 +93,7 @@ class QuietView(Monitor):
 
 
 class LiveView(Monitor):
-    """The panel, drawn over itself: what `asyncrl watch` sees of the run, under what the loop says that it does."""
+    """The panel, drawn over itself: what `asyncrl watch` sees of the run, under the current activity of the loop."""
 
     def __init__(self, live: Live, run: RunDirectory) -> None:
         self._live = live
@@ -102,8 +102,8 @@ class LiveView(Monitor):
         self._seen = Shown("")
 
     def look(self) -> None:
-        """See how the run stands. Raises nothing, and may be called on a thread of its own."""
-        with suppress(Exception):  # whatever is wrong with the disk or the terminal, training goes on
+        """Read the state of the run. Raises nothing, and may be called on another thread."""
+        with suppress(Exception):  # whatever is wrong with the disk or the terminal, training continues
             self._seen = look(self._run)
             self._draw()
 
@@ -126,7 +126,7 @@ class LiveView(Monitor):
 
 @contextmanager
 def looking(view: LiveView) -> Iterator[None]:
-    """Have the view look again and again on a thread of its own, so that no disk keeps the loop waiting."""
+    """Have the view look repeatedly, on its own thread: no disk delays the loop."""
     ended = Event()
 
     def look_on() -> None:
@@ -167,7 +167,7 @@ def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = F
 
 
 class _Canvas:
-    """The file that rich draws to: pictures for an outlet."""
+    """The file that rich draws to: frames for an outlet."""
 
     encoding = "utf-8"
 
@@ -194,7 +194,7 @@ def screen(out: Outlet) -> Console:
     from rich.console import Console, ConsoleDimensions
 
     class Screen(Console):
-        @property  # type: ignore[misc]  # rich's can be set, and nobody sets it
+        @property  # type: ignore[misc]  # rich's can be set, but never is
         def size(self) -> ConsoleDimensions:
             return ConsoleDimensions(*out.size)
 

@@ -1,7 +1,7 @@
-"""Notices to a webhook and to a command: the run finished, failed, or has waited for something for long.
+"""Notices to a webhook and to a command: the run finished, failed, or has been waiting for long.
 
-Invariant: a notice holds nothing up and ends nothing. Each is delivered from a thread of its own within a limit, and
-one that cannot be is warned of. Notices of a run's end are waited for, so that they go out before the process ends.
+Invariant: a notice delays nothing and ends nothing. Each is delivered from its own thread within a time limit, and a
+failure is a warning. Notices of a run's end are waited for, so that they go out before the process ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOG = "logs/notify.log"
 
 
 class Notifier(Monitor):
-    """Tells whoever ``spec`` names. Safe to be called from an event loop: nothing blocks but ``finish``."""
+    """Sends notices as ``spec`` says. Safe to be called from an event loop: nothing blocks but ``finish``."""
 
     name = "notify"
 
@@ -68,10 +68,10 @@ class Notifier(Monitor):
     def finish(self, ending: Ending) -> None:
         if ending.phase == "finished":
             self.tell("finish", ending.message)
-        elif ending.phase == "failed":  # whoever interrupts a run knows of it
+        elif ending.phase == "failed":  # the user who interrupts a run knows of it
             self.tell("failure", ending.message)
             if self.pending:
-                self._warn(f"the run failed: {ending.message}")  # the error itself is shown when all this has ended
+                self._warn(f"the run failed: {ending.message}")  # the error itself is shown after all deliveries
         self.wait()
 
     def wait(self) -> None:
@@ -87,7 +87,7 @@ class Notifier(Monitor):
         def work() -> None:
             try:
                 deliver(*arguments)
-            except Exception as error:  # whatever it is, the run goes on
+            except Exception as error:  # whatever it is, the run continues
                 self._warn(hide(f"notify: {error}"))
 
         self._under_way = [thread for thread in self._under_way if thread.is_alive()]
@@ -154,4 +154,4 @@ def _execute(command: str, notice: Mapping[str, Any], log: Path) -> None:
             process.wait()
             raise TimeoutError(f"the command took more than {COMMAND_S:.0f} s and was ended") from None
     if process.returncode:
-        raise OSError(f"the command ended with {process.returncode}; {LOG} has what it said")
+        raise OSError(f"the command ended with {process.returncode}; its output is in {LOG}")

@@ -24,7 +24,7 @@ from asyncrl_cli.system.logs import redirect_output
 PATIENCE_S = 3.0
 """Seconds that the end of a run waits for a reader that does not read."""
 LINES, FRAMES = 10_000, 100
-"""Lines, or pictures of a panel, that wait for a reader."""
+"""Lines, or frames of a panel, that wait for a reader."""
 STANDARD = (1, 2)
 """Standard output and standard error."""
 
@@ -60,7 +60,7 @@ class Outlet:
         return self.draw(text, text)
 
     def draw(self, text: str, lines: str = "") -> int:
-        """``write`` for a picture that the next one replaces: only ``lines`` are counted when it is dropped."""
+        """``write`` for a frame that the next one replaces: only ``lines`` are counted when it is dropped."""
         limit = LINES if lines else FRAMES
         with self._drawing:
             self._waiting.append(lines)
@@ -103,12 +103,12 @@ class Outlet:
 
     def _write(self, text: str, lines: str) -> None:
         missing = self.lost - self._noticed if self._notices else 0
-        notice = f"! {missing} lines of output are missing here: nobody read them in time\n" if missing else ""
+        notice = f"! {missing} lines of output are missing here: they were not read in time\n" if missing else ""
         try:
             _write_all(self._descriptor, (notice + text).encode(errors="backslashreplace"))
         except OSError:
-            # The reader is gone, the terminal hung up, or the disk is full. Nobody can be told here, and the run
-            # must go on; the lines are counted.
+            # The reader is gone, the terminal hung up, or the disk is full. Nothing can be shown here, and the run
+            # must continue; the lines are counted.
             self._failed += lines.count("\n")
             self._lost_text.append(lines)
         else:

@@ -33,7 +33,7 @@ AGAIN_S = 5.0
 
 
 def ray_name(metric: str) -> str:
-    """A metric's name as Ray is told it: no characters but letters, digits and underscores."""
+    """A metric's name for Ray: no characters but letters, digits and underscores."""
     return "asyncrl_" + re.sub(r"[^A-Za-z0-9]+", "_", metric)
 
 
@@ -46,7 +46,7 @@ class RayMetrics(Monitor):
         """``warn`` shows what went wrong."""
         self._run = run
         self._limits = {"stop_steps": spec.stop.steps, "max_staleness": spec.pipeline.max_staleness}
-        self._own_cluster = spec.cluster.address is None  # who runs another one has told Prometheus of it
+        self._own_cluster = spec.cluster.address is None  # Prometheus knows clusters that runs join
         self._warn = warn
         self._made: dict[str, Any] = {}
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # of gauges, by name and tags

@@ -30,7 +30,7 @@ Call = Callable[[Monitor], object]
 
 
 class _Member:
-    """A monitor of the list; with a thread of its own unless its calls return at once."""
+    """A monitor of the list; with its own thread unless its calls return at once."""
 
     def __init__(self, monitor: Monitor, in_thread: bool, switched_off: Callable[[str, str, str], None]) -> None:
         self.monitor = monitor
@@ -90,7 +90,7 @@ class Reporter:
         self.join(console)
 
     def join(self, monitor: Monitor, in_thread: bool = False) -> None:
-        """Have a monitor told from now on: ``in_thread`` unless its calls return at once."""
+        """Notify a monitor from now on: ``in_thread`` unless its calls return at once."""
         if self._run is None:
             run, spec = self._recorder.run, resolved_spec(self._recorder.run)
             self._run = RunInfo(run.run_id, run.path, setting(spec, "stop.steps", self._recorder.state.steps), spec)

@@ -83,7 +83,7 @@ def test_the_picture_shows_any_group_at_all(finished: int, running: int, per_cel
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_buffer_stands_by_deadlines_and_fits(width: int) -> None:
+def test_the_buffer_is_shown_by_deadline_and_fits(width: int) -> None:
     shown = lines(SHOWN, width)
     assert all(len(line) <= width for line in shown)
     buffer = [line for line in shown if "by version" in line]

@@ -55,7 +55,7 @@ def test_held_out_accuracy_decides() -> None:
     assert (said[:13], tone) == ("Inconclusive:", "plain")
 
 
-def test_a_run_that_lost_what_it_had_learned_is_told() -> None:
+def test_a_run_whose_accuracy_fell_again_says_so() -> None:
     said, tone = learned([], [evaluation(0, 0.2), evaluation(50, 0.95), evaluation(100, 0.6)], {})
     assert tone == "plain"
     assert said.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in said

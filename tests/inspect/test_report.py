@@ -123,7 +123,7 @@ def test_the_page_answers_the_four_questions(run: RunDirectory) -> None:
     assert "Faults: 1 × engine; the first: engine-0: </script>" in answers
 
 
-def test_every_chart_is_a_figure_of_plotly_with_a_place_on_the_page(run: RunDirectory) -> None:
+def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDirectory) -> None:
     from plotly.graph_objects import Figure  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     page = render([summarize(run)])
@@ -162,7 +162,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, monkeypatch: pyt
     assert "too few steps" in text and "No step is trained yet" in text and "process died" in text
 
 
-def test_a_page_is_written_whole(tmp_path: Path) -> None:
+def test_a_page_is_written_atomically(tmp_path: Path) -> None:
     write("page", tmp_path / "new" / "report.html")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
 
@@ -404,7 +404,7 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
     assert chart.data[0]["error_y"]["array"] == pytest.approx([0.1] * 3)
 
 
-def test_what_never_changes_is_said_and_not_drawn() -> None:
+def test_constant_metrics_are_listed_and_not_drawn() -> None:
     flat = course(30).series | {"response/truncated_ratio": (0.0,) * 30}
     found = curve_charts({"run": course(30, series=flat)})
     assert found.constant == {"Truncated responses (share)": 0.0}

@@ -193,7 +193,7 @@ def test_a_filter_and_a_step_choose_among_the_rollouts(run: RunDirectory, record
     assert pager.wanted == "wrong" and "reward 0" in pager.page().plain
 
 
-def test_tokens_are_told_apart_without_colours() -> None:
+def test_tokens_differ_without_colours() -> None:
     token = TokenShown("a", -0.01, 4, 0)
 
     def shown(style: str) -> str:

@@ -131,7 +131,7 @@ def test_weights_and_biases_offline_has_steps_evaluations_and_the_spec(tmp_path:
 # -- the user's own
 
 
-def test_the_example_of_the_documentation_is_told_of_the_run(tmp_path: Path) -> None:
+def test_the_example_of_the_documentation_works(tmp_path: Path) -> None:
     page = (DOCS / "watching.md").read_text()
     code = next(block for block in page.split("```python\n")[1:] if "(Monitor)" in block).split("```")[0]
     (tmp_path / "my_monitors_example.py").write_text(code)

@@ -29,7 +29,7 @@ def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(0, "the rest"), (1, "1 step"), (12, "12 steps")])
-def test_what_was_not_sent_is_kept_and_how_to_send_it_is_said(tmp_path: Path, steps: int, kept: str) -> None:
+def test_unsent_steps_are_kept_and_the_note_says_how_to_send_them(tmp_path: Path, steps: int, kept: str) -> None:
     run = RunDirectory(tmp_path)
     for step in range(1, steps + 1):
         run.append("metrics.jsonl", {"step": step, "time": float(step), "loss": 0.5})

@@ -125,7 +125,7 @@ def test_a_webhook_that_never_finishes_its_answer_is_not_waited_for(
         ]
 
 
-def test_only_what_is_asked_for_is_told(run: RunDirectory, hook: Hook) -> None:
+def test_only_requested_events_are_sent(run: RunDirectory, hook: Hook) -> None:
     spec = NotifySpec(webhook=hook.address, on=["finish"])
     for event in ("finish", "failure", "stall"):
         told(spec, run, event)
@@ -155,7 +155,7 @@ def test_a_command_gets_the_notice_and_is_no_part_of_the_run(
 
 
 def test_a_command_that_fails_is_warned_of(run: RunDirectory) -> None:
-    assert told(NotifySpec(command="exit 3"), run) == [f"notify: the command ended with 3; {LOG} has what it said"]
+    assert told(NotifySpec(command="exit 3"), run) == [f"notify: the command ended with 3; its output is in {LOG}"]
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(
@@ -174,12 +174,12 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(
     assert time.monotonic() - before < 30, "and not because the sleep was over"
 
 
-def test_both_are_told_and_neither_waits_for_the_other(run: RunDirectory, hook: Hook, tmp_path: Path) -> None:
+def test_webhook_and_command_do_not_wait_for_each_other(run: RunDirectory, hook: Hook, tmp_path: Path) -> None:
     spec = NotifySpec(webhook=hook.address, command=f"touch {tmp_path}/told; exit 1")
     assert len(told(spec, run)) == 1 and hook.got.qsize() == 1 and (tmp_path / "told").exists()
 
 
-def test_a_stall_is_warned_of_and_told(run: RunDirectory, hook: Hook) -> None:
+def test_a_stall_is_shown_and_sent(run: RunDirectory, hook: Hook) -> None:
     out = io.StringIO()
     reporter = Reporter(Recorder(run, pytest.fail), PlainView(10, out))
     reporter.join(Notifier(NotifySpec(webhook=hook.address, on=["stall"]), run, pytest.fail))

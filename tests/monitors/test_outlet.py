@@ -123,7 +123,7 @@ def test_a_full_disk_below_the_logs_does_not_hide_how_the_run_ended(tmp_path: Pa
     assert process.stdout.startswith("step 1\n")
 
 
-def test_on_a_terminal_that_stands_still_lines_are_counted_and_pictures_are_not() -> None:
+def test_on_a_stopped_terminal_lines_are_counted_and_frames_are_not() -> None:
     reader, writer = os.pipe()
     out = Outlet(writer, notices=False)
     for _ in range(3 * LINES):
@@ -157,7 +157,7 @@ def in_the_way(run: RunDirectory) -> Path:
     return path
 
 
-def test_a_file_that_is_replaced_whole_is_complete_again_after_a_success(tmp_path: Path) -> None:
+def test_a_replaced_file_is_complete_again_after_a_success(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
     hindrance = in_the_way(run)
     warnings: list[str] = []

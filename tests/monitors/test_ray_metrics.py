@@ -90,7 +90,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
-def test_whatever_the_reporter_is_told_ray_is_told(noted: Noted, run: RunDirectory) -> None:
+def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -> None:
     reporter = Reporter(Recorder(run, pytest.fail), QuietView(io.StringIO()))
     reporter.join(RayMetrics(run, SPEC, pytest.fail))
     assert dict(noted.values) == {"asyncrl_stop_steps": 40, "asyncrl_max_staleness": 2}
@@ -137,7 +137,7 @@ def test_a_gauge_is_set_again_and_a_counter_is_not(
     assert noted.values == before
 
 
-def test_whatever_goes_wrong_is_said_once_and_ends_nothing(noted: Noted, run: RunDirectory) -> None:
+def test_errors_are_shown_once_and_end_nothing(noted: Noted, run: RunDirectory) -> None:
     said: list[str] = []
     metrics = RayMetrics(run, SPEC, said.append)
     noted.broken = True
@@ -151,7 +151,7 @@ def test_whatever_goes_wrong_is_said_once_and_ends_nothing(noted: Noted, run: Ru
     assert noted.values["asyncrl_step"] == 3
 
 
-def test_prometheus_is_told_of_the_nodes_that_have_an_agent(
+def test_prometheus_targets_are_the_nodes_with_an_agent(
     noted: Noted, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes: list[dict[str, Any]] = [

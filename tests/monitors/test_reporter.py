@@ -70,7 +70,7 @@ def test_warnings_reach_the_screen(tmp_path: Path) -> None:
     assert out.getvalue().endswith("! engine-0: the process died\n")
 
 
-def test_mlflow_is_told_of_steps_and_evaluations_after_they_are_on_disk(tmp_path: Path) -> None:
+def test_mlflow_is_notified_after_steps_and_evaluations_are_on_disk(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
     sent: list[tuple[int, dict[str, float]]] = []
 
@@ -157,7 +157,7 @@ def test_a_monitor_that_raises_is_switched_off_with_one_warning_and_a_row(
     assert reporter.notes == {sound.name: "all is well"}
 
 
-def test_a_monitor_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.monitors.reporter.PATIENCE_S", {"failed": 0.1})
     monkeypatch.setattr("asyncrl_cli.monitors.reporter.CALLS", 3)
     run, out, wait = RunDirectory.create(tmp_path, "test"), io.StringIO(), Event()
@@ -174,7 +174,7 @@ def test_a_monitor_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pyte
     wait.set()
 
 
-def test_monitors_that_are_named_finish_first_and_are_told_nothing_more(tmp_path: Path) -> None:
+def test_named_monitors_finish_first_and_get_no_further_calls(tmp_path: Path) -> None:
     recorder = Recorder(RunDirectory.create(tmp_path, "test"), pytest.fail)
     console, early = Heard(), Heard("nothing")
     reporter = Reporter(recorder, console)

@@ -214,7 +214,7 @@ def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirect
     assert table["response"].tolist() == ["yes"]
 
 
-def test_a_server_that_never_answers_holds_the_end_up_for_no_longer_than_its_limit(
+def test_a_server_that_never_answers_delays_the_end_by_its_limit_at_most(
     whole: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = set(threading.enumerate())
@@ -250,7 +250,7 @@ def test_a_killed_run_sends_no_report_for_it_has_no_time(whole: RunDirectory, tm
 # -- in its actor
 
 
-def test_the_driver_only_nudges_and_a_killed_process_starts_again(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_killed_tracker_starts_again_and_sends_the_rest(run: RunDirectory, tmp_path: Path) -> None:
     import tempfile
 
     import psutil

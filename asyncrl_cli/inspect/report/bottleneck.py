@@ -39,15 +39,15 @@ FEW_STEPS = 10
 TRAINER_BOUND = 0.85
 """Training and publishing together: from this share of the time on, nothing else can have mattered much."""
 PUBLISHING_MINOR = 0.25
-"""Up to this part of the above, publishing is not a cause of its own."""
+"""Up to this part of the above, publishing is not a separate cause."""
 IDLE = 0.5
-"""Engines that had requests for less of the time than this had nothing to do while the trainer waited."""
+"""Engines that had requests for less of the time than this were idle while the trainer waited."""
 BOUND_BY_DISK = 0.5
-"""A journal that was written for more of the time than this holds commits up."""
+"""A journal that was written for more of the time than this delays commits."""
 WORTH_IT = 0.05
 """A larger bound is suggested when it may save this share of the run's time."""
 WASTED = 0.1
-"""Groups generated in vain are mentioned from this many per trained group on."""
+"""From this many per trained group on, groups that were generated but not trained are mentioned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Circumstances:
         max_staleness: the bound.
         episodic: whether rollouts are episodes of an environment or an agent.
         steps: trained steps.
-        rejected, requeued: groups that were generated in vain, per trained group.
+        rejected, requeued: groups that were generated but not trained, per trained group.
         most_rollouts: the most rollouts that ran at once.
         estimates: for larger bounds, ascending; empty when the run cannot be simulated.
     """
@@ -235,10 +235,10 @@ def _quoted(run: Circumstances) -> list[str]:
 
 
 def _more_generation(activity: Activity, run: Circumstances) -> list[str]:
-    return [*_in_vain(run), *_faster_engines(activity, run)]
+    return [*_not_trained(run), *_faster_engines(activity, run)]
 
 
-def _in_vain(run: Circumstances) -> Iterator[str]:
+def _not_trained(run: Circumstances) -> Iterator[str]:
     if run.rejected >= WASTED:
         yield (
             f"For each trained group, {run.rejected:.2f} were rejected (`asyncrl inspect buffer` has the reasons): "

@@ -1,7 +1,7 @@
 """The report's charts over the course of runs, as figures of plotly.js: dicts that become JSON.
 
 Each curve carries its x values three times (``xs``), and the page's script shows the ones that are chosen. Colours that
-depend on light or dark are the script's. Nothing is told by colour alone: several metrics of a run differ by their
+depend on light or dark are the script's. Nothing depends on colour alone: several metrics of a run differ by their
 dashes, several runs by their markers.
 """
 

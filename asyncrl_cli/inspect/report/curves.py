@@ -1,7 +1,7 @@
 """A run's metrics over its steps, thinned to what a screen can show.
 
-Invariant: every series of a run has the same points, and each point stands at a step, at so many trained tokens, and at
-so many hours since the run's first start.
+Invariant: every series of a run has the same points, and each point has a step, a number of trained tokens, and
+the hours since the run's first start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl_cli.journal.history import evaluations, first_start
 from asyncrl_cli.journal.step_timeline import StepSpan
 
 POINTS = 500
-"""Points of a curve. With more steps, each stands for the mean of several in a row."""
+"""Points of a curve. With more steps, each is the mean of several in a row."""
 SMOOTHED_FROM = 20
 """Points from which on a running mean is drawn."""
 PASS_AT = 4
@@ -29,7 +29,7 @@ PASS_AT = 4
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where points stand: after a step (from 1), in trained tokens, in hours."""
+    """Positions of points: after a step (from 1), in trained tokens, in hours."""
 
     steps: tuple[float, ...]
     tokens: tuple[float, ...]

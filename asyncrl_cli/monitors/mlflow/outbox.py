@@ -1,4 +1,4 @@
-"""What MLflow has not got yet of a run, read off the run's folder.
+"""What MLflow does not have of a run yet, read from the run's folder.
 
     metrics.jsonl, system.jsonl, spec.yaml, evaluations/, model/    all there is to send
     mlflow.json                                                     what has been sent, and to which MLflow run
@@ -41,7 +41,7 @@ class Sent:
     path in the run's folder, with the time of the version whose numbers were logged or that was uploaded (mtime, ns);
     of the model's files ``uploaded`` has the artifacts' paths. ``reported`` names in the same way what the report was
     made of, and ``sampled`` is the time (unix time, s) of the machine's last sample. ``registered`` has the versions of
-    models that were registered, by the model's name and artifact. ``status`` is MLflow's word for how the run stands.
+    models that were registered, by the model's name and artifact. ``status`` is MLflow's word for the state of the run.
     """
 
     uri: str

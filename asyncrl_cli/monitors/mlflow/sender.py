@@ -1,7 +1,7 @@
 """Brings what is in a run's outbox to MLflow.
 
 Invariant: ``send`` may fail or be killed anywhere and be called again, by whichever process; MLflow ends up with
-one run that has everything once. The MLflow run carries the run's id in a tag, by which it is found again even if
+one run that has everything once. The MLflow run has the run's id in a tag, by which it is found again even if
 the answer to its creation was lost.
 """
 
@@ -101,7 +101,7 @@ class Sender:
         return self._outbox.version if self._target.model is not None else ""
 
     def send(self, status: str, ended: RunDirectory | None = None) -> None:
-        """Send what is missing; ``status`` is MLflow's word for how the run stands. ``ended`` is the run as a report
+        """Send what is missing; ``status`` is MLflow's word for the state of the run. ``ended`` is the run as a report
         is to show it; None for no report.
 
         Files come last: an artifact store that is out of order keeps no number back. Raises what MLflow raises.

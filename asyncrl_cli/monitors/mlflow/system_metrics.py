@@ -1,6 +1,6 @@
-"""What the machine did while a run ran: its processors, memory, disk, network and GPUs, under MLflow's own names.
+"""The load of the machine during a run: its processors, memory, disk, network and GPUs, under MLflow's own names.
 
-MLflow's monitors measure; MLflow's own thread round them would end for good at the first answer that a server owes it.
+MLflow's monitors measure; MLflow's own thread around them ends at the first request that a server does not answer.
 Here samples are rows of the run's folder, and are sent like steps.
 """
 
@@ -21,7 +21,7 @@ PREFIX = "system/"
 
 
 class MachineSampler:
-    """Writes a sample every so many seconds, in a thread of its own, until ``stop``."""
+    """Writes a sample every so many seconds, in its own thread, until ``stop``."""
 
     def __init__(self, run: RunDirectory, on_sample: Callable[[], None], every_s: float = EVERY_S) -> None:
         self._run = run

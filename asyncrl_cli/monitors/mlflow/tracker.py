@@ -1,4 +1,4 @@
-"""The monitor for MLflow, with an actor of its own: imports, database and a slow server cost the run nothing.
+"""The monitor for MLflow, with its own actor: imports, database and a slow server cost the run nothing.
 
     working --failed--> waiting (1 s, 2 s, ... 30 s, or the run's end) --> working
     working --all sent--> idle --more--> working
@@ -28,8 +28,8 @@ RUNNING = "RUNNING"
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Between two attempts."""
 REPORTED: Mapping[str, Phase] = {"FINISHED": "finished", "FAILED": "failed"}
-"""Ends of which a report is sent, and what it calls them. A run that was killed has no time for one, and mostly goes on
-later."""
+"""Ends of which a report is sent, and what it calls them. A run that was interrupted has no time for one, and
+is usually resumed."""
 RESTARTS = 10
 TRACKING_S = {"FINISHED": 30.0, "FAILED": 10.0, "KILLED": 2.0}
 """Seconds that the end of a run waits for MLflow, by how it ended."""
@@ -38,7 +38,7 @@ ANSWER_S = 1.0
 
 
 class Tracker:
-    """Sends in a thread of its own, again and again until the run has ended and everything is sent."""
+    """Sends in its own thread, repeatedly, until the run has ended and everything is sent."""
 
     def __init__(self, run: RunDirectory, target: Target, system_metrics: bool = False) -> None:
         self._sender = Sender(run, target)
@@ -54,7 +54,7 @@ class Tracker:
         threading.Thread(target=self._send_forever, name="mlflow", daemon=True).start()
 
     def more(self) -> None:
-        """There is something new in the run's folder."""
+        """There is new data in the run's folder."""
         with self._changed:
             self._more = True
             self._changed.notify_all()
