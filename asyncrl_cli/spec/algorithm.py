@@ -15,7 +15,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from asyncrl_cli.spec.base import MODULE_NAME, Count, Fraction, LearningRate, Positive, Section, Whole
+from asyncrl_cli.spec.base import MODULE_NAME, Count, Fraction, LearningRate, NonNegative, Positive, Section
 
 AlgorithmName = Literal[
     "grpo",
@@ -139,7 +139,7 @@ class CriticSpec(Section):
     """Peak learning rate; the schedule is the policy's."""
     value_clip: float | None = Field(0.2, gt=0)
     """Values are clipped to this distance from the values at the start of the step (PPO2). null: no clipping."""
-    warmup_steps: Whole = 0
+    warmup_steps: NonNegative = 0
     """First steps, in which only the critic is trained."""
 
 
@@ -186,7 +186,7 @@ class AlgorithmSpec(Section):
     """Estimator of the KL divergence on a sampled token."""
     kl_placement: Literal["loss", "reward"] = _algorithm("kl_placement", "loss")
     """Where the KL penalty goes: added to the loss, or subtracted from the rewards."""
-    reference_update_every: Whole = 0
+    reference_update_every: NonNegative = 0
     """Steps between two updates of the reference model to the policy; 0 keeps the initial model."""
     correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
     """Correction for rollouts of another policy than the trainer's."""

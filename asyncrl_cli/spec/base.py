@@ -20,7 +20,7 @@ YEAR_S = 365 * 24 * 3600
 NUL = "\0"
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
-Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
 MemoryMB = Annotated[int, Field(ge=64, le=LARGEST)]  # A Python process itself needs about 30.
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, strict=True)]

@@ -1,4 +1,4 @@
-"""What a split's ``path`` names, told from the text alone, and which columns a template needs.
+"""The kind of source that a split's ``path`` names, from its text alone, and the columns that a template needs.
 
 hf:owner/name       a data set of the Hugging Face hub
 module:function     a Python function that yields rows

@@ -1,4 +1,4 @@
-"""The sections of a spec that say what a run is made of: its model, its prompts and its task."""
+"""The sections of the inputs of a run: its model, its task and its prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncrl_cli.spec.base import (
     Fraction,
     LearningRate,
     MemoryMB,
+    NonNegative,
     Seconds,
     Section,
     SystemPath,
     Text,
-    Whole,
 )
 
 CHARACTERS = "characters"
@@ -55,7 +55,7 @@ class WarmStart(Section):
     """AdamW's peak learning rate."""
     weight_decay: Decay = 0.01
     """Weight decay of Muon."""
-    warmup_steps: Whole = 30
+    warmup_steps: NonNegative = 30
     """Updates of linear warm-up; a cosine follows."""
     threads: Count = 2
     """CPU threads during the warm start."""

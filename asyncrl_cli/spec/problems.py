@@ -35,7 +35,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake (``error``) or one doubt (``warning``, which never stops anything)."""
+    """One mistake: an ``error``, or a ``warning``, which does not stop anything."""
 
     path: str
     message: str

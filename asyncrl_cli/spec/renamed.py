@@ -36,7 +36,7 @@ def successor(path: str) -> tuple[str, str] | None:
 
 
 def translate(spec: Node | Mapping[str, Any] | None) -> None:
-    """Give the keys of a recorded run's spec their present names, in place."""
+    """Replace earlier keys in the spec of a recorded run by the present ones; ``spec`` is modified."""
     for path, present in (RENAMED | REPLACED).items():
         *above, name = path.split(".")
         section = _mapping(spec)

@@ -46,14 +46,14 @@ def json_schema() -> dict[str, Any]:
 
 
 def _list_entries(schema: dict[str, Any]) -> set[str]:
-    """Sections that are entries of lists. A list replaces the one below it, so its entries are always whole."""
+    """Sections that are entries of lists. A list replaces the one below it, so its entries are always complete."""
     properties = [field for section in (schema, *schema["$defs"].values()) for field in section["properties"].values()]
     items = [field.get("items", {}).get("$ref", "") for field in properties]
     return {reference.rpartition("/")[2] for reference in items if reference}
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a value, where `${env:NAME}` may stand for every scalar, and null for every section."""
+    """The schema of a value: also `${env:NAME}` in place of a scalar, and null in place of a section."""
     schema = dict(schema)
     for part in ("items", "additionalProperties"):
         if isinstance(schema.get(part), dict):

@@ -91,7 +91,7 @@ def _is_leaf(location: Location) -> bool:
 
 
 def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Location]:
-    """The unknown keys to speak of: those within a section of another trainer, where they can be told, or the one."""
+    """The unknown keys to report: those within a section of another trainer that have an answer, or the one."""
     answered = any(elsewhere(*_parent(location)))
     if not isinstance(value, dict) or answered or (not inside and _known(location)[0]):
         return [location] if not inside or answered or _known(location)[0] else []
@@ -217,8 +217,8 @@ def _shown(value: Any) -> str:
 def suggest(parent: str, key: str) -> list[str]:
     """The dotted keys that an unknown ``key`` under ``parent`` may have been meant to be, likeliest first.
 
-    What another trainer calls a key comes before a likeness of letters, unless it lies in another section and the
-    likeness in this one.
+    Another trainer's name comes before a similar one, unless its counterpart is in another section, and the similar
+    one in this section.
     """
     parent = general(parent)
     prefix = f"{parent}." if parent else ""

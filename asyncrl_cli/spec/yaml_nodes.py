@@ -75,7 +75,7 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value with its location, and the location of the key it stands under (if it stands under one)."""
+    """A value with its location, and the location of its key, if it has one."""
 
     value: dict[str, Node] | list[Node] | Scalar
     location: Location
@@ -90,7 +90,7 @@ class Node:
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def child(self, key: str) -> Node | None:
-        """What stands under a key, or at an index of a list."""
+        """The entry of a key, or of an index of a list."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and key.isdecimal() and int(key) < len(self.value):
@@ -141,7 +141,7 @@ def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = 
     """Read one YAML document; None if its structure cannot be read (``problems`` says why).
 
     ``origin`` names the file; with a command-line option as origin, that option is the location of every node.
-    ``path`` is the dotted path the document's root stands at.
+    ``path`` is the dotted path of the document's root.
     """
     reader = _Reader(origin, problems)
     try:

@@ -97,7 +97,7 @@ def _open_quote(text: str, index: int) -> Mistake | None:
 
 
 def _colon(text: str, here: _Spot) -> Mistake:
-    """A colon where none can stand: a second one in a line, or a line that continues the value above it."""
+    """An invalid colon: a second one in a line, or one in a line that continues the value above it."""
     first = re.match(r"\s*(?:- )*([^\s:#][^:]*):\s+", here.text)
     if first is not None and first.end() <= here.column:
         key, value = first[1].strip("\"'"), here.text[first.end() :].strip()
@@ -132,7 +132,7 @@ def _no_value(line: str) -> tuple[str, str]:
 
 
 def _after_block(here: _Spot, found: str) -> Mistake:
-    """What follows a finished value or section and belongs to neither."""
+    """Text after the end of a value or section."""
     if found in ("<block mapping start>", "<block sequence start>", "?"):
         message = "indentation matches none of the sections above"
         return here.mistake(message, "indent it like the other keys of its section")
@@ -147,7 +147,7 @@ def _after_block(here: _Spot, found: str) -> Mistake:
 
 
 def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> Mistake:
-    """What a value may not begin with, and what may stand only once."""
+    """Characters that a value cannot start with, and what may occur only once."""
     if "found undefined alias" in problem:
         name = problem.rpartition("'")[0].rpartition("'")[2]
         return here.mistake(f"`*{name}` has no anchor `&{name}` above it", "if it is text, put it in quotes")

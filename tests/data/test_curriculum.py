@@ -33,7 +33,7 @@ bounds = st.lists(st.tuples(st.none() | st.integers(0, 3), st.none() | st.intege
 
 @given(levels, ends, bounds, st.booleans(), st.integers(0, 3), st.integers(0, 90))
 @settings(deadline=None)
-def test_prompts_are_of_their_stage_once_an_epoch_and_go_on_after_a_resume(
+def test_stages_give_each_row_once_an_epoch_and_continue_after_a_resume(
     levels: list[int],
     ends: list[int],
     bounds: list[tuple[int | None, int | None]],
@@ -76,7 +76,7 @@ def test_prompts_are_of_their_stage_once_an_epoch_and_go_on_after_a_resume(
     assert [resumed.next() for _ in range(60)] == [stream.next() for _ in range(60)]
 
 
-def test_a_last_stage_may_never_end() -> None:
+def test_a_last_stage_may_be_endless() -> None:
     prompts = rows([1, 2, 3])
     loader = PromptLoader(prompts, 0, True, stages_of(prompts, curriculum((2, None, 1), (None, 2, None))))
     drawn = [prompt.fields["level"] for prompt in (loader.next() for _ in range(100))]

@@ -29,7 +29,7 @@ def test_every_epoch_visits_every_prompt_once(size: int, seed: int, shuffle: boo
 
 @given(st.integers(1, 20), st.integers(0, 9), st.booleans(), st.integers(0, 70), st.integers(0, 70))
 @settings(deadline=None)
-def test_a_restored_loader_goes_on_as_if_nothing_had_been(
+def test_a_restored_loader_continues_with_the_same_prompts(
     size: int, seed: int, shuffle: bool, before: int, elsewhere: int
 ) -> None:
     loader = PromptLoader(rows(size), seed, shuffle)
@@ -74,7 +74,7 @@ def test_kinds_are_shuffled_within_themselves() -> None:
     assert taken(PromptLoader(Mixed([0, 1] * 20), 0, True), 40) != [str(row) for row in range(40)]
 
 
-def test_without_shuffling_the_order_is_the_files() -> None:
+def test_without_shuffling_the_order_is_that_of_the_file() -> None:
     assert taken(PromptLoader(rows(3), 7, False), 7) == ["0", "1", "2", "0", "1", "2", "0"]
 
 

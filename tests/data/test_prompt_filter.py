@@ -9,7 +9,7 @@ from asyncrl_cli.data.prompt_filter import PromptFilter
 
 
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 3))
-def test_a_prompt_is_left_out_after_so_many_solved_visits(visits: list[bool], after: int) -> None:
+def test_a_prompt_is_excluded_after_a_streak_of_solved_visits(visits: list[bool], after: int) -> None:
     prompts = PromptFilter(after, 0.0, 0)
     for solved in visits:
         prompts.visited("a", solved)

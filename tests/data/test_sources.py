@@ -118,7 +118,7 @@ columns = st.fixed_dictionaries(
     rows=st.lists(st.tuples(st.text(min_size=1, max_size=9), columns), min_size=1, max_size=7), size=st.integers(1, 7)
 )
 @settings(deadline=None, max_examples=40)
-def test_rows_read_when_asked_for_are_those_of_a_file_read_whole(
+def test_rows_read_on_demand_equal_those_of_a_file_read_completely(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, dict[str, Any]]], size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
@@ -141,7 +141,7 @@ def test_rows_read_when_asked_for_are_those_of_a_file_read_whole(
             read("rows.parquet", folder, size=size)
 
 
-def test_what_arrow_has_and_json_has_not(tmp_path: Path) -> None:
+def test_arrow_values_that_json_does_not_have(tmp_path: Path) -> None:
     at = datetime(2026, 1, 2, tzinfo=UTC)
     chat = [{"role": "user", "content": "hi", "name": None}, {"role": "assistant", "content": "ho", "name": "a"}]
     rows = [{"prompt": chat, "at": at, "price": Decimal("1.50"), "image": {"bytes": b"\x00"}, "kind": "x", "uid": 7}]
@@ -190,7 +190,7 @@ def test_a_column_that_is_wrong_is_found_at_once(
         ('prompt\n"a"b\n', 2, "not CSV"),
     ],
 )
-def test_a_csv_that_is_wrong_is_blamed_by_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+def test_mistakes_of_a_csv_file_have_a_line(tmp_path: Path, text: str, line: int, said: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(DataError, match=said) as caught:
         read("rows.csv", tmp_path)
@@ -231,7 +231,7 @@ def test_an_endless_function_may_yield_prompts(tmp_path: Path) -> None:
     assert [prompt.uid for prompt in read("endless_rows:rows", tmp_path, size=3)] == ["train/0", "train/1", "train/2"]
 
 
-def test_a_saved_data_set_with_splits_wants_one(tmp_path: Path) -> None:
+def test_a_saved_data_set_with_splits_needs_a_split(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
     datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "saved")
@@ -259,7 +259,7 @@ def test_the_hub_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read("hf:nobody/nothing_at_all", tmp_path, split="train")
 
 
-def test_a_missing_package_or_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_or_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("none.parquet", "none.csv"):
         with pytest.raises(DataError, match=f"{path}: cannot be read: .*No such file"):
             read(path, tmp_path)
@@ -283,5 +283,5 @@ def test_a_missing_package_or_file_is_said(tmp_path: Path, monkeypatch: pytest.M
         ("rows.txt", None),
     ],
 )
-def test_a_path_says_its_kind(path: str, kind: str | None) -> None:
+def test_a_path_decides_its_kind(path: str, kind: str | None) -> None:
     assert kind_of(path) == kind

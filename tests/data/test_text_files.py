@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(rows=st.lists(st.tuples(st.text(min_size=1), FIELDS), min_size=1, max_size=4))
 @settings(deadline=None)
-def test_whatever_json_can_say_comes_back(folder: Path, rows: list[tuple[str, Any]]) -> None:
+def test_all_json_values_are_kept(folder: Path, rows: list[tuple[str, Any]]) -> None:
     fields = [{key: value for key, value in row.items() if key not in ("uid", "prompt")} for _, row in rows]
     lines = [json.dumps({**row, "prompt": text}) for (text, _), row in zip(rows, fields, strict=True)]
     prompts = read_jsonl(write(folder, *lines))
@@ -116,7 +116,7 @@ def test_a_file_that_is_missing_empty_or_short(tmp_path: Path) -> None:
         ({"prompt": [{"role": "assistant", "content": "", "tool_calls": {}}]}, "`tool_calls` that are not a list"),
     ],
 )
-def test_rows_that_could_not_be_encoded_are_named_with_their_line(
+def test_rows_that_cannot_be_encoded_are_refused_with_their_line(
     tmp_path: Path, row: dict[str, Any], words: str
 ) -> None:
     path = write(tmp_path, '{"prompt": "sound"}', json.dumps(row))

@@ -1,4 +1,4 @@
-"""Whole runs: what they learn, what they leave, and that equal settings give equal bits."""
+"""NonNegative runs: what they learn, what they leave, and that equal settings give equal bits."""
 
 from __future__ import annotations
 

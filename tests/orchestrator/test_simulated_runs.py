@@ -1,4 +1,4 @@
-"""Whole runs, simulated: whatever dies at whatever moment, the three promises of the design hold.
+"""NonNegative runs, simulated: whatever dies at whatever moment, the three promises of the design hold.
 
 Nothing finished is lost or trained twice, no group is staler than the bound, and every token is the one that the
 weights of its version sample.

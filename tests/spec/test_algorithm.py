@@ -46,7 +46,7 @@ def test_every_preset_is_valid_without_a_warning(name: str) -> None:
     assert loaded.warnings == ()
 
 
-def test_what_is_said_beside_a_preset_wins_and_what_was_said_below_it_is_dropped(tmp_path: Path) -> None:
+def test_keys_beside_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path) -> None:
     spec = load_spec(QUICKSTART, ["algorithm.preset=gspo"]).spec  # the file says clip_high: 0.28
     assert (spec.algorithm.clip_high, spec.algorithm.loss) == (4e-4, "gspo")
     for order in (1, -1):

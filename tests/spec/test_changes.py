@@ -108,7 +108,7 @@ def is_below(path: str, keys: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("path", [path for path in leaves(WHOLE) if path != "runs_dir"])
-def test_a_key_may_change_unless_the_journal_rests_on_it(path: str) -> None:
+def test_a_key_may_change_unless_the_journal_depends_on_it(path: str) -> None:
     after = changed(path)
     if is_below(path, FIXED) and path not in FREE_ALL_THE_SAME:
         with pytest.raises(SpecError) as error:
@@ -133,7 +133,7 @@ def test_a_key_may_change_unless_the_journal_rests_on_it(path: str) -> None:
         ("pipeline.publish_every", 2, "it decides which steps have a version"),
     ],
 )
-def test_a_refusal_says_why(path: str, value: Any, why: str) -> None:
+def test_a_refusal_has_its_reason(path: str, value: Any, why: str) -> None:
     with pytest.raises(SpecError) as error:
         check_changes(validated(WHOLE), validated(set_at(WHOLE, path, value)))
     for problem in error.value.problems:
@@ -142,7 +142,7 @@ def test_a_refusal_says_why(path: str, value: Any, why: str) -> None:
         assert problem.hint
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_refusals_are_reported_at_once() -> None:
     after = set_at(set_at(set_at(WHOLE, "seed", 1), "rollout.group_size", 2), "pipeline.max_staleness", 1)
     with pytest.raises(SpecError) as error:
         check_changes(validated(WHOLE), validated(after))
@@ -153,7 +153,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     ]
 
 
-def test_the_staleness_bound_may_rise_only() -> None:
+def test_the_staleness_bound_can_only_be_raised() -> None:
     def bounded(staleness: int) -> ExperimentSpec:
         return validated(set_at(WHOLE, "pipeline.max_staleness", staleness))
 
@@ -163,17 +163,17 @@ def test_the_staleness_bound_may_rise_only() -> None:
         check_changes(bounded(2), bounded(1))
 
 
-def test_where_the_run_lies_does_not_count_as_a_change() -> None:
+def test_the_runs_folder_is_not_a_change() -> None:
     assert check_changes(validated(WHOLE), validated(set_at(WHOLE, "runs_dir", "/elsewhere"))) == []
 
 
-def test_keys_of_an_empty_mapping_are_told_one_by_one() -> None:
+def test_keys_of_an_empty_mapping_are_reported_one_by_one() -> None:
     empty, full = validated(WHOLE), validated(set_at(WHOLE, "rollout.engine_args", {"a": 1, "b": {}}))
     assert check_changes(empty, full) == ["rollout.engine_args.a=1"]
     assert check_changes(full, empty) == ["rollout.engine_args.a=None"]
 
 
-def test_changes_are_told_in_order_with_their_new_values() -> None:
+def test_changes_are_reported_in_order_with_their_new_values() -> None:
     after = set_at(set_at(WHOLE, "stop.steps", 20), "algorithm.clip_high", 0.3)
     assert check_changes(validated(WHOLE), validated(after)) == ["algorithm.clip_high=0.3", "stop.steps=20"]
 
@@ -185,7 +185,7 @@ def test_the_sandbox_of_a_task_may_change() -> None:
     assert check_changes(after, before) == ["task.options.sandbox=None"]
 
 
-def test_of_a_mix_only_how_its_members_are_scored_may_change() -> None:
+def test_only_the_scoring_of_the_members_of_a_mix_may_change() -> None:
     code, arithmetic = MIX["task"]["mix"]
     members = [code | {"options": {"sandbox": "none"}}, arithmetic | {"reward_timeout_s": 7.0}]
     assert check_changes(validated(MIX), validated(MIX | {"task": {"mix": members}})) == [

@@ -68,7 +68,7 @@ def test_one_mistake(write: Write, lines: str, path: str, words: str) -> None:
     assert words in f"{problem.message} {problem.hint}"
 
 
-def test_only_files_are_sought_beside_the_spec(write: Write) -> None:
+def test_only_files_are_relative_to_the_spec(write: Write) -> None:
     path = write(
         f"{HEAD}data:\n  train: {{path: rows.csv, template: '{{a}}'}}\n  eval: {{path: 'my.rows:make', size: 3}}\n"
         "evaluation:\n  sets:\n    hub: {data: {path: 'hf:a/b@main', split: test}}\n"

@@ -57,7 +57,7 @@ def test_mistakes_in_extends(tmp_path: Path, text: str, line: int, words: str) -
     assert words in problems[0].message
 
 
-def test_long_cycles_are_drawn(tmp_path: Path) -> None:
+def test_long_cycles_are_shown(tmp_path: Path) -> None:
     for name, target in (("a", "b"), ("b", "c"), ("c", "b")):
         (tmp_path / f"{name}.yaml").write_text(f"extends: {target}.yaml\n")
     _, problems = layers(tmp_path / "a.yaml")
@@ -104,7 +104,7 @@ def test_the_rest_of_the_file_is_read_when_one_that_it_extends_cannot_be(tmp_pat
         (b"a: 1\nb: \xff\n", "not UTF-8"),
     ],
 )
-def test_files_that_are_no_spec(tmp_path: Path, data: bytes, words: str) -> None:
+def test_files_that_are_not_specs(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "s.yaml").write_bytes(data)
     root, problems = layers(tmp_path / "s.yaml")
     assert root is None and len(problems) == 1 and words in problems[0].message

@@ -38,7 +38,7 @@ def test_the_smallest_spec(write: Write) -> None:
     assert loaded.files == (write().resolve(),)
 
 
-def test_broken_yaml_names_every_mistake_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNCRL_NOT_SET", raising=False)
     problems = mistakes(FIXTURES / "broken.yaml")
     assert [(p.line, p.column, p.path) for p in problems] == [
@@ -126,12 +126,12 @@ def test_suggestions(parent: str, key: str, meant: str) -> None:
         ("rollout.gpu_memory_utilization", "rollout.engine_args"),
     ],
 )
-def test_keys_of_other_trainers_that_no_one_key_replaces(write: Write, key: str, hint: str) -> None:
+def test_keys_of_other_trainers_without_a_counterpart(write: Write, key: str, hint: str) -> None:
     (problem,) = mistakes(write(), f"{key}=1")
     assert hint in problem.hint
 
 
-def test_what_other_trainers_keys_stand_for_is_there() -> None:
+def test_counterparts_of_other_trainers_keys_exist() -> None:
     assert [name for name in (*KEYS, *HINTS) if name != name.lower()] == []
     assert {key for meant in KEYS.values() for key in meant} <= set(keys())
 
@@ -153,7 +153,7 @@ def test_a_dotted_key_in_a_file_has_its_own_location(write: Write) -> None:
     assert (problem.line, problem.hint) == (5, "did you mean `trainer.ranks`?")
 
 
-def test_a_broken_extends_does_not_make_keys_missing(write: Write) -> None:
+def test_a_broken_extends_hides_missing_keys(write: Write) -> None:
     assert [p.path for p in mistakes(write("extends: gone.yaml\nstop: {step: 3}\n"))] == ["extends", "stop.step"]
     assert [p.path for p in mistakes(write("extends: [3]\n"))] == ["extends"]
 
@@ -170,7 +170,7 @@ def test_keys_are_printed_without_control_characters(write: Write) -> None:
     assert r"a\x1b[2J\nb: unknown key" in str(problem)
 
 
-def test_unknown_keys_without_a_likeness_show_what_there_is(write: Write) -> None:
+def test_unknown_keys_without_a_similar_one_list_the_keys(write: Write) -> None:
     (problem,) = mistakes(write(), "stop.zzz=1")
     assert problem.hint == "keys here: steps"
     assert str(problem) == "error: stop.zzz: unknown key\n --> --set stop.zzz\nhint: keys here: steps"
@@ -258,7 +258,7 @@ def test_a_section_set_to_null_has_its_defaults(write: Write) -> None:
     assert [problem.message for problem in mistakes(write(), "stop=null")] == ["missing"]
 
 
-def test_paths_start_from_the_file_that_states_them(write: Write, tmp_path: Path, monkeypatch: Any) -> None:
+def test_paths_are_relative_to_their_file(write: Write, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "sub/model").mkdir(parents=True)
     for name in ("sub/train.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text("{}\n")
@@ -386,9 +386,7 @@ def test_a_dumped_spec_loads_as_the_same_spec(
         ("{a: [" + "1, " * 9900 + "1]}", "values"),
     ],
 )
-def test_what_could_not_be_loaded_again_when_it_is_written_out_is_refused(
-    options: str, says: str, tmp_path: Path
-) -> None:
+def test_a_spec_that_could_not_be_loaded_again_is_refused(options: str, says: str, tmp_path: Path) -> None:
     """The limits hold for each file, and a run's own spec is one file with everything in it."""
     path = tmp_path / "spec.yaml"
     path.write_text(MINIMAL_TEXT.format(options=options))

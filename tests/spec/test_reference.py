@@ -23,7 +23,7 @@ def test_the_page_is_current() -> None:
     assert page.read_text() == reference(), "run: python -m asyncrl_cli.spec.reference > docs/spec.md"
 
 
-def test_every_key_and_rule_has_its_sentence() -> None:
+def test_every_key_and_rule_has_a_description() -> None:
     assert all(key.description for key in keys().values())
     assert all(rule.__doc__ for rule in RULES)
 

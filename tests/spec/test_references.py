@@ -77,7 +77,7 @@ def test_what_is_written_has_references_and_loads_to_the_same(spec_file: Path, t
     assert SECRET not in json.dumps(resolved(loaded))
 
 
-def test_a_run_keeps_what_it_is_made_of_and_takes_a_new_secret(
+def test_a_run_keeps_its_model_and_takes_a_new_secret(
     spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load_spec(spec_file)
@@ -115,7 +115,7 @@ def test_no_error_quotes_a_secret(spec_file: Path, assignment: str, monkeypatch:
     assert SECRET not in str(RunError(f"the judge answered 401 to {long}", location=long, hint=long))
 
 
-def test_what_is_shown_of_a_run_has_no_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_page_of_a_run_shows_a_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri, hook = "https://me:opensesame@mlflow.example.com/x", "https://hooks.example.com/services/opensesame"
     file = tmp_path / "spec.yaml"
     file.write_text(

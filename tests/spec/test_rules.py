@@ -146,7 +146,7 @@ def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: s
     assert words in f"{problem.message} {problem.hint}"
 
 
-def test_the_same_file_cannot_hold_out_prompts(write: Write) -> None:
+def test_training_prompts_cannot_be_held_out(write: Write) -> None:
     write("{}\n", "rows.jsonl")
     (problem,) = findings(
         write(
@@ -161,7 +161,7 @@ def test_the_same_file_cannot_hold_out_prompts(write: Write) -> None:
     ("architecture", "hint"),
     [("qwen33", "did you mean `qwen3`?"), ("Llama", "`llama`?"), ("zzz", "`qwen3` or `llama`")],
 )
-def test_architectures_that_transformers_has_not(write: Write, architecture: str, hint: str) -> None:
+def test_architectures_that_transformers_does_not_have(write: Write, architecture: str, hint: str) -> None:
     path = write("model: {init: {architecture: qwen3_moe}}\ntask: {use: math}\nstop: {steps: 10}\n")
     assert findings(path) == []
     (problem,) = findings(path, f"model.init.architecture={architecture}")
@@ -190,7 +190,7 @@ def test_the_cache_holds_a_longest_rollout(write: Write) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "localhost", "node-1.cluster.example", "_a"])
-def test_hosts_and_addresses_that_there_are(write: Write, host: str) -> None:
+def test_valid_hosts_and_addresses(write: Write, host: str) -> None:
     shown = f"[{host}]" if ":" in host else host
     for override in (f"rollout.gateway.host='{host}'", f"cluster.address='{shown}:6379'"):
         assert findings(write(), override) == []
@@ -209,12 +209,12 @@ def test_locations_that_mlflow_can_log_to(write: Write, uri: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
-def test_the_three_modes_fit_as_they_are(write: Write, mode: str) -> None:
+def test_the_three_modes_are_valid(write: Write, mode: str) -> None:
     assert findings(write(), f"pipeline.mode={mode}") == []
 
 
 @pytest.mark.parametrize(("running", "warned"), [(1280, False), (1281, True)])
-def test_concurrency_that_staleness_can_never_use(write: Write, running: int, warned: bool) -> None:
+def test_concurrency_above_what_staleness_admits(write: Write, running: int, warned: bool) -> None:
     problems = findings(write(), f"rollout.max_running_rollouts={running}")
     assert bool(problems) is warned
     if problems:

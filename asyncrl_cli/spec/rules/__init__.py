@@ -1,4 +1,4 @@
-"""What must agree between fields: a small function each, yielding problems with the field to blame.
+"""Rules between fields: small functions that yield problems, each with the key that it is about.
 
 A rule sees a spec whose fields are each right by themselves. A hint names the numbers that would work. The docstrings
 are the sentences that docs/spec.md shows, in the order of these imports.

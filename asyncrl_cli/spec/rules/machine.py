@@ -20,14 +20,8 @@ OWN_ENGINE_ARGS = {
     "seed": "seed",
     "tensor_parallel_size": "rollout.gpus_per_engine",
     "data_parallel_size": "rollout.engines",
-    "load_format": None,
-    "generation_config": None,
-    "worker_cls": None,
-    "worker_extension_cls": None,
-    "weight_transfer_config": None,
-    "logprobs_mode": None,
-    "enable_chunked_prefill": None,
-    "async_scheduling": None,
+    **dict.fromkeys(("load_format", "generation_config", "worker_cls", "worker_extension_cls")),
+    **dict.fromkeys(("weight_transfer_config", "logprobs_mode", "enable_chunked_prefill", "async_scheduling")),
 }
 """vLLM arguments that asyncrl sets itself, each with the key to use instead; so is every argument `schedul…`."""
 

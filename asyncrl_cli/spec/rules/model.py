@@ -69,8 +69,7 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
     if spec.model.init and known and name not in known:
         hint = did_you_mean(name, known, "for a small model, use `qwen3` or `llama`")
-        message = f"transformers has no causal language model of type `{name}`"
-        yield Problem("model.init.architecture", message, hint)
+        yield Problem("model.init.architecture", f"transformers has no causal language model of type `{name}`", hint)
 
 
 @cache

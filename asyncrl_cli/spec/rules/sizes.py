@@ -101,8 +101,7 @@ def mode_presets(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     if pipeline.max_staleness != preset and not pipeline.partial_rollouts:
         message = f"mode {pipeline.mode} means {preset}, not {pipeline.max_staleness}"
-        hint = f"set it to {preset}, remove it, or use mode: async"
-        yield Problem("pipeline.max_staleness", message, hint)
+        yield Problem("pipeline.max_staleness", message, f"set it to {preset}, remove it, or use mode: async")
     if pipeline.weight_update != "drain":
         message = f"mode {pipeline.mode} means drain, not {pipeline.weight_update}"
         yield Problem("pipeline.weight_update", message, "set it to drain, remove it, or use mode: async")
