@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, task_of
 from asyncrl_cli.tasks.play import play
-from asyncrl_cli.workers.messages import BEAT, BEAT_S, BLOCKED, GRACE_S, EpisodeEnd, Play
+from asyncrl_cli.workers.messages import BEAT, BEAT_S, BLOCKED, GRACE_S, Play, Played, Retry
 from asyncrl_cli.workers.scoring import RewardFailure, Scored, checked, failed
 
 THREADS = 512
@@ -110,7 +110,7 @@ class EpisodePlayer:
         if (stop := self._stop.get(number)) is not None:
             stop.set()
 
-    async def play(self, number: int, message: Play) -> EpisodeEnd:
+    async def play(self, number: int, message: Play) -> Played:
         """Play one episode, which is ``number``."""
         stopped = self._stop[number] = asyncio.Event()
         context = copy_context()
@@ -131,7 +131,8 @@ class EpisodePlayer:
             score = self._failure(message.prompt, "it was cancelled")
         else:
             score = self._failure(message.prompt, f"it had not ended after {self._timeout_s:g} s")
-        return EpisodeEnd(score, bool(in_time) and isinstance(score, RewardFailure), stuck)
+        raised = bool(in_time) and isinstance(score, RewardFailure)
+        return Played(score, Retry.RESTART if raised else Retry.NONE, stuck)
 
     def _failure(self, prompt: Prompt, what: str) -> RewardFailure:
         task, prompt = task_of(self._task, prompt)

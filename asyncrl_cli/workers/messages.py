@@ -5,7 +5,7 @@ numbers its requests; ``Load`` is the first of them. Each is answered once, with
 
     Load   -> Loaded or TaskError
     Score  -> Scored or RewardFailure
-    Play   -> EpisodeEnd
+    Play   -> Played
     Cancel -> no answer: it stops the request with its number, which is then answered
 """
 
@@ -103,20 +103,12 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeEnd:
-    """How an episode ended in its process. ``score`` None leaves it to the task's ``reward``.
+class Played:
+    """The result of playing an episode. ``score`` None leaves it to the task's ``reward``.
 
-    ``raised``: its own code failed. ``stuck``: something of it is still running and cannot be stopped.
+    ``stuck``: something of it is still running in its process and cannot be stopped.
     """
 
     score: Scored | RewardFailure | None
-    raised: bool = False
-    stuck: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """The result of playing an episode. ``score`` None leaves it to the task's ``reward``."""
-
-    score: Scored | RewardFailure | None
     retry: Retry = Retry.NONE
+    stuck: bool = False

@@ -41,7 +41,6 @@ from asyncrl_cli.workers.messages import (
     BLOCKED,
     GRACE_S,
     Cancel,
-    EpisodeEnd,
     Load,
     Loaded,
     Play,
@@ -177,13 +176,13 @@ class WorkerProcess:
         limit_s = self._load.spec.episode.timeout_s + 3 * GRACE_S
         name = self.loaded.names[""]
         try:
-            end: EpisodeEnd = await self._ask(Play(prompt, access), limit_s)
+            played: Played = await self._ask(Play(prompt, access), limit_s)
         except TimeoutError:
             self.retired = True
             return Played(RewardFailure(f"{name}: the episode of prompt {prompt.uid!r} hangs"))
         except ProcessLost as lost:
             return Played(RewardFailure(f"{name}: {lost}"), lost.retry)
-        return Played(end.score, Retry.RESTART if end.raised else Retry.NONE)
+        return played
 
     def name_for(self, prompt: Prompt) -> str:
         """What the user calls the reward for a prompt."""
@@ -277,7 +276,7 @@ class WorkerProcess:
         try:
             while (size := int.from_bytes(await reader.readexactly(4), "big")) <= LARGEST:
                 number, answer = pickle.loads(await reader.readexactly(size))
-                if isinstance(answer, EpisodeEnd) and answer.stuck:
+                if isinstance(answer, Played) and answer.stuck:
                     self.retired = True
                 self._answer(number, answer)
                 self.close_if_idle()
@@ -331,7 +330,7 @@ class WorkerProcess:
             what = f"blocked the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
             if number:
                 name = self.loaded.names[""]
-                self._answer(int(number), EpisodeEnd(RewardFailure(f"{name}: the episode {what}")))
+                self._answer(int(number), Played(RewardFailure(f"{name}: the episode {what}")))
             self.close(f"another episode {what}", Retry.RESUME if number else Retry.ISOLATED)
 
     def _on_output(self, output: int) -> None:
