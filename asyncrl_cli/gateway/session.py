@@ -87,10 +87,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """One choice of a call. ``logprobs`` (float32) and ``versions`` (int32) have one entry per token of ``token_ids``.
+    """One choice of a call. ``logprobs`` (float32, nats) has one entry per token of ``token_ids``.
 
-    ``message`` is in OpenAI's shape. ``text`` is the reply with its calls of tools, up to the stop string
-    ``stopped_by``, if any.
+    ``message`` is in OpenAI's shape. ``text`` is the reply with its calls of tools, up to a stop string.
     """
 
     message: Message
@@ -98,9 +97,7 @@ class Reply:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
     finish_reason: Literal["stop", "length", "tool_calls"]
-    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +226,7 @@ class Session:
         if not asked.prompt_ids:
             raise SessionError(400, "invalid_value", "the prompt is empty")
         sampling = self._sampling_of(options, len(asked.prompt_ids))
+        # Before the first await: two calls that come together must not count as one, or extend the same branch.
         first, self.calls = self.calls, self.calls + options.n
         calls = [
             self._transcript.begin(None if choice else asked.branch, asked.prompt_ids) for choice in range(options.n)
@@ -262,8 +260,7 @@ class Session:
         )
         self._transcript.end(call, tokens, finish, turn)
         self.sampled_tokens += len(ids)
-        decoded = self._chat.decode(ids)
-        text = self.last_text = before_stop(decoded, sampling.stop)
+        text = self.last_text = before_stop(self._chat.decode(ids), sampling.stop)
         if stream is not None:
             stream.finish(text)
         return Reply(
@@ -272,9 +269,7 @@ class Session:
             prompt_ids=call.prompt_ids,
             token_ids=ids,
             logprobs=tokens.logprobs,
-            versions=tokens.versions,
             finish_reason="tool_calls" if message.get("tool_calls") else finish,
-            stopped_by=next((stop for stop in sampling.stop if decoded.startswith(stop, len(text))), None),
         )
 
     async def _sample(
