@@ -108,8 +108,12 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
 
     def ready(address: Address) -> None:
         command = [sys.executable, __file__, "--concurrent", str(concurrent), "--requests", str(requests)]
-        told = {"BENCH_URL": address.base_url, "BENCH_KEY": address.api_key, "BENCH_OUT": str(folder / "client.jsonl")}
-        asking.append(subprocess.Popen(command, env=os.environ | told))
+        settings = {
+            "BENCH_URL": address.base_url,
+            "BENCH_KEY": address.api_key,
+            "BENCH_OUT": str(folder / "client.jsonl"),
+        }
+        asking.append(subprocess.Popen(command, env=os.environ | settings))
         asyncio.get_running_loop().create_task(_stop_after(asking[0]))
 
     model = prepare_model(spec, lambda: None, lambda *_: None)  # type: ignore[arg-type,return-value]
@@ -178,7 +182,7 @@ def report(client: dict[int, float], driver: dict[int, float], engine: dict[int,
 
 
 def main() -> None:
-    """Run as the server, or, when told where it is, as its clients."""
+    """Run as the server, or, with its address, as its clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--requests", type=int, default=3000)

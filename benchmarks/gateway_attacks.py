@@ -183,15 +183,15 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     )
     print("|-|-|-|-|-|")
 
-    def told(_: Any) -> None:
+    def ignore(_: Any) -> None:
         """Nothing is recorded here."""
 
     sampling, limits = Sampling(1.0, 64, seed=1), Limits(MAX_LENGTH, 64)
     for kind in ("nothing", "silent", *kinds(MIB)) * rounds:
         openings = [SessionOpening(f"{kind}-{who}", f"{who}", sampling, limits) for who in ("bad", "good")]
         async with (
-            gateway.session(openings[0], told, generate) as bad,
-            gateway.session(openings[1], told, generate) as good,
+            gateway.session(openings[0], ignore, generate) as bad,
+            gateway.session(openings[1], ignore, generate) as good,
         ):
             late, memory = [0.0], [process.memory_info().rss]
             watching = asyncio.create_task(_watch(late, memory, process))
@@ -224,7 +224,7 @@ async def _watch(late: list[float], memory: list[int], process: Any) -> None:
 
 
 def main() -> None:
-    """Run as the driver, or, when told so, as one of the clients."""
+    """Run as the driver, or as one of the clients."""
     if sys.argv[1:2] == ["attack"]:
         asyncio.run(attack(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]), int(sys.argv[6])))
         return

@@ -27,7 +27,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 BOUNDS = (0, 1, 2, 4, 8, 16)
 CORRECTIONS = ("truncated", "decoupled")
-"""Presets of `algorithm.correction`: weights cut at 2, and none."""
+"""Presets of `algorithm.correction`: weights truncated at 2, and none."""
 SMOOTHED = 10
 """Steps that a point of the plot is the mean of."""
 

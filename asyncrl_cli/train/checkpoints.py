@@ -1,9 +1,9 @@
 """The trainer's part of a checkpoint: DeepSpeed's shards, and getting them back into another number of ranks.
 
 As many ranks as saved load their own shards. Any other number of ranks, with ZeRO 1, 2 or 3, loads DeepSpeed's
-universal checkpoint: whole parameters and whole Adam moments, of which each rank takes its part. It is made by
+universal checkpoint: full parameters and full Adam moments, of which each rank takes its part. It is made by
 rank 0 in a hidden folder beside the checkpoint and removed when all ranks have read it. With ZeRO 0 nothing is
-sharded, and every rank loads the same file. docs/decisions/0011-checkpoints.md says more.
+sharded, and every rank loads the same file. See docs/decisions/0011-checkpoints.md.
 
     state/
       *.pt              DeepSpeed's
@@ -75,7 +75,7 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
 def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") -> Source:
     """What a trainer of this spec has to load for the policy, or for ``CRITIC``.
 
-    Raises ``RunError`` when there is no way.
+    Raises ``RunError`` when it can load nothing.
     """
     saved, root = checkpoint.trainer(), checkpoint.folder / part
     check_layout(checkpoint, trainer)
@@ -100,7 +100,7 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
 def to_universal(source: Source) -> None:
     """Make the universal checkpoint that ``source`` names. Takes as much disk as the checkpoint, twice for a while.
 
-    Nothing is made of a trainer that never stepped: DeepSpeed's converter takes none. Raises ``RunError`` with the
+    Nothing is made of a trainer that never stepped: DeepSpeed's converter fails on it. Raises ``RunError`` with the
     last line of the converter when it fails.
     """
     if not source.counters.optimizer_steps:
@@ -137,13 +137,13 @@ def save_state(engine: Any, folder: Path, rank: int, updates: int) -> None:
     engine.save_checkpoint(str(folder), tag=STATE)
     _save_random_states(_random_states(folder, rank))
     if rank == 0:
-        # DeepSpeed counts an update that it left out as a step.
+        # DeepSpeed counts a skipped update as a step.
         counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
         (folder / STATE / COUNTERS_FILE).write_text(json.dumps(asdict(counters)) + "\n")
 
 
 def load_state(engine: Any, source: Source, rank: int) -> None:
-    """Load this rank's part into a fresh engine; collective. Deletes the universal checkpoint, which has served.
+    """Load this rank's part into a fresh engine; collective. Deletes the universal checkpoint.
 
     A rank that the saved trainer did not have keeps the random-number states it started with.
     """
@@ -157,10 +157,11 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
         # would then advance: with two parts Adam would count every update twice.
         for parameter, state in engine.basic_optimizer.state.items():
             state["step"] = state["step"].to(parameter.device, copy=True)
+        # Only when all ranks have read it.
         torch.distributed.barrier()
         if rank == 0:
             shutil.rmtree(source.folder, ignore_errors=True)
-    # Otherwise the weights are still those of the initial model, which the engine has, and there are no moments.
+    # A universal checkpoint of a trainer that never stepped is empty: the engine has the initial weights already.
     random_states = _random_states(source.root, rank)
     if random_states.is_file():
         _restore_random_states(random_states)
@@ -182,7 +183,7 @@ def _save_random_states(path: Path) -> None:
 
 
 def _restore_random_states(path: Path) -> None:
-    """Set the states to those in a file. A GPU's state stays as it is where none was saved."""
+    """Set the states to those in a file. A GPU's state is unchanged where none was saved."""
     import numpy as np
     import torch
 

@@ -105,7 +105,7 @@ def _by_rollout(
         of_rollouts = torch.zeros_like(rewards).flatten()
         for padded, penalty in zip(rows, penalties, strict=True):
             of_rollouts.index_add_(0, padded.rollouts, penalty.sum(dim=1))
-        # A group's rollouts lie on several ranks: its baseline needs the penalties of all of them.
+        # A group's rollouts are on several ranks: its baseline needs the penalties of all of them.
         rewards = rewards - sum_over_ranks(of_rollouts).view_as(rewards)
     assert objective.advantage is not None
     advantages = check_advantages(objective.advantage(rewards), rewards).flatten().float()

@@ -4,7 +4,7 @@ Where the two differ on purpose:
 - a group of one has advantage 0 here; verl's is the reward itself;
 - verl's dual clip is always on (``clip_ratio_c``): without ours it gets a bound that nothing reaches;
 - verl's SAPO always takes the mean by sequence;
-- its k3 is cut at 10 nats: k3 is compared where policies are at most 2 nats apart, and losses carry a k2 penalty;
+- its k3 is clamped to 10 nats: k3 is compared where policies are at most 2 nats apart, and losses carry a k2 penalty;
 - its rejection takes tokens out of the mask; ours gives them weight 0.
 """
 

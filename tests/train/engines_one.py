@@ -149,7 +149,7 @@ def state(engine: Any) -> list[Any]:
 
 
 def norm_by_hand(spec: ExperimentSpec, folder: Path) -> float:
-    """The norm of the first update's gradient, by autograd on a whole model."""
+    """The norm of the first update's gradient, by autograd on a model that is not sharded."""
     import torch
     from transformers import AutoModelForCausalLM
 

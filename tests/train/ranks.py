@@ -37,7 +37,7 @@ IMPORTED = (
 def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments: object) -> None:
     """Run `python PROGRAM FOLDER/rank-N.pt N PORT ARGUMENTS... OVERRIDES...` for every rank that the overrides want.
 
-    The program lies in this folder. Fails with the output of the first rank that fails.
+    The program is in this folder. Fails with the output of the first rank that fails.
     """
     ranks = next(int(item.partition("=")[2]) for item in reversed(overrides) if item.startswith("trainer.ranks="))
     port = next(_PORTS)

@@ -1,4 +1,4 @@
-"""One rank of a trainer that starts, or goes on from a checkpoint: the program of test_trainer_checkpoints.py.
+"""One rank of a trainer that starts, or resumes from a checkpoint: the program of test_trainer_checkpoints.py.
 
 python resume_one.py OUT.pt RANK PORT FROM TO FIRST LAST [KEY=VALUE ...]
 

@@ -1,5 +1,5 @@
-"""Real DeepSpeed with adapters, or a reference that is refreshed: checkpoints go on, and engines, saved models and
-exports have the same whole weights."""
+"""Real DeepSpeed with adapters, or a reference that is refreshed: checkpoints resume, and engines, saved models and
+exports have the same merged weights."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_engines_saved_models_and_exports_have_the_same_weights(trained: Any, tm
     folder, kind, before, checkpoint = trained
     stub = folder / "first/rank-0.pt.model"
     export_model(checkpoint, str(stub), tmp_path / "export", None if kind == "reference" else LORA)
-    for place in (tmp_path / "export", folder / "first/rank-0.pt.saved"):
-        model = AutoModelForCausalLM.from_pretrained(place)
+    for saved in (tmp_path / "export", folder / "first/rank-0.pt.saved"):
+        model = AutoModelForCausalLM.from_pretrained(saved)
         assert differs(dict(model.named_parameters()), before["published"]) < 1e-6
     start = dict(AutoModelForCausalLM.from_pretrained(stub).named_parameters())
     moved = {name for name, weight in start.items() if not torch.equal(weight, before["published"][name])}

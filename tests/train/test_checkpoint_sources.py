@@ -15,7 +15,7 @@ from asyncrl_cli.train.model.export import export_model
 
 
 def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:
-    """A checkpoint that says how its trainer was cut up, and holds nothing else."""
+    """A checkpoint with the layout of its trainer, and nothing else."""
     (folder / "step-000007/state").mkdir(parents=True)
     layout = {"ranks": ranks, "zero_stage": zero_stage, "dtype": "float32"}
     (folder / "step-000007/run.json").write_text(json.dumps({"trainer": layout}))

@@ -117,7 +117,7 @@ def test_the_seed_alone_decides_where_adapters_begin() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.manual_seed(0)
     make(None)
-    assert torch.equal(torch.rand(1), drawn), "the process's own draws go on"
+    assert torch.equal(torch.rand(1), drawn), "the process's own random state is unchanged"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch against float64 NumPy, its gradient, and its sums over any cut."""
+"""The loss of a micro-batch against float64 NumPy, its gradient, and its sums over any split."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def fewest(lengths: list[int], budget: int, packing: bool) -> int:
     def fits(group: list[int]) -> bool:
         return (sum(group) if packing else len(group) * max(group)) <= budget
 
-    def place(index: int, groups: list[list[int]]) -> None:
+    def assign(index: int, groups: list[list[int]]) -> None:
         nonlocal best
         if len(groups) >= best:
             return
@@ -52,13 +52,13 @@ def fewest(lengths: list[int], budget: int, packing: bool) -> int:
             return
         for group in [*groups, []]:
             if not group:
-                place(index + 1, [*groups, [lengths[index]]])
+                assign(index + 1, [*groups, [lengths[index]]])
             elif fits([*group, lengths[index]]):
                 group.append(lengths[index])
-                place(index + 1, groups)
+                assign(index + 1, groups)
                 group.pop()
 
-    place(0, [])
+    assign(0, [])
     return best
 
 

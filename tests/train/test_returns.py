@@ -20,7 +20,7 @@ def rewards_and_values(seed: int, rows: int, tokens: int) -> Matrices:
 
 
 def spread_out(compact: list[np.ndarray], mask: np.ndarray) -> np.ndarray:
-    """Rows of numbers of the tokens that count, back at their places."""
+    """Rows of numbers of the tokens that count, back at their positions."""
     full = np.zeros(mask.shape)
     for row, numbers in enumerate(compact):
         full[row, mask[row]] = numbers

@@ -1,5 +1,5 @@
-"""A whole step of every algorithm, on a small real model with autograd in place of DeepSpeed: how the work is cut up
-and in what order it comes changes nothing; what the spec says changes what it should."""
+"""A full step of every algorithm, on a small real model with autograd in place of DeepSpeed: how the work is split
+and ordered changes nothing; settings change what they should."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Policy, Va
 
 
 class Optimized(OneRank):
-    """With plain gradient descent as its optimizer; the sum of its gradients stays."""
+    """With plain gradient descent as its optimizer; the sum of its gradients is kept."""
 
     def __init__(self, policy: Any, rate: float = 0.0) -> None:
         super().__init__(policy)
@@ -94,9 +94,9 @@ def batch_of(groups: int, seed: int = 0) -> TrainingBatch:
     for group_id in range(groups):
         rollouts = tuple(
             sequence(
-                f"{group_id}-{place}", (3,) * int(random.integers(0, 4)) + (4,) * int(random.integers(1, 6)), (5, 6, 7)
+                f"{group_id}-{index}", (3,) * int(random.integers(0, 4)) + (4,) * int(random.integers(1, 6)), (5, 6, 7)
             )
-            for place in range(4)
+            for index in range(4)
         )
         rewards = (1.0, 0.0, *map(float, random.integers(0, 3, 2)))
         made.append(TrainingGroup(group_id, f"uid-{group_id}", 3, rollouts, rewards))
@@ -154,7 +154,7 @@ def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str,
 
 
 def test_algorithms_differ(models: Any) -> None:
-    """Each preset's two updates of a step end in a place of its own."""
+    """Each preset's two updates of a step end at different weights."""
     ends = {}
     for name in sorted(PRESETS):
         spec = experiment_of(algorithm={"preset": name}, trainer={"minibatches": 2})
@@ -202,7 +202,7 @@ def test_without_staleness_an_engines_last_bits_reach_no_weight(models: Any, pre
     noisy, _ = step(models, spec, recorded_by(models[0], 1e-5), rate=0.5)
     assert torch.equal(exact, noisy)
     assert metrics["train/kl_proximal"] > 1e-3, "the later updates are of other weights"
-    assert metrics["engine/logprob_gap_max"] < 1e-4, "which is no gap of the engine's"
+    assert metrics["engine/logprob_gap_max"] < 1e-4, "the engine's gap is separate"
 
 
 def test_an_engine_that_is_wrong_is_corrected_and_shown(models: Any) -> None:
@@ -242,7 +242,7 @@ def test_a_kl_penalty_in_the_reward_is_summed_over_the_rollout(models: Any) -> N
 
 
 def test_advantages_are_whitened_over_the_step(models: Any) -> None:
-    """Rewards that are shifted and scaled teach the same."""
+    """Rewards that are shifted and scaled give the same gradient."""
     spec = experiment_of(algorithm={"preset": "reinforce_pp", "kl_coef": 0.0})
     batch = batch_of(4)
     moved = tuple(
@@ -272,9 +272,9 @@ def test_overlong_responses_lose_reward_and_truncated_ones_may_be_masked() -> No
     assert longest_response(BATCH.groups[0].rollouts[0]) == 2
 
     group = batch.groups[0]
-    cut = replace(group, rollouts=(replace(group.rollouts[0], finish_reason="length"), *group.rollouts[1:]))
+    truncated = replace(group, rollouts=(replace(group.rollouts[0], finish_reason="length"), *group.rollouts[1:]))
     spec = experiment_of(algorithm={"mask_truncated": True})
-    one = replace(batch, groups=(cut,))
+    one = replace(batch, groups=(truncated,))
     rows = training_rows(one, shaped_rewards(one, spec), spec)[0]
     assert [row.rollout for row in rows] == [1, 2, 3]
 

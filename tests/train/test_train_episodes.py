@@ -120,7 +120,7 @@ def test_whatever_the_context_the_sampled_tokens_are_the_ones_that_count(drawn: 
 
 
 class OneRank:
-    """As much of DeepSpeed's engine as a step calls; the gradient stays on the weights."""
+    """As much of DeepSpeed's engine as a step calls; the gradient remains on the weights."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -201,7 +201,7 @@ def test_log_probs_of_context_tokens_change_nothing(policy: Policy) -> None:
 
     def spoilt(of: Rollout) -> Rollout:
         logprobs = np.where(of.sampled, of.logprobs, np.float32("nan"))
-        # Tokens after the last sampled one are read by nobody.
+        # Tokens after the last sampled one are not read.
         end = int(np.flatnonzero(of.sampled)[-1]) + 1 if of.sampled.any() else len(of.versions)
         ids = np.where(np.arange(len(of.versions)) < end, of.ids, 7).astype(np.int32)
         return replace(of, logprobs=logprobs, ids=ids, branches=tuple(map(spoilt, of.branches)))

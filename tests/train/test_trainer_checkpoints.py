@@ -1,4 +1,4 @@
-"""Real DeepSpeed: a checkpoint goes on with as many ranks as it was saved by, and with any other number of them."""
+"""Real DeepSpeed: a checkpoint resumes with as many ranks as it was saved by, and with any other number."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def go(
     else:
         folder.mkdir()
     overrides = (*BASE, *(f"{key if '.' in key else f'trainer.{key}'}={value}" for key, value in trainer.items()))
-    places = (source.folder if source else "-", target if saves else "-")
-    run_ranks("resume_one.py", folder, overrides, *places, first, last)
+    folders = (source.folder if source else "-", target if saves else "-")
+    run_ranks("resume_one.py", folder, overrides, *folders, first, last)
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(trainer["ranks"])]
     return results, saved_by(trainer, target) if saves else None
 

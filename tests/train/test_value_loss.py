@@ -1,4 +1,4 @@
-"""The critic's loss against float64 NumPy, and its sums over any cut."""
+"""The critic's loss against float64 NumPy, and its sums over any split."""
 
 from __future__ import annotations
 

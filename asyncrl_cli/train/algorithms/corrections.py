@@ -17,8 +17,8 @@ Four things can be done, alone or together, in this order; ``CorrectionSpec`` ha
 Ranges and rejections are as in verl's rollout correction. There the rejected leave the mean that the loss is; here
 they stay in its denominator, so that a minibatch's denominator is known before its first forward pass.
 
-Invariant: weights carry no gradient and are 0 where the mask is false, where anything may stand, NaN included. NaN
-among tokens that count is not rejected: it stays visible.
+Invariant: weights carry no gradient and are 0 where the mask is false, whatever the arguments hold there, NaN included.
+NaN among tokens that count is not rejected: it remains visible.
 """
 
 from __future__ import annotations

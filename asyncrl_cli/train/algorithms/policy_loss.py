@@ -46,7 +46,7 @@ class TokenLosses:
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, AlgorithmSpec], TokenLosses]
 """Of (logprobs, proximal_logprobs, advantages, mask, settings): [rows, tokens] each, the mask bool, and the spec's
-``algorithm`` for its numbers. Gradients flow through the first alone; 0 stands wherever the mask is false. A user's
+``algorithm`` for its numbers. Gradients flow through the first alone; all are 0 where the mask is false. A user's
 own loss has this form, too."""
 
 

@@ -46,7 +46,7 @@ def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     when it exists and is not empty.
     """
     check_target(folder)
-    folder = folder.resolve()  # a link stays, and what it points to is written
+    folder = folder.resolve()  # the target of a link is written, and the link is kept
     try:
         with atomic_folder(folder) as unfinished:
             _write_model(checkpoint, model_stub, unfinished, lora)

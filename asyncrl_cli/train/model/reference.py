@@ -66,7 +66,7 @@ class Copy:
             torch.save(self._policy.model.state_dict(), folder / STATE / FILE)
 
     def load(self, folder: Path) -> None:
-        """Become what ``save`` has written; without a file, the initial model stays."""
+        """Become what ``save`` has written; without a file it remains the initial model."""
         if (folder / STATE / FILE).is_file():
             self._policy.model.load_state_dict(torch.load(folder / STATE / FILE, map_location="cpu"))
 
