@@ -48,7 +48,7 @@ def test_stages_sets_and_a_resume(shared_runs: Runs) -> None:
             "every": 2,
             "samples": 2,
             "prompts": 8,
-            "pin": True,
+            "fix_version": True,
             "sets": {
                 "sums": {"data": {"path": "sums.csv"}, "task": {"use": "length_reward:reward"}, "every": 3},
                 "rows": {

@@ -177,8 +177,8 @@ specs = st.builds(
         [
             {},
             {"every": 2},
-            {"every": 2, "samples": 3, "pin": True},
-            {"sets": {"more": {"data": {"size": 2}, "every": 3}}, "pin": True},
+            {"every": 2, "samples": 3, "fix_version": True},
+            {"sets": {"more": {"data": {"size": 2}, "every": 3}}, "fix_version": True},
         ]
     ),
     data=st.sampled_from(
