@@ -92,8 +92,8 @@ def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -
     that takes a sequence whose sampled tokens are all of that version, as later tokens of another one saw keys and
     values of older weights.
 
-    A list for each group (all have ``group_size`` rollouts); empty where all ``shaped_rewards`` are equal and the spec
-    skips such groups. A row's ``rollout`` is its index in ``rewards.flatten()``.
+    Returns a list for each group (all have ``group_size`` rollouts); empty where all ``shaped_rewards`` are equal and
+    the spec skips such groups. A row's ``rollout`` is its index in ``rewards.flatten()``.
     """
     skipped = uniform_groups(rewards) if spec.algorithm.uniform_groups == "skip" else rewards.new_zeros(len(rewards))
     return [[] if skipped[index] else list(_rows(batch, index, spec)) for index in range(len(batch.groups))]

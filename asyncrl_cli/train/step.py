@@ -64,7 +64,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 
     sums: UpdateSums | None = None
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
-    first = True
+    is_first = True
     for minibatch in minibatches * trainer.epochs:
         shape = trainer.schedule
         factor = schedule.factor(
@@ -81,13 +81,13 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
             metrics |= update_critic(learner.critic, spec, minibatch, factor)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue
-        result, update = update_policy(learner.engine, learner.objective, spec, minibatch, first)
+        result, update = update_policy(learner.engine, learner.objective, spec, minibatch, is_first)
         learner.limit.note(result)
         if result.skipped:  # its sums may not be finite
             metrics["train/updates_skipped"] += 1
             continue
         sums = update if sums is None else sums + update
-        first = False
+        is_first = False
         metrics["train/updates"] += 1
         metrics["train/gradient_norm"] = result.norm
     if sums is not None:  # the same on all ranks: an update is skipped by all of them or by none
