@@ -205,14 +205,12 @@ class Wanted:
     top_logprobs: bool = False
 
 
-class TokenTexts:
-    """The text of single tokens."""
+TokenTexts = Callable[[int], str]
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._text = lru_cache(maxsize=2**16)(lambda token: decode([token]))
 
-    def __call__(self, token: int) -> str:
-        return self._text(token)
+def token_texts(decode: Callable[[Sequence[int]], str]) -> TokenTexts:
+    """The text of single tokens, cached."""
+    return lru_cache(maxsize=2**16)(lambda token: decode([token]))
 
 
 class _Answer:

@@ -28,6 +28,7 @@ from asyncrl_cli.gateway.answers import (
     TokenTexts,
     Wanted,
     encoded,
+    token_texts,
     usage,
 )
 from asyncrl_cli.gateway.chat import ChatFormat
@@ -158,7 +159,7 @@ def _check_key(credentials: HTTPAuthorizationCredentials | None, right: str) -> 
 def _openai(service: Service, session_of: Callable[..., Awaitable[Session | None]]) -> APIRouter:
     """The paths of OpenAI's API. ``session_of`` is the dependency that finds a call's session, if it has one."""
     router = APIRouter()
-    texts = TokenTexts(service.chat.decode)
+    texts = token_texts(service.chat.decode)
     created = int(time.time())
     OwnSession = Annotated[Session | None, Depends(session_of)]
     described: Model = {"id": service.model, "object": "model", "created": created, "owned_by": "asyncrl"}

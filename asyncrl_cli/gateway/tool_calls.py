@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,15 @@ def tool_parser(name: str | None, tokenizer: Any) -> ToolParser:
 
 
 def check_tool_parser(name: str | None) -> None:
-    """Raises ``ConfigError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has."""
+    """Raises ``ToolParserError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has; imports no vLLM."""
     known = tool_parsers() if name not in (None, HERMES) else None
     if known is not None and name not in known:
-        raise ConfigError(
-            f"vLLM has no tool parser {name!r}",
-            location="rollout.tool_parser",
-            hint=did_you_mean(str(name), known, f"use one of {', '.join(sorted(known))}"),
-        )
+        raise _unknown(str(name), known)
+
+
+def _unknown(name: str, known: Collection[str]) -> ToolParserError:
+    hint = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
+    return ToolParserError(f"vLLM has no tool parser {name!r}", location="rollout.tool_parser", hint=hint)
 
 
 def hermes(text: str, tools: Tools) -> ToolCalls | None:
@@ -78,8 +79,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
 
     known = ToolParserManager.list_registered()
     if name not in known:
-        hint = did_you_mean(name, known, f"use one of {', '.join(known)}")
-        raise ToolParserError(f"vLLM has no tool parser {name!r}", location="rollout.tool_parser", hint=hint)
+        raise _unknown(name, known)
     # vLLM logs every malformed call of the model with its traceback.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     parser_class = ToolParserManager.get_tool_parser(name)
