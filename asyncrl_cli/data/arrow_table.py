@@ -76,21 +76,15 @@ class ArrowPrompts(Sequence[Prompt]):
 
     def field(self, name: str) -> list[Any]:
         """The values of one column, in the order of rows; None for each when there is no such column."""
-        if name not in self._table.column_names:
-            return [None] * len(self)
-        values: list[Any] = self._table.column(name).to_pylist()
-        return values
+        return self._table.column(name).to_pylist() if name in self._table.column_names else [None] * len(self)
 
     def _check_columns(self) -> None:
         import pyarrow.compute as pc
 
         names = self._table.column_names
         if missing := sorted(self._form.needed - set(names)):
-            raise DataError(
-                f"no column `{missing[0]}`",
-                location=self._source,
-                hint=f"the columns are {', '.join(names)}; name one of them in the split's keys",
-            )
+            hint = f"the columns are {', '.join(names)}; name one of them in the split's keys"
+            self._refuse(f"no column `{missing[0]}`", hint)
         if self._form.template is None:
             self._check_prompts(self._table.column(self._form.prompt_column))
         else:
@@ -109,14 +103,11 @@ class ArrowPrompts(Sequence[Prompt]):
 
         name, kind = self._form.prompt_column, column.type
         if pa.types.is_null(kind):
-            self._refuse(0, f"`{name}` is null", "give every row a prompt")
+            self._refuse(f"`{name}` is null", "give every row a prompt", row=0)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not text and not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            raise DataError(
-                f"the column `{name}` has the type {kind}",
-                location=self._source,
-                hint="name a column of texts or of lists of messages, or set a template",
-            )
+            hint = "name a column of texts or of lists of messages, or set a template"
+            self._refuse(f"the column `{name}` has the type {kind}", hint)
         empty = pc.equal(pc.utf8_length(column) if text else pc.list_value_length(column), 0)
         self._refuse_first(pc.is_null(column), f"`{name}` is null", "give every row a prompt")
         self._refuse_first(empty, f"`{name}` is empty", "give every row a prompt")
@@ -128,11 +119,8 @@ class ArrowPrompts(Sequence[Prompt]):
         name, kind = self._form.uid_column, column.type
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not (text or pa.types.is_integer(kind) or (pa.types.is_null(kind) and name == UID)):
-            raise DataError(
-                f"the column `{name}` has the type {kind}",
-                location=self._source,
-                hint="make uids texts or whole numbers, or rename the column",
-            )
+            hint = "make uids texts or whole numbers, or rename the column"
+            self._refuse(f"the column `{name}` has the type {kind}", hint)
         hint = "give every row a uid"
         if name != UID:
             self._refuse_first(pc.is_null(column), f"`{name}` is null", hint)
@@ -152,10 +140,10 @@ class ArrowPrompts(Sequence[Prompt]):
 
         row = pc.index(wrong, True).as_py()
         if row >= 0:
-            self._refuse(row, fault, hint)
+            self._refuse(fault, hint, row)
 
-    def _refuse(self, row: int, fault: str, hint: str) -> NoReturn:
-        raise DataError(fault, location=f"{self._source}:{row + 1}", hint=hint)
+    def _refuse(self, fault: str, hint: str, row: int | None = None) -> NoReturn:
+        raise DataError(fault, location=self._source if row is None else f"{self._source}:{row + 1}", hint=hint)
 
 
 def _readable(table: pa.Table) -> pa.Table:
@@ -163,11 +151,9 @@ def _readable(table: pa.Table) -> pa.Table:
     import pyarrow as pa
 
     def has_bytes(kind: Any) -> bool:
-        if any(
-            is_kind(kind) for is_kind in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-        ):
-            return True
-        return any(has_bytes(kind.field(index).type) for index in range(kind.num_fields))
+        tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+        below = (kind.field(index).type for index in range(kind.num_fields))
+        return any(test(kind) for test in tests) or any(map(has_bytes, below))
 
     for name in table.column_names:
         index, kind = table.column_names.index(name), table.schema.field(name).type
