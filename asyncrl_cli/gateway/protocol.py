@@ -45,7 +45,7 @@ class StreamOptions(Wire):
 class GenerationRequest(Wire):
     """What both kinds of generation share."""
 
-    model: Text | None = Field(None, description="The served model, as `/v1/models` names it; may be left out.")
+    model: Text | None = Field(None, description="The served model, as `/v1/models` names it; optional.")
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = Field(None, description="Choices per prompt.")
     temperature: Temperature | None = Field(
         None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."

@@ -185,9 +185,9 @@ def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Itera
     """
     reader = Reader(kinds)
     while True:
-        going_on = follow and run.status in ACTIVE  # asked first: what it wrote before it ended is read, too
+        running = follow and run.status in ACTIVE  # asked first: what it wrote before it ended is read as well
         yield from spooled(run.path / FILE, reader.read)
-        if not going_on:
+        if not running:
             return
         time.sleep(LOOK_S)
 

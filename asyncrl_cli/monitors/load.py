@@ -59,7 +59,7 @@ def _own(name: str, search_path: Path, location: str) -> Monitor:
             hint=f"see `python -c 'import {module_name}'` in {search_path.resolve()}",
         ) from error
     if not (isinstance(found, type) and issubclass(found, Monitor)):
-        raise ConfigError(f"{name} is no subclass of {PROTOCOL}", location=location, hint=hint)
+        raise ConfigError(f"{name} is not a subclass of {PROTOCOL}", location=location, hint=hint)
     try:
         return found()
     except Exception as error:

@@ -348,7 +348,7 @@ def _encoded(
         else:
             fitting += [(prompt, ids)] if ids is not None else []
     if unusable:
-        warn(f"{location}: {len(unusable)} of {len(prompts)} prompts cannot be used and are left out: {unusable[0]}")
+        warn(f"{location}: {len(unusable)} of {len(prompts)} prompts cannot be used and are skipped: {unusable[0]}")
     if not fitting:
         raise RunError(
             "every held-out prompt is longer than rollout.max_prompt_tokens, or unusable",
@@ -356,7 +356,7 @@ def _encoded(
             hint="raise rollout.max_prompt_tokens",
         )
     if too_long := len(prompts) - len(unusable) - len(fitting):
-        warn(f"{location}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and left out")
+        warn(f"{location}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and skipped")
     return fitting
 
 

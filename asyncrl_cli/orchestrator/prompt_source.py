@@ -109,7 +109,7 @@ class PromptSource:
             self.skipped += 1
             if self.skipped == 1:
                 self._warn(
-                    f"prompt {prompt.uid} is longer than rollout.max_prompt_tokens and is left out; "
+                    f"prompt {prompt.uid} is longer than rollout.max_prompt_tokens and is skipped; "
                     "the metric data/skipped_prompts counts such prompts"
                 )
         raise RunError(
@@ -119,10 +119,10 @@ class PromptSource:
         )
 
     def _refuse(self, error: DataError) -> None:
-        """Leave out a row that is no prompt, which was not looked at when the data was opened."""
+        """Skip a row that is not a prompt, which was not checked when the data was opened."""
         self.unusable += 1
         if self.unusable <= UNUSABLE_NAMED:
-            self._warn(f"{error}; it is left out, and the metric data/unusable_prompts counts such rows")
+            self._warn(f"{error}; it is skipped, and the metric data/unusable_prompts counts such rows")
 
     def _unsolved(self) -> Prompt:
         """The next prompt that is not retired; when there is none in as many prompts as an epoch has, the next one."""

@@ -109,8 +109,8 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     for source, later in known.items():
         if later > taken:
             raise RunError(
-                f"the journal ends at step {taken}, and {source} is of step {later}: {FILE}-wal is missing or cut "
-                "short, or the journal is an older copy",
+                f"the journal ends at step {taken}, and {source} is of step {later}: {FILE}-wal is missing or "
+                "truncated, or the journal is an older copy",
                 location=str(journal),
                 hint=instead,
             )

@@ -91,7 +91,7 @@ class Watchdog:
                         "; ".join([f"nothing moved: {wait}", *others]),
                         location="pipeline",
                         hint="look at that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
-                        "`asyncrl resume` goes on from here",
+                        "`asyncrl resume` continues from here",
                     )
                 if now - wait.since > self._limit_s / 2 and not wait.told:
                     wait.told = True

@@ -97,7 +97,7 @@ class CorrectionSpec(Section):
     """Correction for rollouts that were sampled by another policy than the trainer's: by older weights, or by the same
     weights in the engine's arithmetic.
 
-    The importance weight is proximal / behaviour. A key that is left out has the value of `preset`. See
+    The importance weight is proximal / behaviour. An omitted key has the value of `preset`. See
     docs/algorithms.md.
     """
 
@@ -144,7 +144,7 @@ class CriticSpec(Section):
 
 
 class AlgorithmSpec(Section):
-    """The objective: an algorithm by name, and what differs from it. A key that is left out has the value of `preset`.
+    """The objective: an algorithm by name, and what differs from it. An omitted key has the value of `preset`.
     A file or `--set` that sets the preset replaces the files below it for all keys that the preset decides. See
     docs/algorithms.md."""
 

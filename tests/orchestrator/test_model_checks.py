@@ -72,7 +72,7 @@ def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
 
 
 def test_a_first_prompt_that_is_left_out_is_no_failure() -> None:
-    assert first_prompt(prompts(BROKEN), ENCODER).startswith("left out: ")
+    assert first_prompt(prompts(BROKEN), ENCODER).startswith("skipped: ")
 
 
 def test_held_out_rows_that_cannot_be_encoded_are_left_out_as_in_training() -> None:

@@ -223,7 +223,7 @@ def _check_local_store(uri: str) -> None:
         problem = (
             "is not writable for this user"
             if folder.is_dir()
-            else "is no folder"
+            else "is not a folder"
             if folder.exists()
             else "does not exist"
         )
@@ -236,11 +236,11 @@ def check_notify(spec: ExperimentSpec) -> str | Finding:
     if webhook is not None and webhook.startswith("env:"):
         name = webhook.removeprefix("env:")
         if not os.environ.get(name, "").startswith(("http://", "https://")):
-            found = f"the environment variable {name} holds no http address"
+            found = f"the environment variable {name} has no http address"
             return Finding("notify", "warning", found, f"set {name}, or remove notify.webhook")
     if spec.notify.command is not None and (missing := _missing_program(spec.notify.command)):
         return Finding("notify", "warning", f"there is no program {missing}", "correct notify.command, or install it")
-    return "nobody" if webhook is None and spec.notify.command is None else "as the spec says"
+    return "off" if webhook is None and spec.notify.command is None else "as the spec says"
 
 
 def _missing_program(command: str) -> str | None:

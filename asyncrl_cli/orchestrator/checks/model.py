@@ -64,7 +64,7 @@ def _check_hub_model(name: str) -> str | Finding:
             HfApi().model_info(name, timeout=HUB_S)
     except HFValidationError as error:
         hint = "name a saved model's folder, or a hub id such as Qwen/Qwen3-0.6B"
-        raise ConfigError(f"{name!r} is no hub id: {_one_line(error)}", location="model.path", hint=hint) from None
+        raise ConfigError(f"{name!r} is not a hub id: {_one_line(error)}", location="model.path", hint=hint) from None
     except RepositoryNotFoundError:
         hint = "correct its name; a private model needs HF_TOKEN in the environment"
         raise ConfigError(f"the hub has no model {name!r}", location="model.path", hint=hint) from None
@@ -225,12 +225,12 @@ def check_prompts(
         )
     hints = []
     if too_long:
-        found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and left out"
-        hints.append("Raise rollout.max_prompt_tokens")
+        found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and skipped"
+        hints.append("raise rollout.max_prompt_tokens")
     if unusable:
-        found += f"; {len(unusable):,} cannot be used and are left out, such as this: {unusable[0].message}"
+        found += f"; {len(unusable):,} cannot be used and are skipped, such as this: {unusable[0].message}"
         hints.append(unusable[0].hint)
-    return Finding(check, "warning", found, ". ".join(hints)) if hints else found
+    return Finding(check, "warning", found, "; ".join(hints)) if hints else found
 
 
 def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> str:
@@ -239,7 +239,7 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> str:
         prompt = prompts[0]
         ids = encoder.encode(prompt)
     except DataError as error:
-        return f"left out: {error.message}"
+        return f"skipped: {error.message}"
     if ids is None:
         return f"prompt {prompt.uid} is too long"
     text = encoder.decode(ids, special=True)

@@ -59,7 +59,7 @@ def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-_MARK = "what-the-user-said"
+_MARK = "the-message-of-the-user"
 """The message that a template is tried with."""
 
 
