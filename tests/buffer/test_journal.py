@@ -34,6 +34,7 @@ from asyncrl_cli.journal.events import events
 from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
+from asyncrl_cli.journal.staleness import staleness_report
 from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.training import TrainingBatch
@@ -389,6 +390,7 @@ def test_a_run_with_an_older_schema_is_resumed(tmp_path: Path, path: Path, numbe
     with closing(open_for_reading(path)) as connection:
         assert [content(read_batch(connection, step)) for step in range(2)] == batches
         assert Counter(event.name for event in events(connection))["request"] == (0 if number == 1 else 2)
+        assert staleness_report(connection).groups == 4
     assert path.read_bytes() == before
 
     book = DurableLedger(path, SETTINGS)
