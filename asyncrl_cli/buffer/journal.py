@@ -4,7 +4,7 @@ An event is noted in memory (``admitted``, ``recorded``, ...) and written by the
 committed together or not at all. One process writes, through one thread at a time.
 
 Invariant: the segments of a sequence (a rollout, or a branch of one) follow one another from token 0 on. ``grown`` and
-``recorded`` see to that.
+``recorded`` ensure that.
 """
 
 from __future__ import annotations

@@ -49,12 +49,12 @@ Proof, by induction over the events; at the start nothing is outstanding.
 4. publish happens at t = (v + 1)k, when places(v) + B = 0, so U(v) = 0: nothing is overdue when d = v
    leaves the range d >= v.
 
-A crash is no event: ``restore`` gives back the same state. A batch that is trained again was taken once.
+A crash is not an event: ``restore`` gives back the same state. A batch that is trained again was taken once.
 
 The batch can always be had: (a) A can reach (t + 1)B, since (v + 1 + S)k >= (v + 1)k >= t + 1 whenever a
 batch is allowed, and the bound by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding
 group has finished, run(d) = 0 <= places(d). So if rollouts end and the caller uses the room, no step waits
-forever. Earliest deadline first without the second condition is not enough: with k = 1, B = 2, S = 2, let
+without end. Earliest deadline first without the second condition is not enough: with k = 1, B = 2, S = 2, let
 the four groups 0 to 3 of version 0 be long; step 1 would take two groups of version 1, and at step 2 four
 groups would be due for two places.
 
@@ -345,7 +345,7 @@ class Ledger:
         self._finished = [group_id for group_id in self._finished if group_id not in leaving]
         for group_id in batch.group_ids:
             del self._version_of[group_id]
-        self._late += sum(lag > self.settings.max_staleness for lag in batch.staleness)
+        self._late += sum(staleness > self.settings.max_staleness for staleness in batch.staleness)
         self._step += 1
 
     def publish(self) -> None:

@@ -20,7 +20,7 @@ SECRET_PART = re.compile(
 )
 """Parts of the names of variables and settings that hold secrets: of API_KEY, but not of MONKEY or TOKENIZER."""
 NUMBER = re.compile(r"[-+]?[\d_]{1,12}(\.\d*)?(e[-+]?\d{1,3})?|true|false|null", re.IGNORECASE)
-"""Numbers and switches, which are no secrets."""
+"""Numbers and switches, which are not secrets."""
 SHORTEST = 6
 """Characters; shorter values occur in ordinary words."""
 PATTERNS = (
@@ -43,7 +43,7 @@ _values: dict[str, str] = {}
 
 def remember(name: str, value: str) -> None:
     """The value of an environment variable that a spec refers to: if it is a secret, ``hide`` knows it from now on."""
-    # PWD is no secret
+    # PWD is not a secret
     if len(value) >= SHORTEST and is_secret(name) and not NUMBER.fullmatch(value) and not os.path.exists(value):
         _values[value] = f"${{env:{name}}}"
 

@@ -1,7 +1,7 @@
 """Replies in the form of OpenAI's API: complete answers, and the chunks of a stream.
 
 The answers are typed dictionaries of exactly what is sent: FastAPI makes the OpenAPI document of them, and nothing is
-validated a second time on its way out. (openai.types has neither the token ids nor what is left out here, and takes a
+validated a second time on its way out. (openai.types has neither the token ids nor what is omitted here, and takes a
 second to import: decision 0035.)
 """
 

@@ -45,7 +45,7 @@ from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Session
 from asyncrl_cli.gateway.sessions import Sessions, same_key, session_key
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""``max_tokens`` of `/v1/completions` when it is left out, as OpenAI has it."""
+"""``max_tokens`` of `/v1/completions` when it is omitted, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)

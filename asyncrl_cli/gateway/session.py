@@ -340,7 +340,7 @@ class Session:
             if found := self._transcript.longest(conversation.covers):
                 branch, turn = found
                 assert turn.messages is not None
-                covered = turn.messages[0] - 1  # the tools are no message
+                covered = turn.messages[0] - 1  # the tools are not a message
                 new, before = conversation.messages[covered:], conversation.messages[covered - 1]
                 try:
                     rest = await render(partial(self._chat.continue_, new, tools, turn.last_token, before))

@@ -1,6 +1,6 @@
 """The panel that shows a run on a terminal: the live view of `asyncrl train`, and `asyncrl watch` from outside.
 
-What it shows is plain data (``Shown``); a row without data is left out. Texts of a run are text: neither markup of rich
+What it shows is plain data (``Shown``); a row without data is omitted. Texts of a run are text: neither markup of rich
 nor control characters of a terminal.
 """
 

@@ -96,7 +96,7 @@ def newest(recording: Recording, groups: int) -> Recording:
 
 
 def workload(recording: Recording) -> Workload:
-    """The durations of a record. The time during which the run was not alive is left out.
+    """The durations of a record. The time during which the run was not alive is excluded.
 
     A group that still runs counts as if it took as long as the median group, or as it did so far if that is longer.
     Raises ``ValueError`` without a trained batch, and without a finished group.

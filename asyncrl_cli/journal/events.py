@@ -19,7 +19,7 @@ from heapq import merge
 from typing import Any, ClassVar, Self
 
 STALL = "stall"
-"""The kind of failure in the journal that is no fault: a part has been waiting for long."""
+"""The kind of failure in the journal that is not a fault: a part has been waiting for long."""
 
 
 RENAMED_METRICS = {"response/cut": "response/truncated_ratio", "data/retired_prompts": "data/filtered_prompts"}

@@ -163,7 +163,7 @@ class AdmittedPrompt(NamedTuple):
 
 def newest_prompts(connection: sqlite3.Connection, count: int) -> list[AdmittedPrompt]:
     """The newest prompts that came from the data loader, newest first; those before other data was accepted, and those
-    that a checkpoint had kept, are left out."""
+    that a checkpoint had kept, are excluded."""
     known = meta(connection)
     passed_over = max(len((known.get("base") or {}).get("prompts", ())), int(known.get(ACCEPTED, 0)))
     rows = connection.execute(

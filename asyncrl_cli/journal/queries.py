@@ -212,7 +212,7 @@ def due_groups(connection: sqlite3.Connection, now: Progress) -> tuple[Due, ...]
 
 def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None]]:
     """Length and reward of the rollouts of a state's newest groups; of running groups, the length so far. Rollouts
-    that failed before their first token are left out."""
+    that failed before their first token are excluded."""
     newest = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
     return connection.execute(
         f"SELECT tokens, reward FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "

@@ -10,7 +10,7 @@ that sampled it, as its segment says. The proof checks the rows against one anot
 * no token of a batch is newer than the batch.
 
 Only sampled tokens count: those that the policy was given in an episode (``CONTEXT``) have no version. A group that was
-admitted with its prompt's tokens is no episode, and there ``CONTEXT`` is a version like any other that cannot be.
+admitted with its prompt's tokens is not an episode, and there ``CONTEXT`` is a version like any other that cannot be.
 
 Steps are counted from 0 here, as in the journal.
 """

@@ -122,7 +122,7 @@ class Opening:
         counts: all groups by what became of them.
         evaluations: step and kind of all evaluations that are done.
         solved: by uid, in how many of its groups in a row, up to the newest, every rollout was right; prompts whose
-            newest group was not are left out. Empty unless ``BufferSettings.note_solved``.
+            newest group was not are excluded. Empty unless ``BufferSettings.note_solved``.
     """
 
     step: int

@@ -40,7 +40,7 @@ def normalized(message: Message) -> Message:
 
     It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` where they are set; other keys
     go. Content is text: None is "", text parts are joined. The arguments of tool calls are parsed. Raises
-    ``ChatError`` for what is no message.
+    ``ChatError`` for what is not a message.
     """
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise ChatError("a message is an object with a role")

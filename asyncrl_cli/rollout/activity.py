@@ -54,7 +54,7 @@ class ActivityClock:
     def read(self, sampled: int) -> EngineActivity:
         """Report, and start over.
 
-        ``sampled``: tokens generated so far; it falls when a running rollout is cancelled, which is no sign of life.
+        ``sampled``: tokens generated so far; it falls when a running rollout is cancelled, which is not a sign of life.
         """
         self.set_busy(self._busy)
         now = self._now()

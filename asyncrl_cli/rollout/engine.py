@@ -95,7 +95,7 @@ class Engine:
                 await core.resume_scheduler_async()
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
-        """New tokens of running rollouts, from the index that ``since`` has for a rollout's id; others are left out.
+        """New tokens of running rollouts, from the index that ``since`` has for a rollout's id; others are skipped.
 
         They are a part of the final rollout, bit for bit.
         """

@@ -12,7 +12,7 @@ from asyncrl_cli.records.generation import Segment
 
 
 class Aborted(Exception):
-    """A request was ended on command. It is no failure: the caller continues from its tokens.
+    """A request was ended on command. It is not a failure: the caller continues from its tokens.
 
     ``segments`` are the tokens generated of it, after its prefix.
     """

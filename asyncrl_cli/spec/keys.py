@@ -39,7 +39,7 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """The value if the key is left out; ``PydanticUndefined`` if there is none, or it follows from other keys."""
+        """The value of an omitted key; ``PydanticUndefined`` if there is none, or it follows from other keys."""
         return PydanticUndefined if self.follows else self.field.get_default(call_default_factory=True)
 
 

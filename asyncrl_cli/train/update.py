@@ -38,7 +38,7 @@ class UpdateSums(ReducedSums):
     def summary(self, losses: float) -> dict[str, float]:
         """Metrics; ``losses`` is the number of losses that ``loss`` is the sum of.
 
-        The engine's gap is left out where no token could be compared.
+        The engine's gap is omitted when no token could be compared.
         """
         gap = self.engine_gap.summary() if self.engine_gap.tokens.item() else {}
         return {

@@ -1,4 +1,4 @@
-"""`asyncrl checkpoint` on runs that nobody drives, from the outside."""
+"""`asyncrl checkpoint` on runs that no process drives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl events`: lines for people and for programs, of ended runs and of one that goes on."""
+"""`asyncrl events`: lines for people and for programs, of ended runs and of a running one."""
 
 from __future__ import annotations
 

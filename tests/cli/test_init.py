@@ -135,4 +135,4 @@ def test_an_installed_wheel_carries_them(tmp_path: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     for template in TEMPLATES:
         assert {f"asyncrl_cli/_templates/{template.name}/{file}" for file in names_in(template.folder)} <= packed
-    assert "asyncrl_cli/_templates/grafana/asyncrl.json" in packed, "which is no template, and is there for users, too"
+    assert "asyncrl_cli/_templates/grafana/asyncrl.json" in packed, "which is not a template, but is for users, too"

@@ -135,7 +135,7 @@ def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tup
         f"error: there is no journal\n --> {path}\nhint: a run has one from its first group on; "
         "if this run has trained, restore the file from a copy\n".replace(f"{tmp_path}/", ""),
     )
-    assert ("no memory" in out) == (arguments == ("inspect", "run")), "what is known is told"
+    assert ("no memory" in out) == (arguments == ("inspect", "run")), "what is known is shown"
     path.touch()
     assert "error: this is not a journal of asyncrl\n" in asyncrl(*arguments)[2]
     path.write_bytes(b"no journal at all" * 100)
@@ -454,7 +454,7 @@ def test_a_violated_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
     assert "admitted at version 0, trained at version 4: 4 versions later, and the bound is 2" in out
     code, out, _ = asyncrl("staleness", "--json")
     assert code == 1
-    assert [breach["step"] for breach in json.loads(out)["violations"]] == [5, 5]
+    assert [row["step"] for row in json.loads(out)["violations"]] == [5, 5]
 
 
 def test_late_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:

@@ -34,7 +34,7 @@ def track(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that failed after three steps, in the folder ``runs``."""
-    run = RunDirectory.create(tmp_path / "runs", "spell")
+    run = RunDirectory.create(tmp_path / "runs", "spelling")
     run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
     (tmp_path / "spec.yaml").write_text(SPEC)
     run.write_text("spec.yaml", dump_spec(load_spec(tmp_path / "spec.yaml").spec, {}))

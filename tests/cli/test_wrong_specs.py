@@ -52,7 +52,7 @@ WRONG = [
     (f"{CONFIG}.max_position_embeddings=64", "model", ""),
     ("model={path: ./empty}", "model.path", "save_pretrained"),
     ("model={path: ./no-weights}", "model.path", ".safetensors"),
-    ("model={path: nobody-at-all/nosuch-model}", "model.path", ""),
+    ("model={path: no-such-user/nosuch-model}", "model.path", ""),
     ("model={path: not a hub id}", "model.path", ""),
     ("model.init.tokenizer=./empty", "model.init.tokenizer", ""),
     ("model.chat_template=./README.md", "model.chat_template", "Jinja"),
@@ -209,10 +209,10 @@ def test_an_exception_that_no_check_expects_is_the_error_of_that_check(
     check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: object) -> str:
-        raise ZeroDivisionError("nobody thought of this")
+        raise ZeroDivisionError("an unexpected value")
 
     monkeypatch.setattr(machine, "check_notify", fails)
-    with pytest.raises(ConfigError, match="notify: the check failed: ZeroDivisionError: nobody thought of this"):
+    with pytest.raises(ConfigError, match="notify: the check failed: ZeroDivisionError: an unexpected value"):
         check("")
     with StartChecks(load_spec("spec.yaml").spec, Path(), print) as checks:
         found = {finding.check: finding.status for finding in checks.findings()}

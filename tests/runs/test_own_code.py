@@ -31,12 +31,12 @@ def test_an_import_that_hangs_is_stopped_and_named(tmp_path: Path, hang: str) ->
     assert error.value.location.startswith(f"{tmp_path}/hanging.py:")
     assert error.value.exit_code == 2
     assert signal.getsignal(signal.SIGALRM) == handler
-    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (timer[0] > 0), "another one's timer goes on"
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (timer[0] > 0), "an outer timer continues"
 
 
 def test_slow_code_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.core.user_code.FIRST_NOTICE_S", 0.05)
-    (tmp_path / "waiting.py").write_text("def wait(told):\n    while not told:\n        pass\n")
+    (tmp_path / "waiting.py").write_text("def wait(notices):\n    while not notices:\n        pass\n")
     notices: list[str] = []
     with user_code("opening the data", notices.append):
         import_user_module("waiting", tmp_path).wait(notices)
@@ -44,14 +44,14 @@ def test_slow_code_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest
     assert f"{tmp_path}/waiting.py:" in notices[0]
 
 
-@pytest.mark.parametrize(("call", "said"), [("sys.exit(3)", "sys.exit(3)"), ("sys.exit()", "sys.exit()")])
-def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, said: str) -> None:
+@pytest.mark.parametrize(("call", "shown"), [("sys.exit(3)", "sys.exit(3)"), ("sys.exit()", "sys.exit()")])
+def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, shown: str) -> None:
     (tmp_path / "leaving.py").write_text(f"import sys\n\n{call}\n")
     with pytest.raises(ConfigError) as error, user_code("importing the task", print):
         import_user_module("leaving", tmp_path)
     assert (error.value.location, error.value.message) == (
         f"{tmp_path}/leaving.py:3",
-        f"importing the task called {said}",
+        f"importing the task called {shown}",
     )
 
 

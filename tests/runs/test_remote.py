@@ -40,7 +40,7 @@ def test_an_answer_is_passed_on() -> None:
 @pytest.mark.parametrize(
     "cause",
     [
-        TaskError("the reward is no number", location="task.use", hint="Return one"),
+        TaskError("the reward is not a number", location="task.use", hint="return one"),
         RunError("no room", location="trainer-0"),
         SpecError([Problem("seed", "is negative")]),
     ],

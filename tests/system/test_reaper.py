@@ -50,7 +50,7 @@ def is_alive(pid: int) -> bool:
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
 
 
@@ -173,7 +173,7 @@ def is_reaper(process: psutil.Process) -> bool:
 
 
 def children(but: int = 0) -> list[int]:
-    """This process's reapers, one of them left out."""
+    """This process's reapers, without one of them."""
     return [process.pid for process in psutil.Process().children() if process.pid != but and is_reaper(process)]
 
 

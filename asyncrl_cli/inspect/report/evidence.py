@@ -85,7 +85,7 @@ def enough_finished(
 def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity | None:
     """The shares of the whole; ``shares`` are the means of the metrics of these names. None before a trained step.
 
-    The first step waits for the first rollouts of all, whatever bounds the run, and is left out of all but short runs.
+    The first step waits for the very first rollouts, whatever bounds the run, and counts in short runs only.
     """
     times = times[1:] if len(times) >= FEW_STEPS else times
     spent = {part: sum(time.seconds[part] for time in times) for part in PARTS}

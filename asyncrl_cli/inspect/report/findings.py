@@ -85,7 +85,7 @@ def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str) -> A
 Z = 1.96
 """Standard errors on each side of an interval of 95 %."""
 SURE = 2.0
-"""Standard errors of the difference by which two means differ when it is no noise."""
+"""Standard errors of the difference by which two means differ when it is not noise."""
 
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
 Verdict = tuple[str, Literal["good", "bad", "plain"]]

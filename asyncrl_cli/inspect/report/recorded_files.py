@@ -1,6 +1,6 @@
 """What a run's folder has beside the journal: evaluations with their samples, and samples of the machine.
 
-A line that cannot be read is left out: a run that was killed leaves half a line, and a report of the rest is worth
+A line that cannot be read is skipped: a run that was killed leaves half a line, and a report of the rest is worth
 having.
 """
 

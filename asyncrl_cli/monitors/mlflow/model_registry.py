@@ -4,7 +4,7 @@
       MLmodel                   what it is
       requirements.txt, python_env.yaml
       model/                    the run's model/
-      components/tokenizer/     of it, what is no weight
+      components/tokenizer/     of it, what is not a weight
 
 Invariant: a run has one version per step at which it ended, however often this is tried. Each file is noted when it has
 arrived, so that the upload of a large model resumes where it was interrupted. The version comes after all of them, with

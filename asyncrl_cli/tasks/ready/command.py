@@ -151,7 +151,7 @@ async def _end_of(descriptor: int) -> bytes:
         while chunk := await reader.read(KEPT):
             kept = (kept + chunk)[-KEPT:]
     except asyncio.CancelledError:
-        pass  # somebody keeps it open
+        pass  # another process keeps it open
     finally:
         transport.close()
     return kept

@@ -65,7 +65,7 @@ class Judge:
         """Args:
             base_url: such as ``http://judge:8000/v1``.
             model: the judge's name there.
-            api_key_env: the environment variable that holds the key; left out, no key is sent that means anything.
+            api_key_env: the environment variable that holds the key; by default a meaningless key is sent.
             template: what the judge is asked: ``{prompt}``, ``{response}``, ``{low}``, ``{high}`` and the row's fields
                 in braces (``{answer}``); ``{{`` is a brace.
             system: a system message for the judge.

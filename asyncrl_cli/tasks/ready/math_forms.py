@@ -46,7 +46,7 @@ _REPLACED = {
     **{f"\\{command}{{{letter}}}": f" {letter}" for command in ("text", "mathrm") for letter in "ei"},  # no units
     **dict.fromkeys(("≤", "\\leq"), "\\le "),
     **dict.fromkeys(("≥", "\\geq"), "\\ge "),
-    "\\\\": "\\\\",  # ends a matrix's row: what follows is no part of it
+    "\\\\": "\\\\",  # ends a matrix's row: what follows is not part of it
     "\\ ": " ",
     "\\%": "%",
     "\\sqrt{-1}": " i",
@@ -60,7 +60,7 @@ _REPLACED = {
     "∪": "\\cup ",
     "±": "\\pm ",
 }
-# A command ends where its letters do: `\left` is no part of `\leftarrow`.
+# A command ends where its letters do: `\left` is not part of `\leftarrow`.
 _REPLACE = re.compile(
     "|".join(
         re.escape(old) + ("(?![a-zA-Z])" if old[-1].isalpha() and old[0] == "\\" else "")

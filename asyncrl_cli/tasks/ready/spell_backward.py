@@ -5,7 +5,7 @@ The prompt is the word and ``>``, the response its letters from last to first:
     sun>    nus
 
 Most demonstrations copy the word unchanged, so a warm-started model knows how to turn a word round and
-seldom does; reinforcement makes it do so. Palindromes are left out: copying them would pay.
+seldom does; reinforcement makes it do so. Palindromes are excluded: copying them would pay.
 
 Invariant: a word is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` alone draws words.

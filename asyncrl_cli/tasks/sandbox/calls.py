@@ -367,7 +367,7 @@ class Remote:
         """Tracebacks stay here: they lead to the tests.
 
         The code may swallow what a test raises on purpose, but neither a failed assertion nor an error that its own
-        values can cause: the rest of the test would be left out.
+        values can cause: the rest of the test would be skipped.
         """
         if kind is None or (not issubclass(kind, AssertionError) and _is_meant(traceback)):
             return _ask(self, "exit", kind, error, None)

@@ -1,4 +1,4 @@
-"""What a process in a sandbox does to itself before it runs code that nobody has read.
+"""What a process in a sandbox does to itself before it runs unreviewed code.
 
 Limits, an unused user id when it is root, Landlock (where no namespaces hide the file system), and seccomp.
 None of it can be undone.

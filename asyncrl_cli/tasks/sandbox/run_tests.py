@@ -1,4 +1,4 @@
-"""Running Python code that nobody has read, and testing it.
+"""Running and testing unreviewed Python code.
 
     run -> a sandbox with the tests  <- questions ->  a sandbox with the code
 

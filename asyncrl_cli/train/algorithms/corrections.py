@@ -95,7 +95,7 @@ def correct(
         mask: bool, [rows, tokens]; true where a token counts.
 
     Returns:
-        Weights, [rows, tokens], detached, 0 where the mask is false or a token is left out; and the sums.
+        Weights, [rows, tokens], detached, 0 where the mask is false or a token is masked; and the sums.
     """
     check_shapes(mask, proximal_logprobs, behaviour_logprobs)
     with torch.no_grad():

@@ -168,7 +168,7 @@ def policy_loss(
         w · (policy loss) + kl_coef · (KL estimate) − entropy_coef · (entropy)
 
     The weight w corrects for where the token was sampled (corrections.py). It does not weigh the penalty and the
-    bonus, which keep the policy near the reference, and wide, at tokens that are left out of the policy loss, too.
+    bonus, which keep the policy near the reference, and wide, at tokens that are excluded from the policy loss, too.
 
     Tensors are [rows, tokens]; gradients flow through ``logprobs`` and ``entropies`` alone.
 
