@@ -50,7 +50,7 @@ def test_no_folder_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"missing: no such folder \(give the folder"):
         find_run(tmp_path / "missing", "latest")
-    with pytest.raises(RunError, match="file: is not a folder"):
+    with pytest.raises(RunError, match="file: not a folder"):
         all_runs(tmp_path / "file")
 
 
