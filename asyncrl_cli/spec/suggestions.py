@@ -31,11 +31,16 @@ _KINDS = {
     "dict_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
 }
-_BOUNDS = {
-    "greater_than_equal": ("ge", "at least"),
-    "greater_than": ("gt", "more than"),
-    "less_than_equal": ("le", "at most"),
-    "less_than": ("lt", "less than"),
+_MESSAGES = {
+    "too_long": "must have {max_length} values, not {actual_length}",
+    "too_short": "must have at least {min_length} item, not {actual_length}",
+    "string_too_long": "must have at most {max_length} characters, not {length}",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must match {pattern}, not {shown}",
+    "greater_than_equal": "must be at least {ge:.12g}, not {shown}",
+    "greater_than": "must be more than {gt:.12g}, not {shown}",
+    "less_than_equal": "must be at most {le:.12g}, not {shown}",
+    "less_than": "must be less than {lt:.12g}, not {shown}",
 }
 _SUGGESTED = 100
 """Unknown keys that get a suggestion; looking for one takes milliseconds, and a wrong file may have thousands."""
@@ -134,24 +139,13 @@ def _flow(value: Any) -> str:
 
 def _message(detail: ErrorDetails, words: str = "") -> str:
     """What is wrong; ``words`` would be right, too."""
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    if kind == "too_long":
-        return f"must have {context['max_length']} values, not {context['actual_length']}"
-    if kind == "string_too_long":
-        return f"must have at most {context['max_length']} characters, not {len(value)}"
-    if kind == "too_short":
-        return f"must have at least {context['min_length']} item, not {context['actual_length']}"
+    kind, value = detail["type"], detail["input"]
+    if kind in _MESSAGES:
+        return _MESSAGES[kind].format(**detail.get("ctx", {}), shown=_shown(value), length=len(str(value)))
     if kind == "format":
         return f"{detail['msg']}, not {_shown(value)}"
-    if kind == "string_too_short":
-        return "must not be empty"
-    if kind == "string_pattern_mismatch":
-        return f"must match {context['pattern']}, not {_shown(value)}"
     if kind == "literal_error":
         return f"must be {_choice(_allowed(detail))}, not {_shown(value)}"
-    if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"must be {words} {context[name]:.12g}, not {_shown(value)}"
     if kind in _KINDS:
         return f"must be {f'{words} or ' if words else ''}{_KINDS[kind]}, not {_shown(value)}"
     return detail["msg"]
