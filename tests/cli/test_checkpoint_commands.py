@@ -130,7 +130,7 @@ def test_show_one(asyncrl: Any, run: RunDirectory) -> None:
     assert "trainer     2 rank(s), ZeRO-0, float32\n" in out
     assert "greedy      0.750\n" in out
     assert "kept        best 1\n" in out
-    assert "state/shard  2.0 kB\n" in out
+    assert "state/shard     2.0 kB\n" in out
     assert json.loads(asyncrl("show", "--json")[1])["step"] == 50
     code, _, error = asyncrl("show", "--step", 25)
     assert code == 1

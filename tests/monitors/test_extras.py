@@ -168,11 +168,11 @@ def test_one_that_raises_is_switched_off(tmp_path: Path) -> None:
     [
         ("no_such_monitors:A", "cannot be imported: ModuleNotFoundError"),
         ("my_broken_monitors:Gone", "cannot be imported: AttributeError"),
-        ("my_broken_monitors:Other", "is no subclass of asyncrl_cli.monitors.base.Monitor"),
+        ("my_broken_monitors:Other", "is not a subclass of asyncrl_cli.monitors.base.Monitor"),
         ("my_broken_monitors:NeedsMore", "() failed: TypeError"),
     ],
 )
-def test_what_is_no_monitor_is_refused_before_the_start(name: str, message: str, tmp_path: Path) -> None:
+def test_invalid_monitors_are_refused_before_the_start(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "my_broken_monitors.py").write_text(BROKEN)
     with pytest.raises(ConfigError) as refused:
         load_monitors(TrackingSpec(monitors=[name]), tmp_path)
