@@ -201,7 +201,7 @@ def test_settings_without_effect_are_warnings(check: Callable[[str], None], over
     "override",
     ["model.max_length=4096", "model={max_length: 256, init: {architecture: mamba, config: {num_hidden_layers: 2}}}"],
 )
-def test_the_cache_is_no_obstacle_when_it_can_be_large_enough(check: Callable[[str], None], override: str) -> None:
+def test_a_cache_that_can_be_large_enough_is_accepted(check: Callable[[str], None], override: str) -> None:
     check(f"{override} & rollout.kv_cache_mb=64" if "mamba" in override else override)
 
 

@@ -175,7 +175,7 @@ NO_REQUESTS = [
 ]
 
 
-def test_bodies_that_are_no_requests() -> None:
+def test_bodies_that_are_not_requests() -> None:
     async def test() -> None:
         async with served() as there:
             for body in NO_REQUESTS:

@@ -187,7 +187,7 @@ def test_groups_that_were_generated_in_vain_are_mentioned(tmp_path: Path, monkey
     assert "rejected" not in bottleneck(spent, circumstance()).advice
 
 
-def test_waiting_for_the_first_rollouts_is_no_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that its trainer bounds, and whose first rollouts take long."""
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 40.0 if g < 6 else 1.0, 8)
     for _ in range(20):

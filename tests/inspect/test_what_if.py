@@ -221,7 +221,7 @@ def test_time_in_which_the_run_was_dead_does_not_count(tmp_path: Path, monkeypat
 # -- from times to durations
 
 
-def test_publishing_and_saving_are_no_waiting() -> None:
+def test_publishing_and_saving_are_not_waiting() -> None:
     groups = [GroupTimes(0.0, 10.0, rejected=False)] * 4
     batches = [
         BatchTimes(10.0, 15.5, published_at=15.0, publish_s=1.0, save_s=2.0),  # recorded after its publish

@@ -314,7 +314,7 @@ def test_a_violation_of_the_guarantee_is_found(run: RecordedRun, path: Path, sql
     assert any(what in violation.what for violation in violations), violations
 
 
-def test_late_groups_are_no_violation_where_they_are_allowed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_groups_are_not_violations_when_they_are_allowed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = settings(on_stale="train")
     run = RecordedRun(path, monkeypatch, of, lambda g: 40.0 if g == 0 else 3.0, concurrency=4)
     for _ in range(6):

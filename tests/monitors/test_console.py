@@ -144,7 +144,7 @@ def test_the_panel_is_that_of_watch_under_what_the_loop_does(
     assert shown == [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def test_before_there_is_a_journal_the_panel_says_what_goes_on(run: RunDirectory) -> None:
+def test_before_there_is_a_journal_the_panel_shows_the_status(run: RunDirectory) -> None:
     view, lines = live_view(run, 60)
     view.status("[/starting] engines")
     for _ in range(2):

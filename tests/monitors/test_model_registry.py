@@ -78,7 +78,7 @@ def test_only_a_finished_run_and_only_when_asked(run: RunDirectory, tmp_path: Pa
     assert not any(name.startswith("models/") for name in Logged(local(tmp_path).uri).files())
 
 
-def test_a_run_that_went_on_is_a_further_version_and_the_first_one_stays(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_continued_run_is_a_further_version_and_the_first_one_is_kept(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path, NAME)
     Sender(run, target).send("FINISHED")
     do_steps(run, 4, 6)

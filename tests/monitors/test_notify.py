@@ -141,7 +141,7 @@ def test_a_webhook_that_fails_is_warned_of_without_its_address(run: RunDirectory
     assert "did not take the notice" in warning and "secret" not in warning
 
 
-def test_a_command_gets_the_notice_and_is_no_part_of_the_run(
+def test_a_command_gets_the_notice_and_is_not_part_of_the_run(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MARK, "mark")
@@ -190,6 +190,6 @@ def test_a_stall_is_shown_and_sent(run: RunDirectory, hook: Hook) -> None:
 
 
 @pytest.mark.parametrize("webhook", ["ftp://x", "env:", "env:A B", "hooks.example.com", "http://a b"])
-def test_what_is_no_webhook_is_refused(webhook: str) -> None:
+def test_an_invalid_webhook_is_refused(webhook: str) -> None:
     with pytest.raises(ValidationError):
         NotifySpec(webhook=webhook)

@@ -87,7 +87,7 @@ def test_everything_is_sent_once_however_often_it_is_tried(run: RunDirectory, tm
     assert (idle.steps, idle.evaluations) == (0, 0)
 
 
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_same_mlflow_run(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path)
     do_steps(run, 1, 3)
     Sender(run, target).send("KILLED")

@@ -203,7 +203,7 @@ def test_names_of_secrets(name: str, secret: bool) -> None:
     assert is_secret(name) == secret
 
 
-def test_numbers_of_the_environment_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_the_environment_are_not_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     remember("KEY_COUNT", "1234567")
     assert hide("1234567 keys") == "1234567 keys"
 

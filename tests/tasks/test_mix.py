@@ -38,7 +38,7 @@ def test_in_every_window_every_task_has_its_share(weights: list[float], rows: in
 
 
 @given(WEIGHTS, st.integers(1, 200), st.integers(1, 200))
-def test_a_row_is_the_same_in_a_mix_of_any_size_and_no_row_is_left_out(
+def test_a_row_is_the_same_in_a_mix_of_any_size_and_every_row_is_used(
     weights: list[float], few: int, many: int
 ) -> None:
     few, many = sorted((few, many))

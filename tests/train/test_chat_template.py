@@ -51,7 +51,7 @@ def test_model_stub_and_model_have_it_whatever_the_model_is_made_from(tmp_path: 
     assert model_key(made) != key
 
 
-def test_what_is_no_template_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_invalid_template_is_named_with_its_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     with pytest.raises(ChatTemplateError, match=r"broken\.jinja is not a chat template: line 2"):

@@ -172,7 +172,7 @@ def test_nan_that_counts_stays_visible_and_is_not_rejected() -> None:
         assert math.isnan(sums.summary()["logprob_gap_max"])
 
 
-def test_nothing_that_counts_is_no_error() -> None:
+def test_a_batch_without_counted_tokens_is_allowed() -> None:
     for rows, correction in itertools.product(
         (0, 2),
         (correcting(), correcting(level="sequence", reject_by="k2", reject_over="sequence_max", reject_high=1.0)),

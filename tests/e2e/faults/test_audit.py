@@ -100,7 +100,7 @@ def looks(path: Path, alter: Callable[[Path], None]) -> Evidence:
     return evidence
 
 
-def test_what_goes_on_contradicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_active_run_contradicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.db"
     run = RecordedRun(path, monkeypatch, settings(total_steps=STEPS), lambda group: 3.0 + group)
     evidence = Evidence()
@@ -132,7 +132,7 @@ def test_what_changes_afterwards_is_named(journal: Path, statement: str, named: 
     assert named in "\n".join(found.contradictions)
 
 
-def test_an_unfinished_rollout_may_go_on_and_may_not_begin_anew(journal: Path) -> None:
+def test_an_unfinished_rollout_may_continue_and_may_not_restart(journal: Path) -> None:
     change(journal, "UPDATE rollouts SET finish_reason = NULL, reward = NULL WHERE group_id = 3")
 
     def go_on(path: Path) -> None:
