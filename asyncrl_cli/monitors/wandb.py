@@ -15,12 +15,13 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo, evaluation_metrics
-from asyncrl_cli.monitors.reporter import PATIENCE_S
 from asyncrl_cli.spec.sections import WandbSpec
 
 STEP = "step"
 INIT_S = 60.0
 """Seconds that a server may take to begin a run."""
+UPLOAD_S = 10.0
+"""Seconds that the last uploads may take; `wandb sync` sends what is left."""
 
 
 class WeightsAndBiases(Monitor):
@@ -43,7 +44,8 @@ class WeightsAndBiases(Monitor):
             disable_code=True,
             x_disable_stats=True,  # MLflow's monitor measures the machine
             init_timeout=INIT_S,
-            finish_timeout=PATIENCE_S["finished"],  # also at the exit of the process, which would wait without end
+            # The library's exit hook waits for uploads, too, and without a limit its wait is unbounded (decision 0032).
+            finish_timeout=UPLOAD_S,
         )
         self._run = wandb.init(
             project=self._spec.project,
