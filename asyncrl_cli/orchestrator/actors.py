@@ -7,23 +7,21 @@ while trainer rank 0 makes its weights.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.placement import engine_wants, placed, rank_wants
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 MANY = 100_000
 """Calls that a runner takes at a time: as many as it is asked."""
@@ -127,61 +125,53 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
     )
 
 
-class EngineProcess:
+class EngineProcess(SupervisedActor):
     """One engine's actor, and the ones that take its place after it."""
 
-    def __init__(self, factory: ActorFactory, name: str, version: int | None = None) -> None:
-        """``version``: what the weights in the folder that the engine is started on count as; None where it gets its
-        weights by publishing."""
-        self.name = name
-        self._factory = factory
+    node = ""
+    """The Ray node's id, once it has started."""
+
+    def __init__(
+        self,
+        factory: ActorFactory,
+        name: str,
+        folder: Awaitable[Path],
+        budget: RestartBudget,
+        version: int | None = None,
+    ) -> None:
+        """``folder``: the model that it is started on, a stub where weights are published. ``version``: what the
+        weights in there count as; None where it gets its weights by publishing."""
+        super().__init__("engine", name, partial(factory.engine, name), self._bring_up, budget)
+        self._spec = factory.spec
+        self._folder = asyncio.ensure_future(folder)
         self._version = version
-        self._pid: int | None = None
-        self.actor = factory.engine(name)
+        self._warn = budget.warn
+        self.ask()
 
-    async def placed(self, warn: Callable[[str], None]) -> None:
-        """Wait until Ray has room for the actor; ``warn`` is told what is missing. Raises ``RunError``."""
-        await placed(self.actor.ping.remote(), self.name, engine_wants(self._factory.spec), warn)
-
-    async def preload(self) -> None:
-        """Import what ``start`` needs."""
-        self._pid = await wait_for(self.actor.preload.remote(), self.name, START_TIMEOUT_S)
-
-    async def start(self, folder: Path) -> str:
-        """Start the engine on a model's folder (a stub, where weights are published); returns the Ray node's id."""
-        node: str = await wait_for(self.actor.start.remote(str(folder), self._version), self.name, START_TIMEOUT_S)
-        return node
-
-    async def replace(self, folder: Path) -> None:
-        """Make sure that the process is gone, and start another."""
-        self.renew()
-        await self.preload()
-        await self.start(folder)
-
-    def renew(self) -> None:
-        """Make sure that the process is gone, and ask Ray for another."""
-        self.kill()
-        self.actor = self._factory.engine(self.name)
-
-    def kill(self) -> None:
-        """End the process, also one that hangs or is stopped; vLLM's own processes go with it."""
-        import ray
-
-        if self._pid is not None and self._factory.spec.cluster.address is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-        ray.kill(self.actor)
-        self._pid = None
+    async def _bring_up(self, actor: Any) -> None:
+        """A mistake in the settings would come back: it ends the first start. Later the settings are known to be good,
+        and whatever goes wrong is a reason for another process."""
+        try:
+            await placed(actor.ping.remote(), self.name, engine_wants(self._spec), self._warn)
+            pid = await wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
+            # Another host's process has this number, too.
+            self.pid = pid if self._spec.cluster.address is None else None
+            start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version)
+            self.node = await wait_for(start, self.name, START_TIMEOUT_S)
+        except RunError as error:
+            if self.node and not isinstance(error, ActorLost):
+                raise ActorLost(error.message, location=self.name) from error
+            raise
 
     async def stop(self) -> None:
         """Let the engine stop its processes; what does not stop dies with the cluster."""
-        await wait_for(self.actor.stop.remote(), self.name, 5.0)
+        if self.actor is not None:
+            await wait_for(self.actor.stop.remote(), self.name, 5.0)
 
 
-async def start_fleet(
-    engines: list[EngineProcess],
+async def start_all(
+    engines: Sequence[EngineProcess],
     trainers: TrainerRanks,
-    model_stub: Callable[[], Path],
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,
@@ -191,23 +181,22 @@ async def start_fleet(
     Raises ``UserError`` with the first cause: a mistake in the settings ends the start at once.
     """
     progress("starting engines and trainer")
-    folder = asyncio.create_task(asyncio.to_thread(model_stub))
     starting = [
         asyncio.create_task(_start_trainers(trainers, checkpoint, progress, budget)),
-        *(asyncio.create_task(start_engine(engine, folder, budget)) for engine in engines),
+        *(asyncio.create_task(engine.running()) for engine in engines),
     ]
     try:
-        model_dir, *nodes = await asyncio.gather(*starting)
+        model_dir, *_ = await asyncio.gather(*starting)
     finally:
-        for task in (folder, *starting):
+        for task in starting:
             task.cancel()
-    if any(node != trainers.node for node in nodes):
+    if any(engine.node != trainers.node for engine in engines):
         raise RunError(
             "an engine runs on another host than trainer rank 0, and weights travel through its memory",
             location="cluster",
             hint="give the run one host that has room for all engines and trainer rank 0",
         )
-    return model_dir
+    return str(model_dir)
 
 
 async def _start_trainers(
@@ -226,19 +215,3 @@ async def _start_trainers(
         else:
             progress("starting engines")
             return model_dir
-
-
-async def start_engine(engine: EngineProcess, folder: asyncio.Future[Path], budget: RestartBudget) -> str:
-    """Start one engine on ``folder``; returns the Ray node's id.
-
-    It is started again when its process dies or does not answer, and for no other reason: a mistake in the settings
-    would come back. Raises ``UserError``.
-    """
-    while True:
-        try:
-            await engine.placed(budget.warn)
-            await engine.preload()
-            return await engine.start(await asyncio.shield(folder))
-        except (ActorDied, NoAnswer) as error:
-            await budget.spend("engine", engine.name, error.message)
-            engine.renew()

@@ -2,70 +2,138 @@
 
 A call that died with its actor is made again on a new one, which has read the journal. Every call may be repeated
 (``buffer.durable``), so the caller sees one answer. Before that, ``on_reopen`` learns where the journal stands:
-groups that were admitted without anyone hearing of it are in there. ``budget`` counts the deaths.
+groups that were admitted without the driver hearing of it are in there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
 
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
-from asyncrl_cli.records.groups import Opening
+from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
+from asyncrl_cli.records.groups import (
+    Admitted,
+    Candidate,
+    Opening,
+    Outcome,
+    PublishRecord,
+    Settled,
+    StepRecord,
+    Taken,
+    Waiting,
+)
+from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.system.remote import ActorDied, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 NAME = "buffer"
+PATIENCE_S = 2.0
+"""Seconds after which the buffer says what a batch waits for."""
+CLOSE_S = 10.0
+"""Seconds that the buffer may take to close the journal."""
+
+T = TypeVar("T")
 
 
 class BufferClient:
-    """Calls methods of ``buffer.actor.Buffer`` by name."""
+    """The methods of ``buffer.actor.Buffer``. They wait for ``open``; each raises ``JournalError``, and ``RunError``
+    after too many deaths."""
 
-    def __init__(self, make_actor: Callable[[], Any], limit_s: float) -> None:
+    def __init__(self, make_actor: Callable[[], Any], limit_s: float, budget: RestartBudget) -> None:
         """``limit_s``: seconds that one call may take."""
-        self._make_actor = make_actor
+        # A buffer that does not answer is not replaced: its disk would not answer the next one either (decision 0014).
+        self._buffer = SupervisedActor("buffer", NAME, make_actor, self._reopen, budget, losses=ActorDied)
+        self._buffer.ask()
         self._limit_s = limit_s
-        self._actor = make_actor()
-        self._lock = asyncio.Lock()
         self._opened = asyncio.Event()
-        self.budget: RestartBudget | None = None
         self.on_reopen: Callable[[Opening], None] = lambda _: None
 
     async def open(self, kind: str, note: str, base: dict[str, Any] | None) -> Opening:
         """Open the journal for this driver. Raises ``JournalError``, and ``ActorDied`` after some deaths."""
         for last in (False, False, True):
+            self._buffer.ask()
             try:
-                opening: Opening = await wait_for(self._actor.open.remote(kind, note, base), NAME, self._limit_s)
+                opening: Opening = await wait_for(self._buffer.actor.open.remote(kind, note, base), NAME, self._limit_s)
                 break
             except ActorDied:
+                self._buffer.actor = None
                 if last:
                     raise
-                self._actor = self._make_actor()
+        self._buffer.started = True
         self._opened.set()
         return opening
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The answer of ``method``, which waits for ``open``. Raises ``JournalError``, and ``RunError`` after too many
-        deaths."""
+    async def _reopen(self, actor: Any) -> None:
+        opening: Opening = await wait_for(actor.open.remote("restart"), NAME, self._limit_s)
+        # Before any call is made again: its answer may build on groups that only this opening names (decision 0013).
+        self.on_reopen(opening)
+
+    async def _call(self, ask: Callable[[Any], Awaitable[T]]) -> T:
         await self._opened.wait()
         while True:
-            actor = self._actor
             try:
-                return await wait_for(getattr(actor, method).remote(*arguments), NAME, self._limit_s)
-            except ActorDied as died:
-                await self._replace(actor, died)
-
-    async def _replace(self, dead: Any, died: ActorDied) -> None:
-        async with self._lock:
-            if self._actor is not dead:
-                return
-            actor = self._make_actor()
-            try:
-                opening = await wait_for(actor.open.remote("restart"), NAME, self._limit_s)
+                return await self._buffer.call(lambda actor: wait_for(ask(actor), NAME, self._limit_s))
             except ActorDied:
-                opening = None
-            self._actor = actor
-            if opening is not None:
-                self.on_reopen(opening)
-        if self.budget is not None:
-            await self.budget.spend("buffer", NAME, died.message)
+                continue
+
+    async def admit(self, candidates: Sequence[Candidate]) -> Admitted:
+        """Admit the first of these prompts, as many as there is room for."""
+        return await self._call(lambda buffer: buffer.admit.remote(list(candidates)))
+
+    async def record(
+        self,
+        rollouts: Sequence[Rollout] = (),
+        segments: Sequence[Segment] = (),
+        outcomes: Sequence[Outcome] = (),
+        requests: Sequence[EngineRequest] = (),
+    ) -> Settled:
+        """Record what became of rollouts, and new tokens; returns the groups that the outcomes have ended."""
+        arguments = list(rollouts), list(segments), list(outcomes), list(requests)
+        return await self._call(lambda buffer: buffer.record.remote(*arguments))
+
+    async def take(self, step: int, patience_s: float = PATIENCE_S) -> Taken | Waiting:
+        """The batch of a step, or after ``patience_s`` seconds what it waits for."""
+        return await self._call(lambda buffer: buffer.take.remote(step, patience_s))
+
+    async def batch(self, step: int) -> TrainingBatch:
+        """A batch that was taken, from the journal."""
+        return await self._call(lambda buffer: buffer.batch.remote(step))
+
+    async def requeue(self, group_ids: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Start the prompts of overdue groups again; returns (old index, new index, version)."""
+        return await self._call(lambda buffer: buffer.requeue.remote(list(group_ids)))
+
+    async def trained(self, record: StepRecord) -> None:
+        """A step is trained."""
+        await self._call(lambda buffer: buffer.trained.remote(record))
+
+    async def publish(self, record: PublishRecord) -> None:
+        """Every serving engine has proved a version."""
+        await self._call(lambda buffer: buffer.publish.remote(record))
+
+    async def fallback(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of ``step`` keeps."""
+        return await self._call(lambda buffer: buffer.fallback.remote(step))
+
+    async def checkpointed(self, step: int, folder: str, seconds: float, removed: Sequence[int] = ()) -> None:
+        """A checkpoint is complete, and older ones are removed."""
+        await self._call(lambda buffer: buffer.checkpointed.remote(step, folder, seconds, list(removed)))
+
+    async def evaluated(self, result: EvaluationResult) -> None:
+        """An evaluation is done."""
+        await self._call(lambda buffer: buffer.evaluated.remote(asdict(result)))
+
+    async def failed(self, kind: str, part: str, message: str) -> None:
+        """Something failed, whether or not the run goes on."""
+        await self._call(lambda buffer: buffer.failed.remote(kind, part, message))
+
+    async def prune(self, checkpoints: int) -> None:
+        """Keep the tokens that the newest checkpoints, and all on disk, need."""
+        await self._call(lambda buffer: buffer.prune.remote(checkpoints))
+
+    async def close(self) -> None:
+        """Have the journal closed, in bounded time: the last call. Whatever goes wrong loses nothing."""
+        await asyncio.wait_for(self._call(lambda buffer: buffer.close.remote()), CLOSE_S)

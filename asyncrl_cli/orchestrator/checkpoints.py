@@ -75,7 +75,7 @@ class Checkpoints:
                     return final
                 await asyncio.to_thread(remove, final)
             aside = await asyncio.to_thread(self._make_aside, final.folder.name)
-            await self._trainers.call("save_checkpoint", str(aside))
+            await self._trainers.save_checkpoint(aside)
             whole_state = {**state, "trainer": asdict(self._layout)}
             await asyncio.to_thread(self._complete, aside, final.folder, whole_state, check)
         except asyncio.CancelledError:

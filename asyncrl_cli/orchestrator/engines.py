@@ -3,68 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.publisher import Engine
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 
 
 class Weights(Protocol):
     """Where engines have their weights from: a ``Publisher``, or the folder that they start on."""
 
-    async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
-        """Have a new engine get its weights, and call ``serve()``. Raises ``RunError`` when it cannot."""
+    async def bring_up(self, engine: EngineState) -> None:
+        """Have a new engine get its weights, and serve. Raises ``RunError`` when it cannot."""
         ...
 
 
 class EngineKeeper:
     """Serves and restarts the engines of one client."""
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        weights: Weights,
-        budget: RestartBudget,
-        model_stub: Path,
-        on_serving: Callable[[], None],
-    ) -> None:
-        """``model_stub`` is the folder that engines start on. ``on_serving`` hears that one has begun to serve."""
+    def __init__(self, client: GenerationClient, weights: Weights, on_serving: Callable[[], None]) -> None:
+        """``on_serving`` hears that an engine has begun to serve."""
         self._client = client
         self._weights = weights
-        self._budget = budget
-        self._model_stub = model_stub
         self._on_serving = on_serving
 
     async def keep(self, engine: EngineState) -> None:
-        """Serve with an engine, through its deaths, for ever. Raises ``RunError`` when there are too many."""
+        """Serve with an engine, through its deaths. Ends with ``RunError`` alone: when there are too many."""
         while True:
             try:
                 if not engine.serving:
-                    await self._bring_up(engine)
+                    await self._weights.bring_up(engine)
+                    self._on_serving()
                 await self._client.collect(engine)
-            except EngineLost as lost:
-                await self._restart(engine, str(lost))
-
-    async def _bring_up(self, engine: EngineState) -> None:
-        def serve() -> None:
-            engine.serving = True
-
-        try:
-            await self._weights.bring_up((engine.name, engine.process.actor), serve)
-        except RunError as error:
-            raise EngineLost(error.message) from error
-        self._on_serving()
-
-    async def _restart(self, engine: EngineState, cause: str) -> None:
-        while True:
+            except (EngineLost, RunError) as lost:
+                cause = lost.message if isinstance(lost, RunError) else str(lost)
+            # Its requests first: other engines go on with them while this one starts (decision 0015).
             self._client.reclaim(engine)
-            await self._budget.spend("engine", engine.name, cause)
-            try:
-                await engine.process.replace(self._model_stub)
-            except RunError as error:
-                cause = error.message
-            else:
-                return
+            await engine.process.lose(engine.process.actor, cause)
+            await engine.process.running()

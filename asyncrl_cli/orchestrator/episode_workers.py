@@ -1,21 +1,21 @@
-"""The worker actors as one: places for episodes, and what can befall the actors.
+"""The actors that run episodes as one: slots for episodes, and actors that are replaced when they are lost.
 
-The actor sees to what agents and environments do. Here is what can befall the actor itself: it is killed, or it does
-not answer. Then it is replaced, and its episodes are to be played on.
+The actor sees to what agents and environments do. When it is lost itself, its episodes are to be continued.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import EpisodeSpec
-from asyncrl_cli.system.remote import ActorDied, NoAnswer, wait_for
+from asyncrl_cli.system.remote import ActorLost, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.process import START_S
@@ -28,57 +28,47 @@ ACTOR_S = 60.0
 STOP_S = 5.0
 """Seconds in which a worker must have ended its processes; what is left dies with the cluster."""
 
+Play = Callable[[str, Prompt, ModelAccess], Coroutine[Any, Any, Played]]
+"""Plays one episode under a key of its own; cancelling this stops it. Raises ``UserError`` when the task cannot be
+loaded any more, or a worker was lost too often."""
+
 
 class EpisodeWorker:
-    """One worker: its present actor, and those before."""
+    """One worker. ``episodes`` counts those that it has now."""
 
     def __init__(self, name: str, make_actor: Callable[[str], Any], budget: RestartBudget) -> None:
-        self.name = name
         self.episodes = 0
-        self._make_actor = make_actor
-        self._budget = budget
-        self._actor: Any = None
-        self._starting = asyncio.Lock()
+        self._name = name
+        self._actor = SupervisedActor("runner", name, partial(make_actor, name), self._start, budget)
 
     async def start(self) -> None:
         """Have an actor that has loaded the task. Raises ``UserError`` when it cannot be loaded."""
-        async with self._starting:
-            while self._actor is None:
-                actor = self._make_actor(self.name)
-                try:
-                    await wait_for(actor.start.remote(), self.name, START_S + ACTOR_S)
-                except (ActorDied, NoAnswer) as lost:
-                    await self._lose(actor, lost)
-                else:
-                    self._actor = actor
+        await self._actor.running()
 
-    async def play(self, key: str, prompt: Prompt, access: ModelAccess, apart: bool, limit_s: float) -> Played:
-        """Play one episode; cancelling this stops it. ``key`` is its own."""
-        await self.start()
-        actor = self._actor
+    async def _start(self, actor: Any) -> None:
+        await wait_for(actor.start.remote(), self._name, START_S + ACTOR_S)
+
+    async def play(self, apart: bool, limit_s: float, key: str, prompt: Prompt, access: ModelAccess) -> Played:
+        """See ``Play``."""
+
+        async def play(actor: Any) -> Played:
+            try:
+                played: Played = await wait_for(actor.play.remote(key, prompt, access, apart), self._name, limit_s)
+            except asyncio.CancelledError:
+                actor.cancel.remote([key])
+                raise
+            return played
+
         try:
-            played: Played = await wait_for(actor.play.remote(key, prompt, access, apart), self.name, limit_s)
-        except (ActorDied, NoAnswer) as lost:
-            if self._actor is actor:  # the first to notice
-                self._actor = None
-                await self._lose(actor, lost)
-            return Played(RewardFailure(f"{self.name}: {lost.message}"), Retry.RESUME)
-        except asyncio.CancelledError:
-            actor.cancel.remote([key])
-            raise
-        return played
+            return await self._actor.call(play)
+        except ActorLost as lost:
+            return Played(RewardFailure(f"{self._name}: {lost.message}"), Retry.RESUME)
 
     async def stop(self) -> None:
         """End its processes."""
-        if self._actor is not None:
+        if self._actor.started:
             with suppress(RunError):
-                await wait_for(self._actor.stop.remote(), self.name, STOP_S)
-
-    async def _lose(self, actor: Any, lost: RunError) -> None:
-        import ray
-
-        ray.kill(actor)
-        await self._budget.spend("runner", self.name, lost.message)
+                await wait_for(self._actor.actor.stop.remote(), self._name, STOP_S)
 
 
 class EpisodeWorkers:
@@ -88,8 +78,8 @@ class EpisodeWorkers:
         self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str = "runner"
     ) -> None:
         self._workers = [EpisodeWorker(f"{name}-{index}", make_actor, budget) for index in range(spec.workers)]
-        self._places = asyncio.Semaphore(spec.workers * spec.concurrency)
-        self._apart = asyncio.Semaphore(spec.workers * APART)
+        self._slots = asyncio.Semaphore(spec.workers * spec.concurrency)
+        self._isolated = asyncio.Semaphore(spec.workers * APART)
         self._limit_s = spec.timeout_s + START_S + ACTOR_S
 
     async def start(self) -> None:
@@ -97,29 +87,16 @@ class EpisodeWorkers:
         await asyncio.gather(*(worker.start() for worker in self._workers))
 
     @asynccontextmanager
-    async def place(self, apart: bool) -> AsyncIterator[Place]:
-        """A place for one episode, once there is one; ``apart`` from others in a process of its own."""
-        async with self._apart if apart else self._places:
+    async def slot(self, apart: bool) -> AsyncIterator[Play]:
+        """Room for one episode, once there is some; ``apart`` from others in a process of its own."""
+        async with self._isolated if apart else self._slots:
             worker = min(self._workers, key=lambda worker: worker.episodes)
             worker.episodes += 1
             try:
-                yield Place(worker, apart, self._limit_s)
+                yield partial(worker.play, apart, self._limit_s)
             finally:
                 worker.episodes -= 1
 
     async def stop(self) -> None:
         """End all processes, in bounded time."""
         await asyncio.gather(*(worker.stop() for worker in self._workers))
-
-
-class Place:
-    """Where one episode is played."""
-
-    def __init__(self, worker: EpisodeWorker, apart: bool, limit_s: float) -> None:
-        self._worker = worker
-        self._apart = apart
-        self._limit_s = limit_s
-
-    async def play(self, key: str, prompt: Prompt, access: ModelAccess) -> Played:
-        """Play it; raises ``UserError`` when the task cannot be loaded any more, or a worker died too often."""
-        return await self._worker.play(key, prompt, access, self._apart, self._limit_s)

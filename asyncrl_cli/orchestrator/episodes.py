@@ -14,17 +14,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import Limits
+from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.episode_workers import EpisodeWorkers
-from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession, setup_of
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
@@ -115,10 +120,10 @@ class Episodes:
     ) -> tuple[Played, SessionEnd]:
         try:
             async with (
-                self._workers.place(apart) as place,
+                self._workers.slot(apart) as play,
                 self._gateway.session(opening, told.add, self._generate) as session,
             ):
-                played = await self._patiently(place.play(opening.name, prompt, session.access), session)
+                played = await self._patiently(play(opening.name, prompt, session.access), session)
                 return played, await session.finish()
         except GatewayLost as lost:  # whatever the episode made of it
             return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.number)
@@ -155,6 +160,61 @@ class Episodes:
             return await self._client.generate(request, on_segments)
         finally:
             self._calls -= 1
+
+
+class EpisodeServices:
+    """What the episodes of a run need beside the engines: the gateway, and workers for each task that calls the model
+    itself. ``stop`` stops what was started by then."""
+
+    def __init__(self, spec: ExperimentSpec, factory: ActorFactory, budget: RestartBudget) -> None:
+        self._spec = spec
+        self._factory = factory
+        self._budget = budget
+        self._workers: list[EpisodeWorkers] = []
+        self._keeping: asyncio.Task[None] | None = None
+
+    def workers(self, task: TaskSpec, name: str = "runner") -> EpisodeWorkers:
+        """The workers of a task, yet to be started; ``name`` is what their logs are called."""
+        workers = EpisodeWorkers(task.episode, partial(self._factory.runner, task), self._budget, name)
+        self._workers.append(workers)
+        return workers
+
+    async def open(self, client: GenerationClient, model_folder: str) -> None:
+        """Start the gateway, with the tokenizer in ``model_folder``. Raises ``UserError``."""
+        self._client = client
+        setup = setup_of(self._spec, model_folder, self._spec.name)
+        self._gateway = GatewayClient(setup, self._factory.gateway, client.generate, self._budget)
+        await self._gateway.start()
+        self._keeping = asyncio.create_task(self._gateway.keep())
+        # Whoever has a session gets its error, which ends the run.
+        self._keeping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+
+    def episodes(
+        self, task: TaskSpec, workers: EpisodeWorkers, scoring: Scoring, on_progress: Callable[[], None]
+    ) -> Episodes:
+        """The episodes of a task, once the gateway is open."""
+        rollout = self._spec.rollout
+        limits = Limits(
+            max_length=self._spec.model.max_length,
+            max_call_tokens=rollout.max_response_tokens,
+            max_calls=task.episode.max_calls,
+            max_sampled_tokens=task.episode.max_tokens,
+        )
+        return Episodes(
+            *(self._client, self._gateway, workers, scoring),
+            limits=limits,
+            retries=rollout.retries,
+            on_progress=on_progress,
+        )
+
+    async def stop(self) -> None:
+        """Stop everything, in bounded time."""
+        # Agents first: one that is still running would find no gateway, and count that as a failure.
+        await asyncio.gather(*(workers.stop() for workers in self._workers), return_exceptions=True)
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            await self._gateway.stop()
 
 
 class _Told:

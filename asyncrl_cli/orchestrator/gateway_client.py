@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -23,11 +21,11 @@ from asyncrl_cli.gateway.actor import GatewaySetup, Generation, News, Orders, Se
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import Generate
 from asyncrl_cli.gateway.sessions import new_secret, session_key, session_url
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
 from asyncrl_cli.rollout.client import GenerationFailed, OnSegments
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.tasks.base import ModelAccess
 
 log = logging.getLogger(__name__)
@@ -72,8 +70,8 @@ class RemoteSession:
 class _Link:
     """What goes to one actor and comes from it."""
 
-    def __init__(self, actor: Any, pid: int, url: str, generate: Generate) -> None:
-        self.actor, self.pid, self.url = actor, pid, url
+    def __init__(self, actor: Any, url: str, generate: Generate) -> None:
+        self.actor, self.url = actor, url
         self._generate = generate
         self._cause = ""
         self._numbers = count()
@@ -204,36 +202,29 @@ def setup_of(spec: ExperimentSpec, model_folder: str, model: str, api_key: str |
 
 
 class GatewayClient:
-    """One gateway: its present actor, and those before."""
+    """The gateway of a run."""
 
     def __init__(
         self, setup: GatewaySetup, make_actor: Callable[[], Any], generate: Generate, budget: RestartBudget
     ) -> None:
         """``generate`` answers the calls that belong to no session."""
         self._setup = setup
-        self._make_actor = make_actor
         self._generate = generate
-        self._budget = budget
+        self._actor = SupervisedActor("gateway", GATEWAY, make_actor, self._connect, budget)
         self._port = setup.spec.rollout.gateway.port
         self._link: asyncio.Future[_Link] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> str:
         """Start it; returns its URL. Raises ``UserError``."""
-        while True:
-            actor = self._make_actor()
-            try:
-                pid, url = await wait_for(actor.start.remote(self._setup, self._port), GATEWAY, START_TIMEOUT_S)
-            except (ActorDied, NoAnswer) as lost:
-                self._kill(actor, None)
-                await self._budget.spend("gateway", GATEWAY, lost.message)
-            except BaseException:
-                self._kill(actor, None)
-                raise
-            else:
-                if self._setup.api_key is not None:  # clients know the address
-                    self._port = int(url.rpartition(":")[2])
-                self._link.set_result(_Link(actor, pid, url, self._generate))
-                return str(url)
+        await self._actor.running()
+        return self._link.result().url
+
+    async def _connect(self, actor: Any) -> None:
+        pid, url = await wait_for(actor.start.remote(self._setup, self._port), GATEWAY, START_TIMEOUT_S)
+        self._actor.pid = pid if self._setup.spec.cluster.address is None else None
+        if self._setup.api_key is not None:  # clients know the address
+            self._port = int(url.rpartition(":")[2])
+        self._link.set_result(_Link(actor, url, self._generate))
 
     async def keep(self) -> None:
         """Answer what the gateway asks for, and replace it when it is lost. Ends with an error only; those who have
@@ -244,9 +235,8 @@ class GatewayClient:
                 lost = await link.run()
                 self._link = asyncio.get_running_loop().create_future()
                 link.lose(lost.message)
-                self._kill(link.actor, link.pid)
-                await self._budget.spend("gateway", GATEWAY, lost.message)
-                await self.start()
+                await self._actor.lose(link.actor, lost.message)
+                await self._actor.running()
                 link = self._link.result()
         except Exception as error:
             link.lose(str(error))
@@ -279,11 +269,3 @@ class GatewayClient:
         if self._link.done() and self._link.exception() is None:
             with suppress(RunError):
                 await wait_for(self._link.result().actor.stop.remote(), GATEWAY, STOP_S)
-
-    def _kill(self, actor: Any, pid: int | None) -> None:
-        import ray
-
-        if pid is not None and self._setup.spec.cluster.address is None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # also one that is stopped
-        ray.kill(actor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,19 +25,16 @@ from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_fleet
+from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
-from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
+from asyncrl_cli.orchestrator.checkpoints import unrecorded
 from asyncrl_cli.orchestrator.cluster import ray_cluster
-from asyncrl_cli.orchestrator.episode_services import EpisodeServices
-from asyncrl_cli.orchestrator.episodes import Episodes
+from asyncrl_cli.orchestrator.episodes import EpisodeServices
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
-from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.placement import rank_wants
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
@@ -47,6 +44,7 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
@@ -197,9 +195,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
     stop.attach()
     orchestrator: Orchestrator | None = None
     ending = Ending("failed")
-    factory = ActorFactory(spec, run.path, experiment.search_path)
-    engines = [EngineProcess(factory, f"engine-{index}") for index in range(spec.rollout.engines)]
-    services = EpisodeServices(spec, factory)
+    closing: list[Callable[[], Awaitable[None]]] = []
     # These two need the cluster, so they finish before it ends.
     in_cluster: list[Monitor] = [RayMetrics(run, spec, reporter.warn)]
     if spec.tracking.mlflow:
@@ -207,9 +203,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
     try:
         for monitor in in_cluster:
             reporter.join(monitor)
-        orchestrator = await until_stopped(
-            _start(experiment, recorder, factory, engines, services, start, reporter), stop
-        )
+        orchestrator = await until_stopped(_start(experiment, recorder, start, reporter, closing), stop)
         recorder.update(phase="running", steps=spec.stop.steps)
         await until_stopped(orchestrator.run(), stop)
         ending = Ending("finished")
@@ -234,50 +228,48 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
             reporter.status("finishing MLflow's log")
             await asyncio.to_thread(recorder.wait)  # the log is made from these files
         reporter.finish(ending, in_cluster)
-        closing = [orchestrator.close(), services.stop()] if orchestrator is not None else [services.stop()]
-        await asyncio.gather(*closing, *(engine.stop() for engine in engines), return_exceptions=True)
+        await asyncio.gather(*(close() for close in closing), return_exceptions=True)
     return outcome
 
 
 async def _start(
     experiment: Experiment,
     recorder: Recorder,
-    factory: ActorFactory,
-    engines: list[EngineProcess],
-    services: EpisodeServices,
     start: Start,
     reporter: Reporter,
+    closing: list[Callable[[], Awaitable[None]]],
 ) -> Orchestrator:
-    """Start every part, and put them together."""
-    spec, limit_s = experiment.spec, experiment.spec.pipeline.stall_minutes * 60
-    run = recorder.run
-
-    def make_stub() -> Path:
-        return model_stub(spec, run.model_stub)
+    """Start every part, and put them together. ``closing`` gets what stops them, each in bounded time."""
+    spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
+    factory = ActorFactory(spec, run.path, experiment.search_path)
 
     async def record_fault(kind: str, part: str, message: str) -> None:
         reporter.faulted(kind)
-        await buffer.call("failed", kind, part, hide(message))
+        await buffer.failed(kind, part, hide(message))
 
-    buffer = BufferClient(factory.buffer, limit_s)
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
-    buffer.budget = budget
+    stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
+    engines = [EngineProcess(factory, f"engine-{index}", stub, budget) for index in range(spec.rollout.engines)]
+    services = EpisodeServices(spec, factory, budget)
+    closing += [services.stop, *(engine.stop for engine in engines)]
+    buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog knows since when a call takes too long, so it speaks first.
     ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s, rank_wants(spec))
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
+    workers = services.workers(spec.task) if "" in experiment.episodic else None
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None
-    workers = services.workers(spec.task, budget) if "" in experiment.episodic else None
-    scorer = asyncio.create_task(workers.start() if workers is not None else scoring.start())
-    fleet = asyncio.create_task(start_fleet(engines, ranks, make_stub, folder, reporter.status, budget))
+    loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
+    starting = asyncio.create_task(start_all(engines, ranks, folder, reporter.status, budget))
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
+        closing.append(buffer.close)
         for found in await asyncio.to_thread(unrecorded, run):
-            await buffer.call("checkpointed", found.step, found.folder.name, 0.0, [])
-        model_dir, _ = await asyncio.gather(fleet, scorer)  # the first error of either ends the start
+            await buffer.checkpointed(found.step, found.folder.name, 0.0)
+        model_dir, _ = await asyncio.gather(starting, loading_task)  # the first error of either ends the start
     except BaseException:
-        scorer.cancel()
-        fleet.cancel()
+        for task in (starting, loading_task, stub):
+            task.cancel()
         raise
     tokenizer = await asyncio.to_thread(load_tokenizer, model_dir, spec.model.chat_template)
     encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, "" in experiment.episodic)
@@ -293,12 +285,9 @@ async def _start(
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
     chosen = spec.data.filter
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
-    gateway: GatewayClient | None = None
     if experiment.episodic:
-        gateway = await services.open(client, model_dir, budget)
-    episodes: Episodes | None = None
-    if gateway is not None and workers is not None:
-        episodes = services.episodes(spec.task, client, gateway, workers, scoring, watchdog.progress)
+        await services.open(client, model_dir)
+    episodes = services.episodes(spec.task, workers, scoring, watchdog.progress) if workers is not None else None
 
     def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
         chosen = spec.evaluation.sets.get(name)
@@ -308,11 +297,12 @@ async def _start(
         if chosen is None or chosen.task is None:
             return HeldOut(encoded, scoring, episodes)
         own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
-        if gateway is None or name not in experiment.episodic:
+        if name not in experiment.episodic:
             return HeldOut(encoded, own_scoring)
-        own_workers = services.workers(chosen.task, budget, f"runner-{name}")
-        player = services.episodes(chosen.task, client, gateway, own_workers, own_scoring, watchdog.progress)
-        return HeldOut(encoded, own_scoring, player)
+        own_workers = services.workers(chosen.task, f"runner-{name}")
+        return HeldOut(
+            encoded, own_scoring, services.episodes(chosen.task, own_workers, own_scoring, watchdog.progress)
+        )
 
     sets = {name: held_out(name, prompts) for name, prompts in experiment.sets.items()}
     parts = Parts(
@@ -324,12 +314,9 @@ async def _start(
         prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
         episodes=episodes,
         evaluator=Evaluator(spec, recorder.write_text, client, held_out("", experiment.eval_prompts), sets),
-        checkpoints=Checkpoints(run, ranks, spec),
         reporter=reporter,
         budget=budget,
         watchdog=watchdog,
-        model_stub=run.model_stub,
-        model_folder=run.path / MODEL,
     )
     return Orchestrator(spec, parts, opening, checkpoint.step if checkpoint else 0)
 

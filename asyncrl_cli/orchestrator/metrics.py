@@ -14,11 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl_cli.orchestrator.publisher import PublishReport
+from asyncrl_cli.monitors.reporter import Reporter
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.orchestrator.publisher import TOLERANCE
 from asyncrl_cli.records.generation import Rollout
-from asyncrl_cli.records.groups import Counts
+from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.mix import task_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,60 @@ class StepClock:
         )
 
 
+class StepRecorder:
+    """Reports every trained step once, in order, and has the buffer record it."""
+
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        client: GenerationClient,
+        prompts: PromptSource,
+        buffer: BufferClient,
+        reporter: Reporter,
+        reported: int,
+    ) -> None:
+        """``reported``: steps that earlier drivers have had recorded."""
+        self.reported = reported
+        self._float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
+        self._task_names = task_names(spec.task)
+        self._clock = StepClock(client)
+        self._prompts = prompts
+        self._buffer = buffer
+        self._reporter = reporter
+        self._unrecorded: dict[int, StepRecord] = {}
+        self._gap_warned = False
+
+    def report(self, taken: Taken, report: StepReport, published: PublishRecord | None, version: int) -> None:
+        """A step is done; ``flush`` has it recorded. ``version``: what engines serve now."""
+        step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
+        metrics = step_metrics(taken.batch, report, published, window, taken.counts, self._task_names)
+        metrics["data/skipped_prompts"] = float(self._prompts.skipped)
+        if self._prompts.unusable:
+            metrics["data/unusable_prompts"] = float(self._prompts.unusable)
+        if self._prompts.filter is not None:
+            metrics["data/filtered_prompts"] = float(self._prompts.filter.filtered)
+        self._warn_of_gap(step + 1, report)
+        self._reporter.stepped(step + 1, version, metrics, time.time())
+        self.reported = step + 1
+        self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
+
+    async def flush(self) -> None:
+        """Return when the journal has every step that was reported."""
+        for step, record in list(self._unrecorded.items()):
+            await self._buffer.trained(record)
+            self._unrecorded.pop(step, None)
+
+    def _warn_of_gap(self, step: int, report: StepReport) -> None:
+        """Say once that an engine's log-probs are further from the trainer's than rounding explains."""
+        gap, limit = report.metrics.get("engine/logprob_gap_max", 0.0), TOLERANCE["float32"]
+        if self._float32 and gap > limit and not self._gap_warned:
+            self._gap_warned = True
+            self._reporter.warn(
+                f"step {step}: an engine's log-probs are up to {gap:.2g} nats from the trainer's for the same weights; "
+                f"in float32 {limit:g} is the most that rounding explains (metric engine/logprob_gap_max)"
+            )
+
+
 def batch_digest(batch: TrainingBatch) -> str:
     """A digest of a batch's prompts, responses and versions: equal ones are equal token for token.
 
@@ -88,19 +147,19 @@ def batch_digest(batch: TrainingBatch) -> str:
 def step_metrics(
     batch: TrainingBatch,
     report: StepReport,
-    published: PublishReport | None,
+    published: PublishRecord | None,
     window: Window,
     counts: Counts,
-    task_names: Sequence[str] = (),
+    names: Sequence[str] = (),
 ) -> dict[str, float]:
-    """All metrics of one step. ``task_names`` are those of a mix, in which a prompt's uid is ``TASK/UID``."""
+    """All metrics of one step. ``names`` are those of the tasks of a mix, in which a prompt's uid is ``TASK/UID``."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     rewards = np.array([reward for group in batch.groups for reward in group.rewards])
     versions = [rollout.sampled_versions for rollout in rollouts]
     lengths = np.array([len(sampled) for sampled in versions])
-    lags = batch.version - np.concatenate(versions)
+    staleness = batch.version - np.concatenate(versions)
     crossed = [len(sampled) > 0 and sampled.min() != sampled.max() for sampled in versions]
-    metrics = _task_metrics(batch, task_names) | {
+    metrics = _task_metrics(batch, names) | {
         "reward/mean": float(rewards.mean()),
         "reward/correct": float((rewards >= CORRECT).mean()),
         "response/tokens_mean": float(lengths.mean()),
@@ -108,8 +167,8 @@ def step_metrics(
         "response/truncated_ratio": float(np.mean([not rollout.finished for rollout in rollouts])),
         "staleness/groups_mean": float(np.mean(batch.staleness)),
         "staleness/groups_max": float(max(batch.staleness)),
-        "staleness/tokens_mean": float(lags.mean()),
-        "staleness/tokens_max": float(lags.max()),
+        "staleness/tokens_mean": float(staleness.mean()),
+        "staleness/tokens_max": float(staleness.max()),
         "staleness/rollouts_crossed": float(np.mean(crossed)),
         "tokens/trained": float(report.trained_tokens),
         "tokens/generated": float(window.generated_tokens),
@@ -148,7 +207,7 @@ def _calls(rollout: Rollout) -> int:
     return sum(int((mask & np.diff(mask, prepend=False)).sum()) for mask in masks)
 
 
-def _task_metrics(batch: TrainingBatch, task_names: Sequence[str]) -> dict[str, float]:
+def _task_metrics(batch: TrainingBatch, names: Sequence[str]) -> dict[str, float]:
     """What tasks measured, averaged over the rollouts that have it; and the rewards of each task of a mix."""
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for group in batch.groups:
@@ -156,7 +215,7 @@ def _task_metrics(batch: TrainingBatch, task_names: Sequence[str]) -> dict[str, 
             for name, value in of_rollout.items():
                 measured[f"task/{name}"].append(value)
         task = group.uid.partition("/")[0]
-        if task in task_names:
+        if task in names:
             measured[f"reward/{task}"] += group.rewards
             measured[f"reward/{task}/correct"] += [reward >= CORRECT for reward in group.rewards]
     return {name: float(np.mean(values)) for name, values in measured.items()}

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.watchdog import ORCHESTRATOR, Watchdog
 from asyncrl_cli.records.generation import Attestation
+from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Publication
+from asyncrl_cli.rollout.client import EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import wait_for
 
@@ -28,29 +29,14 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.1}
 """Nats, likewise: two versions whose probes differ by more than this can be told apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """What a publish took and showed. ``gap`` and ``change`` are in nats: the largest difference between
-    engine and trainer, and between this version's probe and the last one's."""
-
-    version: int
-    checksum: str
-    seconds: float
-    stall_s: float
-    gap: float
-    change: float
-
-
-Engine = tuple[str, Any]
-"""An engine's name and actor."""
-
-
 class Publisher:
     """Publishes one version at a time."""
 
-    def __init__(self, spec: ExperimentSpec, publish: Callable[[int], Awaitable[Publication]]) -> None:
-        """``publish(version)`` has the trainer write its weights."""
-        self._publish = publish
+    def __init__(self, spec: ExperimentSpec, ranks: TrainerRanks, client: GenerationClient, watchdog: Watchdog) -> None:
+        self._ranks = ranks
+        self._client = client
+        self._watchdog = watchdog
+        self._publish_every = spec.pipeline.publish_every
         # An engine that drains takes as long as its rollouts do.
         drains = spec.pipeline.weight_update == "drain"
         self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
@@ -76,32 +62,35 @@ class Publisher:
         """The trainer is gone, and the mapping with it: no engine can be brought up before the next ``serve``."""
         self._available.clear()
 
-    async def serve(
-        self, version: int, serving: Callable[[], Sequence[Engine]], failed: Callable[[str, str], None]
-    ) -> PublishReport:
-        """Have the trainer publish ``version``, and all engines that are ``serving`` by then serve it.
+    async def serve(self, version: int) -> PublishRecord:
+        """Have the trainer write ``version``, and all engines that serve by then load and prove it.
 
-        An engine that cannot is reported to ``failed(name, cause)`` and left out. When the very same weights are
-        being served already, as after a trainer's restart, the engines are not disturbed.
+        An engine that cannot is marked dead and left out. When the very same weights are being served already, as after
+        a trainer's restart, the engines are not disturbed. Raises ``TrainerLost``.
         """
-        async with self._lock:
+        async with self._lock:  # the mapping is not written while an engine that comes up reads it (decision 0002)
             started = time.monotonic()
             try:
-                publication = await self._publish(version)
+                writing = self._ranks.publish(version)
+                publication = await self._watchdog.until(
+                    writing, ORCHESTRATOR, f"the trainer to write version {version}"
+                )
             except BaseException:
                 self.lost()  # the mapping may be half written
                 raise
             served, self._current = self._current, publication
             self._available.set()
             change = 0.0 if served is None else _distance(publication.probe_logprobs, served.probe_logprobs)
-            engines: Sequence[Engine] = ()
+            engines: list[EngineState] = []
             if served is None or (served.version, served.checksum) != (version, publication.checksum):
                 self._last_probe = None if served is None else served.probe_logprobs
-                engines = serving()  # none joins from here on: that takes the lock
-            reports = await asyncio.gather(*(self._update(engine, failed) for engine in engines))
+                # After the write: an engine that has come up meanwhile is told, too; none joins from here on.
+                engines = self._client.serving()
+            reports = await asyncio.gather(*(self._update(engine) for engine in engines))
             proved = [report for report in reports if report is not None]
-            return PublishReport(
+            return PublishRecord(
                 version=version,
+                step=version * self._publish_every,
                 checksum=publication.checksum,
                 seconds=time.monotonic() - started,
                 stall_s=max((stall for stall, _ in proved), default=0.0),
@@ -109,29 +98,27 @@ class Publisher:
                 change=change,
             )
 
-    async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
-        """Have a new engine load and prove the current version; ``serve()`` is called before any other publish.
-
-        Raises ``RunError`` when it cannot.
-        """
+    async def bring_up(self, engine: EngineState) -> None:
+        """Have a new engine load and prove the current version, and serve. Raises ``RunError`` when it cannot."""
         while True:
             await self._available.wait()
             async with self._lock:
-                if self._available.is_set():
+                if self._available.is_set():  # the trainer may have been lost while others had the lock
                     await self._prove(engine)
-                    serve()
+                    # Within the lock: the next publish must find it among those that serve (decision 0003).
+                    engine.serving = True
                     return
 
-    async def _update(self, engine: Engine, failed: Callable[[str, str], None]) -> tuple[float, float] | None:
+    async def _update(self, engine: EngineState) -> tuple[float, float] | None:
         try:
             return await self._prove(engine)
         except RunError as error:
-            failed(engine[0], error.message)
+            self._client.mark_dead(engine.name, error.message)
             return None
 
-    async def _prove(self, engine: Engine) -> tuple[float, float]:
+    async def _prove(self, engine: EngineState) -> tuple[float, float]:
         """Update one engine; returns its stall in seconds and its gap in nats."""
-        name, actor = engine
+        name, actor = engine.name, engine.process.actor
         publication, last = self._current, self._last_probe
         assert publication is not None
         answer: Attestation = await wait_for(

@@ -20,7 +20,6 @@ from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.orchestrator.placement import rank_wants
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
-from asyncrl_cli.records.training import Publication, StepReport
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -91,14 +90,14 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                     location=run.run_id,
                     hint="replay from a later checkpoint (--from), or keep all tokens (journal.keep: all)",
                 ) from None
-            report: StepReport = (await ranks.call("train_step", batch))[0]
+            report = await ranks.train_step(batch)
             if step < plan.first:
                 progress(f"on the way to step {plan.first + 1}: step {step + 1}")
                 continue
             version, rest = divmod(step + 1, spec.pipeline.publish_every)
             equal = None
             if not rest:
-                publication: Publication = (await ranks.call("publish", version))[0]
+                publication = await ranks.publish(version)
                 recorded = checksum(connection, version)
                 equal = None if recorded is None else recorded == publication.checksum
             show(

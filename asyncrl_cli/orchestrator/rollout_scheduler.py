@@ -29,7 +29,7 @@ from asyncrl_cli.records.generation import (
     group_and_index,
     training_rollout_id,
 )
-from asyncrl_cli.records.groups import Admission, Admitted, Candidate, OpenGroup, Opening, Outcome, Settled
+from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
@@ -41,7 +41,7 @@ ADMIT_S = 0.02
 """Seconds between two admissions: groups that end one soon after another are replaced in one call, with one commit."""
 SCORE_PATIENCE_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
-TELL_S = 0.25
+RECORD_S = 0.25
 """Seconds that new tokens of episodes wait for others, to be recorded with them."""
 
 
@@ -77,8 +77,8 @@ class RolloutScheduler:
         self._spawn = spawn
         self._episodes = episodes
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
-        self._to_play = 0  # episodes of which the coroutine has yet to begin
-        self._untold: list[Segment] = []
+        self._to_begin = 0  # episodes of which the coroutine has yet to begin
+        self._unrecorded: list[Segment] = []
         self._engine_requests: list[EngineRequest] = []  # to be recorded with whatever is recorded next
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
@@ -88,6 +88,11 @@ class RolloutScheduler:
         self._open: dict[int, Admission] = {}
         self._candidates: deque[Candidate] = deque()
         self._wanted = asyncio.Event()
+        # A buffer that was opened again may have ended groups; engines report what they made and when they have room.
+        buffer.on_reopen = self.reopened
+        client.on_segments = self.note_segments
+        client.on_engine_request = self.note_engine_request
+        client.on_room = self.fill
         self.failures = RecentFailures(spec.rollout.max_failed_share)
         self.rejected_in_a_row = 0
 
@@ -104,7 +109,7 @@ class RolloutScheduler:
                 while len(self._candidates) < free:
                     self._candidates.append(self._prompts.candidate())
                 offered = [self._candidates[index] for index in range(free)]
-                admitted: Admitted = await self._buffer.call("admit", offered)
+                admitted = await self._buffer.admit(offered)
                 while self._candidates and self._candidates[0].serial <= admitted.serial:
                     self._candidates.popleft()
                 for admission in admitted.admissions:
@@ -136,7 +141,7 @@ class RolloutScheduler:
 
     async def requeue(self, overdue: tuple[int, ...]) -> None:
         """Policy ``requeue``: give up the groups that hold back a batch and start their prompts again."""
-        for old_id, group_id, version in await self._buffer.call("requeue", list(overdue)):
+        for old_id, group_id, version in await self._buffer.requeue(overdue):
             if (old := self._open.pop(old_id, None)) is not None:  # or the buffer was opened again meanwhile
                 self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
                 await self._cancel(old_id)
@@ -145,16 +150,16 @@ class RolloutScheduler:
         """New tokens of unfinished rollouts, to be recorded."""
         self._spawn(self._record(segments=segments))
 
-    def note_engine_request(self, spell: EngineRequest) -> None:
+    def note_engine_request(self, request: EngineRequest) -> None:
         """A request has left its engine."""
-        self._engine_requests.append(spell)
+        self._engine_requests.append(request)
 
     async def record_engine_requests(self) -> None:
         """Record the engine requests that nothing else was recorded after."""
         await self._record()
 
     def _free_groups(self) -> int:
-        resting = self._to_play + (self._episodes.resting if self._episodes is not None else 0)
+        resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
         return max(0, self._client.free - resting) // self._spec.rollout.group_size
 
     def _start(self, group: OpenGroup) -> None:
@@ -169,7 +174,7 @@ class RolloutScheduler:
                 if admission.prompt_ids:
                     self._request(admission, rollout_id, sampling, recorded.get(0, ()))
                 elif self._episodes is not None:
-                    self._to_play += 1
+                    self._to_begin += 1
                     self._spawn(self._play(self._episodes, admission, rollout_id, sampling, recorded))
         if group.unscored:
             decode = self._prompts.encoder.decode
@@ -191,7 +196,7 @@ class RolloutScheduler:
         self, episodes: Episodes, admission: Admission, rollout_id: str, sampling: Sampling, recorded: Recorded
     ) -> None:
         """See an episode through; its tokens are recorded as they come, and once more whole, with its outcome."""
-        self._to_play -= 1
+        self._to_begin -= 1
         group_id = admission.group_id
         task = asyncio.current_task()
         if group_id not in self._open or task is None:  # it was given up at once
@@ -199,21 +204,21 @@ class RolloutScheduler:
         self._episode_tasks[rollout_id] = task
         try:
             rollout, score = await episodes.play(
-                rollout_id, admission.prompt, sampling, group_id, recorded, self._tell_soon
+                rollout_id, admission.prompt, sampling, group_id, recorded, self._record_soon
             )
         finally:
             del self._episode_tasks[rollout_id]
         if group_id in self._open:
             finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
-            await self._tell(finished, [_outcome(rollout_id, score)])
+            await self._conclude(finished, [_outcome(rollout_id, score)])
 
-    def _tell_soon(self, segments: list[Segment]) -> None:
-        if not self._untold:
-            asyncio.get_running_loop().call_later(TELL_S, self._tell_segments)
-        self._untold += segments
+    def _record_soon(self, segments: list[Segment]) -> None:
+        if not self._unrecorded:
+            asyncio.get_running_loop().call_later(RECORD_S, self._record_segments)
+        self._unrecorded += segments
 
-    def _tell_segments(self) -> None:
-        segments, self._untold = self._untold, []
+    def _record_segments(self) -> None:
+        segments, self._unrecorded = self._unrecorded, []
         self.note_segments(segments)
 
     def _on_end(self, ended: Ended) -> None:
@@ -236,7 +241,7 @@ class RolloutScheduler:
             outcomes += [
                 _outcome(rollout.rollout_id, score) for rollout, score in zip(rollouts, await scoring, strict=True)
             ]
-        await self._tell(rollouts, outcomes)
+        await self._conclude(rollouts, outcomes)
 
     async def _record(
         self,
@@ -245,10 +250,9 @@ class RolloutScheduler:
         outcomes: Sequence[Outcome] = (),
     ) -> Settled:
         requests, self._engine_requests = self._engine_requests, []
-        settled: Settled = await self._buffer.call("record", list(rollouts), list(segments), list(outcomes), requests)
-        return settled
+        return await self._buffer.record(rollouts, segments, outcomes, requests)
 
-    async def _tell(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
+    async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
         """Tell the buffer what became of rollouts, and do what follows for their groups."""
         settled = await self._record(rollouts, outcomes=outcomes)
         reasons = {group_and_index(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}

@@ -1,8 +1,8 @@
 """Scoring from the driver: every response gets a reward or a reason why it has none, whatever dies meanwhile.
 
-The scorer actor sees to what a reward function does. Here is what can befall the actor: it is killed, or it does
-not answer. Then it is replaced, and the responses that it had are scored again, one by one and with nothing else
-under way; one that loses the next actor as well has no reward.
+The scorer actor sees to what a reward function does. When the actor itself is killed or does not answer, it is
+replaced, and the responses that it had are scored again, one by one and with nothing else under way; one that loses the
+next actor as well has no reward.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.system.remote import NoAnswer, wait_for
+from asyncrl_cli.system.remote import ActorDied, ActorLost, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
 SCORER = "scorer"
@@ -26,10 +26,6 @@ ACTOR_S = 60.0
 """Seconds that the actor may take to show that it is at work. All that it does has limits of its own."""
 
 
-class _Lost(Exception):
-    """The actor is of no use any more; says why."""
-
-
 class Scoring:
     """Keeps one scorer actor, made by ``make_actor``. ``score`` may be called from several tasks at a time.
 
@@ -37,10 +33,7 @@ class Scoring:
     """
 
     def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget) -> None:
-        self._make_actor = make_actor
-        self._budget = budget
-        self._actor: Any = None
-        self._starting = asyncio.Lock()
+        self._actor = SupervisedActor("scorer", SCORER, make_actor, _start, budget)
         self._calls = task.reward_workers * task.reward_concurrency
         self._per_call = -(-AT_ONCE // self._calls)
         self._turns = asyncio.Semaphore(self._calls)
@@ -48,7 +41,7 @@ class Scoring:
 
     async def start(self) -> None:
         """Have the task loaded, for who wants to know early that it can be."""
-        await self._running()
+        await self._actor.running()
 
     async def score(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
         """What every response scores, in order.
@@ -75,15 +68,15 @@ class Scoring:
         async with self._turns:
             try:
                 return await self._ask(responses)
-            except _Lost:
+            except ActorLost:
                 pass
         scored: list[Scored | RewardFailure] = []
         for response in responses:
             async with self._all_turns():
                 try:
                     scored += await self._ask([response])
-                except _Lost as lost:
-                    scored.append(RewardFailure(f"{SCORER}: {lost}, twice with prompt {response[0].uid!r}"))
+                except ActorLost as lost:
+                    scored.append(RewardFailure(f"{SCORER}: {lost.message}, twice with prompt {response[0].uid!r}"))
         return scored
 
     @asynccontextmanager
@@ -100,64 +93,25 @@ class Scoring:
                 self._turns.release()
 
     async def _ask(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
-        """What the actor says. When it is lost it is given up, once however many were waiting for it."""
-        actor = await self._running()
-        try:
-            scored: list[Scored | RewardFailure] = await _answer(actor.score.remote(list(responses)), actor)
-        except _Lost as lost:
-            await self._abandon(actor, lost)
-            raise
-        return scored
+        return await self._actor.call(lambda actor: _answer(actor.score.remote(list(responses)), actor))
 
-    async def _running(self) -> Any:
-        """The actor, started if there is none."""
-        async with self._starting:
-            while self._actor is None:
-                actor = self._actor = self._make_actor()
-                try:
-                    await _answer(actor.start.remote(), actor)
-                except _Lost as lost:
-                    await self._abandon(actor, lost)
-                except BaseException:
-                    self._kill()
-                    raise
-            return self._actor
 
-    async def _abandon(self, actor: Any, lost: _Lost) -> None:
-        if actor is self._actor:
-            self._kill()
-            await self._budget.spend("scorer", SCORER, str(lost))
-
-    def _kill(self) -> None:
-        import ray
-
-        actor, self._actor = self._actor, None
-        ray.kill(actor)
+async def _start(actor: Any) -> None:
+    await _answer(actor.start.remote(), actor)
 
 
 async def _answer(call: Awaitable[Any], actor: Any) -> Any:
-    """The answer of a call to the actor, as long as it shows that it is at work.
-
-    Raises ``_Lost``, or what ``wait_for`` raises of all else.
-    """
-    answer = asyncio.ensure_future(call)
-    try:
-        while not (await asyncio.wait([answer], timeout=ACTOR_S))[0]:
-            await _done(actor.ping.remote(), ACTOR_S)
-        return await _done(answer, None)
-    finally:
-        answer.cancel()
-
-
-async def _done(call: Awaitable[Any], limit_s: float | None) -> Any:
+    """The answer of a call to the actor, as long as it shows that it is at work. Raises as ``wait_for`` does."""
     from ray.exceptions import RayError, RayTaskError
 
+    answer = asyncio.ensure_future(wait_for(call, SCORER))
     try:
-        return await wait_for(call, SCORER, limit_s)
-    except NoAnswer:
-        raise _Lost(f"no answer within {limit_s:.0f} s") from None
+        while not (await asyncio.wait([answer], timeout=ACTOR_S))[0]:
+            await wait_for(actor.ping.remote(), SCORER, ACTOR_S)
+        return answer.result()
     except RunError as error:
-        cause = error.__cause__
-        if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):  # killed, or out of memory
-            raise _Lost("the process died") from error
+        if isinstance(error.__cause__, RayError) and not isinstance(error.__cause__, RayTaskError):  # out of memory
+            raise ActorDied("the process died", location=SCORER) from error
         raise
+    finally:
+        answer.cancel()

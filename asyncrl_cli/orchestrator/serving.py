@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
-from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_engine
+from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess
 from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.orchestrator.publisher import Engine
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
-from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.client import EngineState, GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ async def _serve(
             hang_s=spec.rollout.hang_seconds,
             decode=encoder.decode,
         )
-        keeper = EngineKeeper(client, _OwnWeights(), budget, folder, lambda: None)
+        keeper = EngineKeeper(client, _OwnWeights(), on_serving=lambda: None)
         api_key = secrets.token_urlsafe(32)
         setup = setup_of(spec, str(folder), served.name, api_key)
         gateway = GatewayClient(setup, factory.gateway, client.generate, budget)
@@ -138,9 +137,8 @@ async def _serve(
             async with asyncio.TaskGroup() as group:
                 group.create_task(gateway.keep())
                 status("starting engines")
-                there: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-                there.set_result(folder)
-                await asyncio.gather(*(start_engine(engine, there, budget) for engine in engines))
+                model.set_result(folder)
+                await asyncio.gather(*(engine.running() for engine in engines))
                 for engine in client.engines:
                     group.create_task(keeper.keep(engine))
                 ready(Address(f"{url}/v1", api_key, served.name))
@@ -149,7 +147,11 @@ async def _serve(
 
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
-    engines = [EngineProcess(factory, f"engine-{index}", served.version) for index in range(spec.rollout.engines)]
+    model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+    engines = [
+        EngineProcess(factory, f"engine-{index}", model, budget, served.version)
+        for index in range(spec.rollout.engines)
+    ]
     # Below Ray's folder, which the reaper removes when nobody else can.
     with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:
         try:
@@ -163,8 +165,8 @@ async def _serve(
 class _OwnWeights:
     """The engines have loaded them when they start."""
 
-    async def bring_up(self, engine: Engine, serve: Callable[[], None]) -> None:
-        serve()
+    async def bring_up(self, engine: EngineState) -> None:
+        engine.serving = True
 
 
 def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:

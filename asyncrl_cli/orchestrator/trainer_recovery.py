@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.records.groups import Opening, PublishRecord
 from asyncrl_cli.records.training import StepReport, TrainingBatch
+from asyncrl_cli.runs.checkpoints import newest_undamaged
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 GUARD_S = 2.0
 """Seconds between two looks at idle ranks."""
@@ -22,53 +27,80 @@ T = TypeVar("T")
 
 
 class ResilientTrainer:
-    """Trainer ranks that survive their deaths."""
+    """Trainer ranks that survive their deaths, and the version that their weights were published as last.
+
+    Attributes:
+        step: steps in the weights.
+        version: the version that engines serve.
+        between_steps: whether the weights are those after ``step`` steps: not while one is trained, nor after one that
+            was given up on. The ranks finish what they were called for.
+    """
 
     def __init__(
         self,
         ranks: TrainerRanks,
+        publisher: Publisher,
+        buffer: BufferClient,
+        run: RunDirectory,
+        budget: RestartBudget,
+        *,
         step: int,
-        newest: Callable[[], Awaitable[tuple[int, Path | None]]],
-        read_batch: Callable[[int], Awaitable[TrainingBatch]],
-        passed: Callable[[int], Awaitable[None]],
-        trained: Callable[[TrainingBatch, StepReport], Awaitable[None]],
-        lost: Callable[[TrainerLost], Awaitable[None]],
+        opening: Opening,
+        publish_every: int,
+        repeated: Callable[[TrainingBatch, StepReport], None],
     ) -> None:
-        """``step``: what the ranks have started from.
-
-        Args:
-            newest: step and folder of the newest checkpoint, or 0 and None.
-            read_batch: the recorded batch of a step.
-            passed: called while catching up, when the weights are those after so many steps.
-            trained: called for every batch that is trained again.
-            lost: called when a rank died; raises when that has happened too often.
-        """
-        self._ranks = ranks
+        """``step``: what the ranks have started from. ``repeated`` hears of every recorded batch that is trained
+        again."""
         self.step = step
-        self._newest = newest
-        self._read_batch = read_batch
-        self._passed = passed
-        self._trained = trained
-        self._lost = lost
+        self.version = opening.version
+        self.between_steps = True
+        self._checksum = opening.checksum  # of the bytes of that version, once it is published
+        self._ranks = ranks
+        self._publisher = publisher
+        self._buffer = buffer
+        self._run = run
+        self._budget = budget
+        self._publish_every = publish_every
+        self._repeated = repeated
         self._down = False
         self._turn = asyncio.Lock()
-        self.between_steps = True
-        """Whether the weights are those after ``step`` steps: not while one is trained, nor after one that was given
-        up on. The ranks finish what they were called for."""
 
-    async def at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``work``, done with the weights after ``step`` steps; it is done again after a death."""
-        async with self._turn:
-            return await self._at(step, work)
+    async def catch_up(self, step: int) -> None:
+        """Return when the weights are those after ``step`` steps."""
+        await self._at(step, _nothing)
+
+    async def train(self, batch: TrainingBatch) -> StepReport:
+        """Train the batch that follows the weights' last step."""
+        return await self._at(batch.step, lambda: self._train_step(batch))
+
+    async def publish(self) -> PublishRecord:
+        """Have every engine serve the present weights as the next version.
+
+        Writing and loading are one piece of work, done again as a whole after a death: the weights that engines load
+        lie in the memory of rank 0 (decision 0002).
+        """
+        version = self.version + 1
+        record = await self._at(version * self._publish_every, lambda: self._publisher.serve(version))
+        self.version, self._checksum = version, record.checksum
+        return record
+
+    async def save(self, step: int, write: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``write``, which has the ranks save the weights after ``step`` steps."""
+        return await self._at(step, write)
 
     async def guard(self) -> None:
-        """Notice a death while nothing is asked of the ranks, for ever: engines may be waiting for their weights."""
+        """Notice a death while nothing is asked of the ranks: engines may be waiting for their weights. Never ends."""
         while True:
             await asyncio.sleep(GUARD_S)
             async with self._turn:
-                await self._at(self.step, self._ranks.check)
+                await self._do(self.step, self._ranks.check)
 
     async def _at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``work``, done with the weights after ``step`` steps; it is done again after a death."""
+        async with self._turn:
+            return await self._do(step, work)
+
+    async def _do(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 await self._catch_up(step)
@@ -77,30 +109,49 @@ class ResilientTrainer:
                 return await work()
             except TrainerLost as lost:
                 self._down = True
-                await self._lost(lost)
-
-    async def train(self, batch: TrainingBatch) -> StepReport:
-        """Train the batch that follows the weights' last step."""
-        return await self.at(batch.step, lambda: self._train_step(batch))
-
-    async def call(self, step: int, method: str, *arguments: Any) -> list[Any]:
-        """Call all ranks with the weights after ``step`` steps."""
-        return await self.at(step, lambda: self._ranks.call(method, *arguments))
+                # First: the mapping went with rank 0, and no engine may be told to read it (decision 0002).
+                self._publisher.lost()
+                await self._budget.spend("trainer", lost.name, lost.cause)
 
     async def _catch_up(self, step: int) -> None:
         if self._down or not self.between_steps:  # the latter when a step was given up on
-            self.step, folder = await self._newest()
+            newest = await asyncio.to_thread(newest_undamaged, self._run)
+            self.step, folder = (newest.step, newest.folder) if newest else (0, None)
             await self._ranks.restart(folder)
             self._down, self.between_steps = False, True
-        await self._passed(self.step)
+        await self._publish_again(step)
         while self.step < step:
-            batch = await self._read_batch(self.step)
+            # From the journal, never from memory: what is trained again is what was recorded (decision 0012).
+            batch = await self._buffer.batch(self.step)
             report = await self._train_step(batch)
-            await self._trained(batch, report)
-            await self._passed(self.step)
+            self._repeated(batch, report)
+            await self._publish_again(step)
+
+    async def _publish_again(self, step: int) -> None:
+        """Engines that were restarted need the present version: write it when the trainer passes its step on the way
+        to ``step``, unless the next version is published there anyway."""
+        if self._publisher.available or step == (self.version + 1) * self._publish_every:
+            return
+        if self.step != self.version * self._publish_every:
+            return
+        record = await self._publisher.serve(self.version)
+        if self._checksum is None:
+            await self._buffer.publish(record)
+        elif record.checksum != self._checksum:
+            await self._budget.note(
+                "weights",
+                "trainer-0",
+                f"made version {self.version} again with other bits; expected after a change of settings or "
+                "hardware, and on GPUs without deterministic kernels",
+            )
+        self._checksum = record.checksum
 
     async def _train_step(self, batch: TrainingBatch) -> StepReport:
         self.between_steps = False
-        reports: list[StepReport] = await self._ranks.call("train_step", batch)
+        report = await self._ranks.train_step(batch)
         self.step, self.between_steps = batch.step + 1, True
-        return reports[0]
+        return report
+
+
+async def _nothing() -> None:
+    pass

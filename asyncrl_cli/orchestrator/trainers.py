@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.orchestrator.placement import Resources, placed
-from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, wait_for
 
 GRACE_S = 20.0
@@ -75,7 +75,7 @@ class TrainerRanks:
 
     async def preload(self) -> None:
         """Import what ``start`` needs."""
-        locations = await self.call("preload", limit_s=START_TIMEOUT_S)
+        locations = await self._call("preload", limit_s=START_TIMEOUT_S)
         self._address, self._port, self.node = locations[0]
 
     async def prepare_model(self, progress: Callable[[str], None]) -> str:
@@ -100,7 +100,7 @@ class TrainerRanks:
         """Load the initial model, or a checkpoint over it."""
         folder = checkpoint and str(checkpoint)
         arguments = (self._model_dir, self._address, self._port, folder, str(self._search_path))
-        await self.call("start", *arguments, limit_s=START_TIMEOUT_S)
+        await self._call("start", *arguments, limit_s=START_TIMEOUT_S)
 
     async def restart(self, checkpoint: Path | None) -> None:
         """End what is left of the ranks, and start all of them from a checkpoint, or from the initial model."""
@@ -120,17 +120,30 @@ class TrainerRanks:
         """Raises ``TrainerLost`` when a rank is dead."""
         await _all([_look_at(actor) for actor in self._actors], self._limit_s)
 
-    async def call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
-        """Call all ranks alike; returns their answers, rank by rank.
-
-        Raises ``TrainerLost`` when a rank died, and otherwise the first error of any rank.
-        """
+    async def train_step(self, batch: TrainingBatch) -> StepReport:
+        """Train one batch. This and the calls below raise ``TrainerLost`` when a rank died, and otherwise the first
+        error of any rank."""
         # As an argument of each call a batch would be pickled once for each rank, in the driver's event loop.
-        shared = [
-            await asyncio.to_thread(self._share, argument) if isinstance(argument, TrainingBatch) else argument
-            for argument in arguments
-        ]
-        calls = [getattr(actor, method).remote(*shared) for actor in self._actors]
+        shared = await asyncio.to_thread(self._share, batch)
+        report: StepReport = (await self._call("train_step", shared))[0]
+        return report
+
+    async def publish(self, version: int) -> Publication:
+        """Write the weights into the mapping."""
+        publication: Publication = (await self._call("publish", version))[0]
+        return publication
+
+    async def save_checkpoint(self, folder: Path) -> None:
+        """Write every rank's shard."""
+        await self._call("save_checkpoint", str(folder))
+
+    async def save_model(self, folder: Path) -> None:
+        """Write the weights as a model that others can load."""
+        await self._call("save_model", str(folder))
+
+    async def _call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
+        """Call all ranks alike; returns their answers, rank by rank."""
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         return await _all(calls, limit_s or self._limit_s)
 
 
@@ -141,7 +154,7 @@ def _look_at(actor: Any) -> Awaitable[Any]:
 
 
 async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[Any]:
-    """The answers of all ranks to one call. Raises as ``TrainerRanks.call`` does."""
+    """The answers of all ranks to one call. Raises as ``TrainerRanks.train_step`` does."""
     calls = [
         asyncio.ensure_future(wait_for(call, f"trainer-{rank}", limit_s)) for rank, call in enumerate(remote_calls)
     ]

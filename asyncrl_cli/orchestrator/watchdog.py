@@ -99,5 +99,7 @@ class Watchdog:
                     self.on_stall(wait)
 
 
+ORCHESTRATOR = "the orchestrator"
+"""Who waits for the trainer and for engines."""
 GENERATION = "the trainer"
 """Who waits for rollouts."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl_cli.core.errors import UserError
@@ -65,8 +64,11 @@ class EngineHandle(Protocol):
     actor: Any
     """Has the methods of ``RolloutWorker``, to be called with ``.remote()``."""
 
-    async def replace(self, folder: Path) -> None:
-        """Make sure that the process is gone, and start another on a model's stub."""
+    async def lose(self, actor: Any, cause: str) -> None:
+        """The actor is of no use any more: end its process. Raises ``RunError`` when that happened too often."""
+
+    async def running(self) -> Any:
+        """The present actor, started if it has yet to be. Raises ``RunError``."""
 
     def kill(self) -> None:
         """End the process, also one that hangs."""

@@ -12,11 +12,15 @@ START_TIMEOUT_S = 600.0
 """Seconds that one actor may take for one part of its start."""
 
 
-class ActorDied(RunError):
+class ActorLost(RunError):
+    """An actor is of no use any more."""
+
+
+class ActorDied(ActorLost):
     """The process of an actor is gone."""
 
 
-class NoAnswer(RunError):
+class NoAnswer(ActorLost):
     """An actor did not answer in time."""
 
 

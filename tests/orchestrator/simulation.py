@@ -19,13 +19,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from stand_ins import Actor, Notes, StandInBuffer, StandInProcess, prompts, remote
+from stand_ins import Actor, StandInBuffer, StandInProcess, prompts, remote
 
 from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
-from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
@@ -48,9 +47,10 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.worker import EVALUATION
-from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.workers.scoring import Response, Scored
 
 Weights = tuple[str, ...]
@@ -405,8 +405,12 @@ class Simulation:
         spec, run = self.spec, self.run
         self.recorder = Recorder(run, self.view.warn)
         reporter = Reporter(self.recorder, self.view)
-        buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0)
-        buffer.budget = budget = Notes().budget(max_restarts=1000)
+
+        async def record(kind: str, part: str, message: str) -> None:
+            await buffer.failed(kind, part, message)
+
+        budget = RestartBudget(1000, record, lambda text: None)
+        buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0, budget)
         opening = await buffer.open(start.kind, start.note, start.base)
         ranks = TrainerRanks(
             lambda rank: self._noted(Rank(self.fate, rank)),
@@ -420,7 +424,7 @@ class Simulation:
         await ranks.start(start.checkpoint and start.checkpoint.folder)
         watchdog = Watchdog(600.0, reporter.warn)
         processes: list[Any] = [
-            StandInProcess(f"engine-{index}", lambda: self._noted(Engine(self.fate)))
+            StandInProcess(f"engine-{index}", lambda: self._noted(Engine(self.fate)), budget)
             for index in range(spec.rollout.engines)
         ]
         client = GenerationClient(
@@ -453,12 +457,9 @@ class Simulation:
                 HeldOut(held_out, scorer),
                 {name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
             ),
-            checkpoints=Checkpoints(run, ranks, spec),
             reporter=reporter,
             budget=budget,
             watchdog=watchdog,
-            model_stub=Path(),
-            model_folder=run.path / MODEL,
         )
         return Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
 

@@ -23,7 +23,6 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import (
     Delivery,
     EngineActivity,
@@ -36,6 +35,7 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 T = TypeVar("T")
 LIMIT_S = 60.0
@@ -224,17 +224,23 @@ class StandInEngine(Actor):
         return [request.rollout_id for request in self.submitted]
 
 
-class StandInProcess:
+class StandInProcess(SupervisedActor):
     """An engine's actors, one after another."""
 
-    def __init__(self, name: str, make_actor: Callable[[], Actor] = StandInEngine) -> None:
-        self.name = name
-        self._make_actor = make_actor
-        self.actor: Any = make_actor()
+    def __init__(
+        self, name: str, make_actor: Callable[[], Actor] = StandInEngine, budget: RestartBudget | None = None
+    ) -> None:
+        super().__init__("engine", name, make_actor, self.start, budget or Notes().budget(1000))
+        self.ask()
+        self.started = True
 
-    async def replace(self, folder: Path) -> None:
-        self.kill()
-        self.actor = self._make_actor()
+    async def start(self, actor: Any) -> None:
+        """The actor is there at once."""
+
+    async def replace(self) -> None:
+        """Another actor in place of the present one."""
+        await self.lose(self.actor, "replaced")
+        await self.running()
 
     def kill(self) -> None:
         self.actor.die()
@@ -353,9 +359,7 @@ class BufferActors:
 
     def client(self, notes: Notes | None = None, max_restarts: int = 10) -> BufferClient:
         """A client, of which deaths of the buffer are counted in ``notes``."""
-        client = BufferClient(self, limit_s=600.0)
-        client.budget = (notes if notes is not None else Notes()).budget(max_restarts)
-        return client
+        return BufferClient(self, 600.0, (notes if notes is not None else Notes()).budget(max_restarts))
 
 
 # -- records

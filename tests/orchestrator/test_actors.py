@@ -13,9 +13,9 @@ import pytest
 from stand_ins import Actor, Notes, remote, run
 
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
-from asyncrl_cli.orchestrator import actors
-from asyncrl_cli.orchestrator.actors import EngineProcess, start_fleet
+from asyncrl_cli.orchestrator.actors import EngineProcess, start_all
 from asyncrl_cli.orchestrator.trainers import TrainerLost
+from asyncrl_cli.system import supervised_actor
 
 
 class EngineActor(Actor):
@@ -61,7 +61,8 @@ class Factory:
         return self.made[-1]
 
     def process(self, name: str) -> EngineProcess:
-        return EngineProcess(self, name)  # type: ignore[arg-type]
+        folder = asyncio.sleep(0, Path("/model_stub"))
+        return EngineProcess(self, name, folder, Notes().budget())  # type: ignore[arg-type]
 
 
 class Trainers:
@@ -105,7 +106,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         actor.die()
 
     monkeypatch.setattr("ray.kill", kill)
-    monkeypatch.setattr(actors.os, "kill", lambda pid, number: found.append((pid, number)))
+    monkeypatch.setattr(supervised_actor.os, "kill", lambda pid, number: found.append((pid, number)))
     return found
 
 
@@ -121,17 +122,20 @@ def started(
 
     async def start() -> tuple[str, Notes, list[str]]:
         noted, shown = Notes() if notes is None else notes, list[str]()
-        processes = [factory.process(f"engine-{index}") for index in range(engines)]
-        folder = await start_fleet(
+        budget, folder = noted.budget(max_restarts), asyncio.ensure_future(asyncio.to_thread(model_stub))
+        processes = [
+            EngineProcess(factory, f"engine-{index}", folder, budget)  # type: ignore[arg-type]
+            for index in range(engines)
+        ]
+        model = await start_all(
             processes,
             trainers,  # type: ignore[arg-type]
-            model_stub,
             Path("/step-000004"),
             shown.append,
-            noted.budget(max_restarts),
+            budget,
         )
         assert all(process.actor.started_on == "/model_stub" for process in processes)
-        return folder, noted, shown
+        return model, noted, shown
 
     return run(start())
 
@@ -201,7 +205,7 @@ def test_an_error_that_would_come_back_is_not_retried(error: Exception, said: st
     with pytest.raises(UserError, match=said):
         started(factory, Trainers(), notes=notes)
     assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "none was started a second time"
-    assert (notes, killed) == ([], [])
+    assert notes == []
 
 
 def test_a_model_stub_that_cannot_be_made_ends_the_start() -> None:
@@ -228,9 +232,10 @@ def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any
     async def check() -> None:
         process = Factory(address=address).process("engine-0")
         first = process.actor
-        await process.preload()
-        await process.replace(Path("/model_stub"))
+        await process.running()
+        await process.lose(first, "it is slow")
         assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
+        await process.running()
         assert process.actor.started_on == "/model_stub"
 
     run(check())
@@ -241,7 +246,7 @@ def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
 
     async def check() -> None:
         process = Factory().process("engine-0")
-        await process.preload()
+        await process.running()
         process.kill()
         process.kill()
         assert [entry for entry in killed if isinstance(entry, tuple)] == [(1001, signal.SIGKILL)]
@@ -255,8 +260,8 @@ def test_a_process_that_is_gone_already_can_be_killed(killed: list[Any], monkeyp
 
     async def check() -> None:
         process = Factory().process("engine-0")
-        await process.preload()
-        monkeypatch.setattr(actors.os, "kill", gone)
+        await process.running()
+        monkeypatch.setattr(supervised_actor.os, "kill", gone)
         process.kill()
         assert process.actor.dead
 

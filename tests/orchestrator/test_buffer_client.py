@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from stand_ins import BufferActors, Notes, StandInBuffer, prompts, run, spec
@@ -12,8 +13,9 @@ from stand_ins import BufferActors, Notes, StandInBuffer, prompts, run, spec
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
-from asyncrl_cli.records.groups import Admitted, Candidate, Opening
+from asyncrl_cli.records.groups import Candidate, Opening
 from asyncrl_cli.system.remote import ActorDied
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 SPEC = spec(pipeline={"groups_per_step": 4, "max_staleness": 0})
 CANDIDATES = [
@@ -49,7 +51,7 @@ def play(path: Path, test: Test, max_restarts: int = 10) -> None:
 
 async def admit(client: BufferClient, first: int, count: int) -> list[int]:
     """Offer prompts; returns the indices of the groups admitted."""
-    admitted: Admitted = await client.call("admit", CANDIDATES[first : first + count])
+    admitted = await client.admit(CANDIDATES[first : first + count])
     return [admission.group_id for admission in admitted.admissions]
 
 
@@ -95,7 +97,7 @@ def test_a_buffer_that_dies_while_the_run_starts_is_made_again_a_few_times(tmp_p
                 actor.dies_at, actor.does_it_first = "open", True
             return actor
 
-        client = BufferClient(make, 600.0)
+        client = BufferClient(make, 600.0, Notes().budget())
         if deaths == 3:
             with pytest.raises(ActorDied):
                 await client.open("train", "", None)
@@ -125,7 +127,7 @@ def test_callers_that_lose_the_same_buffer_replace_it_once(tmp_path: Path) -> No
     async def test(scene: Scene) -> None:
         scene.actors.last.dies_at = "admit"
         admitting = [admit(scene.client, index, 1) for index in range(3)]
-        answers = await asyncio.gather(*admitting, scene.client.call("pid"), scene.client.call("pid"))
+        answers = await asyncio.gather(*admitting, scene.client.fallback(0), scene.client.fallback(0))
         assert answers[:3] == [[0], [1], [2]]
         assert len(scene.actors.made) == 2
         assert len(scene.reopened) == len(scene.notes) == 1
@@ -135,7 +137,7 @@ def test_callers_that_lose_the_same_buffer_replace_it_once(tmp_path: Path) -> No
 
 def test_a_buffer_that_dies_while_it_opens_is_replaced_like_any_other(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
-        make, broken = scene.client._make_actor, 2
+        make, broken = scene.client._buffer._make, 2
 
         def make_broken() -> object:
             nonlocal broken
@@ -145,7 +147,7 @@ def test_a_buffer_that_dies_while_it_opens_is_replaced_like_any_other(tmp_path: 
                 actor.dies_at, actor.does_it_first = "open", True
             return actor
 
-        scene.client._make_actor = make_broken
+        scene.client._buffer._make = make_broken
         scene.actors.last.dies_at = "admit"
         assert await admit(scene.client, 0, 2) == [0, 1]
         assert len(scene.actors.made) == 4
@@ -159,13 +161,36 @@ def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         for _ in range(2):
             scene.actors.last.die()
-            await scene.client.call("pid")
+            await scene.client.fallback(0)
         scene.actors.last.die()
         with pytest.raises(RunError, match=r"restarted 2 times in 6 hours, .* the first cause: buffer: the proc"):
-            await scene.client.call("pid")
+            await scene.client.fallback(0)
         assert len(scene.notes) == 3
 
     play(tmp_path, test, max_restarts=2)
+
+
+def test_a_buffer_that_never_comes_up_again_ends_the_run_though_it_records_the_restarts(tmp_path: Path) -> None:
+    async def check() -> None:
+        actors = BufferActors(tmp_path / "journal.db", SPEC)
+
+        def make() -> StandInBuffer:
+            actor = actors()
+            if len(actors.made) > 1:
+                actor.dies_at = "open"
+            return actor
+
+        async def record(kind: str, part: str, message: str) -> None:
+            await client.failed(kind, part, message)
+
+        client = BufferClient(make, 600.0, RestartBudget(3, record, lambda text: None))
+        await client.open("train", "", None)
+        actors.last.die()
+        with pytest.raises(RunError, match="restarted 3 times in 6 hours"):
+            await client.admit(CANDIDATES[:1])
+
+    with patch("asyncrl_cli.system.supervised_actor.LAST_RECORD_S", 0.05):
+        run(check())
 
 
 def test_a_fault_of_the_journal_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from asyncrl_cli.core.errors import RunError, TaskError
 from asyncrl_cli.orchestrator import scoring
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.workers.reward_actor import RewardActor
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 

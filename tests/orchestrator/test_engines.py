@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,12 @@ from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rol
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.publisher import Publisher
+from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation, EngineActivity
 from asyncrl_cli.records.training import Publication
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.system.remote import ActorLost
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 PROBE = np.zeros(3, np.float32)
 
@@ -39,22 +42,20 @@ class LoadingEngine(StandInEngine):
 class FailingProcess(StandInProcess):
     """Can be told to fail at its next starts, or to start engines that serve something else."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, budget: RestartBudget) -> None:
         self.offs: list[float] = []
         self.made: list[LoadingEngine] = []
         self.failing_starts = 0
-        super().__init__(name, self._make)
+        super().__init__(name, self.make, budget)
 
-    def _make(self) -> LoadingEngine:
+    def make(self) -> LoadingEngine:
         self.made.append(LoadingEngine(self.offs.pop(0) if self.offs else 0.0))
         return self.made[-1]
 
-    async def replace(self, folder: Path) -> None:
-        assert folder == Path("model_stub")
-        await super().replace(folder)
+    async def start(self, actor: Any) -> None:
         if self.failing_starts:
             self.failing_starts -= 1
-            raise RunError("it does not start", location=self.name)
+            raise ActorLost("it does not start", location=self.name)
 
 
 class Scene:
@@ -62,29 +63,21 @@ class Scene:
 
     def __init__(self, engines: int, max_restarts: int) -> None:
         self.notes = Notes()
-        self.processes = [FailingProcess(f"engine-{index}") for index in range(engines)]
+        budget = self.notes.budget(max_restarts)
+        self.processes = [FailingProcess(f"engine-{index}", budget) for index in range(engines)]
         processes: list[Any] = [*self.processes]
         self.client = GenerationClient(processes, slots=8, retries=0, hang_s=600.0, decode=str)
-        self.publisher = Publisher(spec(), self._publish)
+        trainer: Any = SimpleNamespace(publish=self._write)
+        self.publisher = Publisher(spec(), trainer, self.client, Watchdog(600.0, print))
         self.serving = asyncio.Semaphore(0)
-        self.keeper = EngineKeeper(
-            self.client,
-            self.publisher,
-            self.notes.budget(max_restarts),
-            Path("model_stub"),
-            on_serving=self.serving.release,
-        )
+        self.keeper = EngineKeeper(self.client, self.publisher, on_serving=self.serving.release)
         self.ended: list[str] = []
 
-    async def _publish(self, version: int) -> Publication:
+    async def _write(self, version: int) -> Publication:
         return Publication(version, f"sum {version}", {}, (1, 2, 3, 4), PROBE)
 
     async def publish(self, version: int) -> None:
-        await self.publisher.serve(
-            version,
-            lambda: [(engine.name, engine.process.actor) for engine in self.client.serving()],
-            self.client.mark_dead,
-        )
+        await self.publisher.serve(version)
 
     async def ask(self, *names: str) -> None:
         for name in names:

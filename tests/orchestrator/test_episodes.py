@@ -21,10 +21,10 @@ from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionErr
 from asyncrl_cli.gateway.sessions import Sessions, session_key
 from asyncrl_cli.orchestrator.episodes import Episodes, _Told
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.continuation import split_by_version
+from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.workers.messages import Played, Retry
@@ -102,9 +102,9 @@ class Scene:
         return self.model.generate(*arguments)
 
     @asynccontextmanager
-    async def place(self, apart: bool) -> AsyncIterator[Any]:
+    async def slot(self, apart: bool) -> AsyncIterator[Any]:
         self.apart = apart
-        yield self
+        yield self.play
 
     async def play_at(self, name: str) -> Played:
         return await self.agents.pop(0)(self.sessions.get(name))

@@ -16,9 +16,9 @@ from test_episodes import CHAT, PROMPT, SAMPLING, Model
 from asyncrl_cli.gateway.actor import MOST_TOKENS, Crossing, GatewaySetup, Orders, SessionOpening
 from asyncrl_cli.gateway.session import CallOptions, Limits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
-from asyncrl_cli.orchestrator.restart_budget import RestartBudget
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 HELLO: Any = [{"role": "user", "content": PROMPT.content}]
 

@@ -72,7 +72,7 @@ def play(folder: Path, test: Callable[[Scene, Episodes], Coroutine[Any, Any, Non
         scene.episodes, scene.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
         with (
             patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
-            patch("asyncrl_cli.orchestrator.rollout_scheduler.TELL_S", 0.0),
+            patch("asyncrl_cli.orchestrator.rollout_scheduler.RECORD_S", 0.0),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         ):
             async with asyncio.TaskGroup() as tasks:

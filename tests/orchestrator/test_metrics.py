@@ -10,9 +10,8 @@ import pytest
 from stand_ins import client_over, rollout
 
 from asyncrl_cli.orchestrator.metrics import StepClock, Window, batch_digest, step_metrics
-from asyncrl_cli.orchestrator.publisher import PublishReport
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
-from asyncrl_cli.records.groups import Counts
+from asyncrl_cli.records.groups import Counts, PublishRecord
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
 
 
@@ -89,7 +88,7 @@ def test_the_numbers_of_a_step() -> None:
     metrics = step_metrics(
         batch=BATCH,
         report=StepReport({"loss/policy": 0.125}, seconds=1.5, trained_tokens=9),
-        published=PublishReport(version=4, checksum="c", seconds=0.5, stall_s=0.25, gap=1e-5, change=0.01),
+        published=PublishRecord(version=4, step=4, checksum="c", seconds=0.5, stall_s=0.25, gap=1e-5, change=0.01),
         window=WINDOW,
         counts=Counts(running=1, finished=2, taken=16, rejected=3, requeued=4, late=5),
     )

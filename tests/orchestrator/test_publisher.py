@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from ray.exceptions import ActorDiedError
 from stand_ins import run, spec
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.publisher import Publisher, PublishReport
+from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.trainers import TrainerLost
+from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
+from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Publication
 
 PROBE = (1, 2, 3, 4)
@@ -66,25 +69,34 @@ class Scene:
         self.lost = False
         self.failed: dict[str, str] = {}
         self.up: list[Engine] = []
-        self.publisher = Publisher(spec(**sections), self._publish)
+        stand_in: Any = self
+        self.publisher = Publisher(spec(**sections), stand_in, stand_in, Watchdog(600.0, print))
 
-    async def _publish(self, version: int) -> Publication:
+    async def publish(self, version: int) -> Publication:
         if self.lost:
             raise TrainerLost("trainer-0", "the process died")
         return Publication(version, f"sum {version}{self.bits}", {"path": "p"}, PROBE, logprobs(version, self.step))
 
-    async def serve(self, version: int) -> PublishReport:
-        return await self.publisher.serve(version, lambda: list(self.engines), self._fail)
+    async def serve(self, version: int) -> PublishRecord:
+        return await self.publisher.serve(version)
 
     async def bring_up(self, engine: Engine) -> None:
-        await self.publisher.bring_up(("new", engine), lambda: self.up.append(engine))
+        await self.publisher.bring_up(state := _state("new", engine))
+        self.up += [engine] * state.serving
 
-    def _fail(self, name: str, cause: str) -> None:
+    def serving(self) -> list[Any]:
+        return [_state(name, engine) for name, engine in self.engines]
+
+    def mark_dead(self, name: str, cause: str) -> None:
         self.failed[name] = cause
 
 
-def publish(scene: Scene, versions: int) -> list[PublishReport]:
-    async def all_versions() -> list[PublishReport]:
+def _state(name: str, engine: Engine) -> Any:
+    return SimpleNamespace(name=name, process=SimpleNamespace(actor=engine), serving=False)
+
+
+def publish(scene: Scene, versions: int) -> list[PublishRecord]:
+    async def all_versions() -> list[PublishRecord]:
         return [await scene.serve(version) for version in range(versions)]
 
     return asyncio.run(all_versions())

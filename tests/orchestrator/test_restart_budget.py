@@ -8,7 +8,7 @@ import pytest
 from stand_ins import Notes
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.restart_budget import WINDOW_S, Part, RestartBudget
+from asyncrl_cli.system.supervised_actor import WINDOW_S, Part, RestartBudget
 
 
 def restart(budget: RestartBudget, kind: Part, name: str, cause: str) -> None:

@@ -103,9 +103,6 @@ class Scene:
             lambda work: self.spawned.append(tasks.create_task(work)),
             self.episodes,
         )
-        self.buffer.on_reopen = self.groups.reopened
-        self.client.on_segments = self.groups.note_segments
-        self.client.on_room = self.groups.fill
         self.groups.resume(await self.buffer.open("train", "", None))
         self.spawned.append(tasks.create_task(self.groups.keep_full()))
         await self.settled()
@@ -140,8 +137,7 @@ class Scene:
 
     async def take(self) -> Taken | Waiting:
         """The batch of the next step, or why there is none."""
-        answer: Taken | Waiting = await self.buffer.call("take", self.table("batches", "count(*)")[0][0], 0.0)
-        return answer
+        return await self.buffer.take(self.table("batches", "count(*)")[0][0], 0.0)
 
     async def train(self) -> list[int]:
         """Take the next batch and publish; returns its groups, none when there is no batch."""
@@ -149,7 +145,7 @@ class Scene:
         if isinstance(taken, Waiting):
             return []
         version = taken.batch.step + 1
-        await self.buffer.call("publish", PublishRecord(version, version, "sum", 0.0, 0.0, 0.0, 0.0))
+        await self.buffer.publish(PublishRecord(version, version, "sum", 0.0, 0.0, 0.0, 0.0))
         self.groups.fill()
         await self.settled()
         return [group.group_id for group in taken.batch.groups]
@@ -163,7 +159,7 @@ class Scene:
         return dict(self.table("groups", "id, state"))
 
     async def counts(self) -> Counts:
-        return (await self.buffer.call("record", [], [], [])).counts  # type: ignore[no-any-return]
+        return (await self.buffer.record()).counts
 
 
 @asynccontextmanager

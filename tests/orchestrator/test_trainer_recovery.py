@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import run
+from stand_ins import Notes, run
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost
+from asyncrl_cli.records.groups import Counts, Opening, PublishRecord
 from asyncrl_cli.records.training import StepReport, TrainingBatch
+from asyncrl_cli.runs.checkpoints import Checkpoint
 
 Step = tuple[int, ...]
 
@@ -36,7 +38,11 @@ class Ranks:
         self.down = False
         self.dies = dies
 
-    async def call(self, method: str, *arguments: Any) -> list[Any]:
+    async def train_step(self, batch: TrainingBatch) -> StepReport:
+        report: StepReport = await self.call("train_step", batch)
+        return report
+
+    async def call(self, method: str, *arguments: Any) -> Any:
         assert not self.down, "nobody calls ranks that are gone"
         call = f"{method}:{len(self.weights)}"
         self._die_at(call)
@@ -49,7 +55,7 @@ class Ranks:
         if method == "save":
             self.checkpoints[len(self.weights)] = self.weights
         self._die_at(f"after {call}")
-        return [answer, None]
+        return answer
 
     async def check(self) -> None:
         await self.call("check")
@@ -66,45 +72,72 @@ class Ranks:
 
 
 class Scene:
-    """A follower over such ranks, and all that it tells."""
+    """A trainer over such ranks, with a buffer and a publisher that are this very object."""
 
-    def __init__(self, ranks: Ranks, max_deaths: int = 100) -> None:
+    def __init__(self, ranks: Ranks, max_deaths: int = 100, version: int = -1, publish_every: int = 1000) -> None:
         self.ranks = ranks
         self.read: list[int] = []
-        self.passed: list[int] = []
+        self.served: list[tuple[int, Step]] = []
         self.trained: list[int] = []
-        self.lost: list[str] = []
-        self._max_deaths = max_deaths
+        self.notes = Notes()
+        self.available = version < 0
+        """Whether engines find the weights of the present version."""
+        self.sum_of = str
+        """The checksum that a publish of some weights has."""
+        self.recorded: list[int] = []
+        here: Any = self
         self.trainer = ResilientTrainer(
-            ranks,  # type: ignore[arg-type]
-            len(ranks.weights),
-            newest=self._newest,
-            read_batch=self._read,
-            passed=self._passed,
-            trained=self._trained,
-            lost=self._lost,
+            *(here.ranks, here, here, here),
+            self.notes.budget(max_deaths),
+            step=len(ranks.weights),
+            opening=opening(version),
+            publish_every=publish_every,
+            repeated=self._repeated,
         )
 
-    async def _newest(self) -> tuple[int, Path | None]:
+    def newest(self) -> Checkpoint | None:
         step = max(self.ranks.checkpoints, default=0)
-        return step, Path(str(step)) if step else None
+        return Checkpoint(Path(str(step)), step) if step else None
 
-    async def _read(self, step: int) -> TrainingBatch:
+    async def at(self, step: int, method: str) -> Any:
+        """Have the ranks do something with the weights after so many steps."""
+        return await self.trainer.save(step, lambda: self.ranks.call(method))
+
+    @property
+    def losses(self) -> list[str]:
+        return [cause for _, _, cause in self.notes]
+
+    async def batch(self, step: int) -> TrainingBatch:
         self.read.append(step)
         return batch(step)
 
-    async def _passed(self, step: int) -> None:
-        assert len(self.ranks.weights) == step
-        self.passed.append(step)
+    def lost(self) -> None:
+        self.available = False
 
-    async def _trained(self, again: TrainingBatch, report: StepReport) -> None:
+    async def serve(self, version: int) -> PublishRecord:
+        await self.ranks.call("serve")
+        self.available = True
+        self.served.append((version, self.ranks.weights))
+        return PublishRecord(version, len(self.ranks.weights), self.sum_of(self.ranks.weights), 0.0, 0.0, 0.0, 0.0)
+
+    async def publish(self, record: PublishRecord) -> None:
+        self.recorded.append(record.version)
+
+    def _repeated(self, again: TrainingBatch, report: StepReport) -> None:
         assert report.metrics == {"step": again.step}
         self.trained.append(again.step)
 
-    async def _lost(self, lost: TrainerLost) -> None:
-        self.lost.append(lost.cause)
-        if len(self.lost) > self._max_deaths:
-            raise RunError("too many deaths")
+
+def opening(version: int) -> Opening:
+    """A run with so many published versions, of which the last publish was not recorded."""
+    counts = Counts(0, 0, 0, 0, 0, 0)
+    return Opening(0, version, 0, None, 0, None, groups=(), waiting=(), evaluated={}, counts=counts)
+
+
+@pytest.fixture(autouse=True)
+def checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scene that stands for the run's folder knows the checkpoints."""
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.newest_undamaged", Scene.newest)
 
 
 def once(*calls: str) -> Callable[[str], bool]:
@@ -127,10 +160,9 @@ def test_a_trainer_that_is_level_just_works() -> None:
             report = await scene.trainer.train(batch(step))
             assert report.metrics == {"step": step}
             assert scene.trainer.step == step + 1
-        assert await scene.trainer.call(3, "publish", 1) == [None, None]
+        assert await scene.at(3, "publish") is None
         assert scene.ranks.weights == (0, 1, 2)
-        assert (scene.read, scene.trained, scene.lost) == ([], [], [])
-        assert scene.passed == [0, 1, 2, 3], "before every work"
+        assert (scene.read, scene.trained, scene.losses) == ([], [], [])
 
     run(check())
 
@@ -144,10 +176,9 @@ def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> 
             done.append(scene.ranks.weights)
             return "done"
 
-        assert await scene.trainer.at(5, work) == "done"
+        assert await scene.trainer.save(5, work) == "done"
         assert done == [(0, 1, 2, 3, 4)], "only at the right step"
         assert scene.read == scene.trained == [2, 3, 4]
-        assert scene.passed == [2, 3, 4, 5]
         assert scene.trainer.step == 5
 
     run(check())
@@ -159,13 +190,12 @@ def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(deat
         scene = Scene(Ranks(dies=once(death)))
         for step in range(3):
             await scene.trainer.train(batch(step))
-        await scene.trainer.call(3, "save")
+        await scene.at(3, "save")
         for step in range(3, 6):
             await scene.trainer.train(batch(step))
         assert scene.ranks.weights == (0, 1, 2, 3, 4, 5)
-        assert scene.lost == [death]
+        assert scene.losses == [death]
         assert scene.read == scene.trained == [3, 4], "and the step that was asked for is the caller's own"
-        assert scene.passed[-3:] == [3, 4, 5]
 
     run(check())
 
@@ -175,7 +205,7 @@ def test_without_a_checkpoint_everything_is_repeated() -> None:
         scene = Scene(Ranks(dies=once("publish:4")))
         for step in range(4):
             await scene.trainer.train(batch(step))
-        await scene.trainer.call(4, "publish")
+        await scene.at(4, "publish")
         assert scene.ranks.weights == (0, 1, 2, 3)
         assert scene.read == [0, 1, 2, 3]
 
@@ -186,33 +216,59 @@ def test_deaths_while_catching_up_begin_it_anew() -> None:
     async def check() -> None:
         deaths = ("publish:4", "restart:2", "train_step:3", "after train_step:3", "after publish:4")
         scene = Scene(Ranks())
-        await scene.trainer.call(2, "save")
+        await scene.at(2, "save")
         await scene.trainer.train(batch(2))
         await scene.trainer.train(batch(3))
         scene.ranks.dies = once(*deaths)
-        await scene.trainer.call(4, "publish")
-        assert scene.lost == list(deaths)
+        await scene.at(4, "publish")
+        assert scene.losses == list(deaths)
         assert scene.ranks.weights == (0, 1, 2, 3)
 
     run(check())
 
 
-def test_a_death_in_a_callback_of_catching_up_counts_too() -> None:
-    """The weights that engines serve are written while the trainer catches up: ``passed`` may lose it."""
+@pytest.mark.parametrize("death", ["", "serve:4", "after serve:4", "train_step:4"])
+def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) -> None:
+    """Engines that were restarted wait for it. It may be lost there, too."""
 
     async def check() -> None:
-        scene = Scene(Ranks(dies=once("serve:1")))
-        passed = scene.trainer._passed
+        scene = Scene(Ranks(weights=(0, 1), dies=once(death)), version=2, publish_every=2)
+        scene.ranks.checkpoints[2] = (0, 1)
+        await scene.at(5, "look")
+        assert scene.losses == ([death] if death else [])
+        times = 2 if death == "train_step:4" else 1
+        assert scene.served == [(2, (0, 1, 2, 3))] * times
+        assert scene.recorded == [2], "its publish was not recorded before"
+        assert scene.notes == [("trainer", "trainer-1", death)] * bool(death), "the bits are the same"
 
-        async def serve(step: int) -> None:
-            await passed(step)
-            if step == 1:
-                await scene.ranks.call("serve")
+    run(check())
 
-        scene.trainer._passed = serve
-        await scene.trainer.call(2, "save")
-        assert scene.lost == ["serve:1"]
-        assert scene.ranks.checkpoints == {2: (0, 1)}
+
+def test_other_bits_of_the_same_version_are_noted() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(dies=once("train_step:3")), publish_every=2)
+        await scene.trainer.publish()
+        for step in range(2):
+            await scene.trainer.train(batch(step))
+        await scene.at(2, "save")
+        await scene.trainer.publish()
+        scene.sum_of = lambda weights: f"other bits of {weights}"
+        for step in range(2, 4):
+            await scene.trainer.train(batch(step))
+        assert scene.served == [(0, ()), (1, (0, 1)), (1, (0, 1))]
+        assert [kind for kind, _, _ in scene.notes] == ["trainer", "weights"]
+        assert scene.recorded == [], "the loop records what it publishes"
+
+    run(check())
+
+
+def test_a_version_that_is_due_is_published_and_not_the_one_before() -> None:
+    async def check() -> None:
+        scene = Scene(Ranks(weights=(0, 1), dies=once("serve:4")), version=1, publish_every=2)
+        scene.ranks.checkpoints[2] = (0, 1)
+        record = await scene.trainer.publish()
+        assert (record.version, scene.trainer.version) == (2, 2)
+        assert scene.served == [(2, (0, 1, 2, 3))]
 
     run(check())
 
@@ -220,9 +276,9 @@ def test_a_death_in_a_callback_of_catching_up_counts_too() -> None:
 def test_too_many_deaths_end_the_work() -> None:
     async def check() -> None:
         scene = Scene(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
-        with pytest.raises(RunError, match="too many deaths"):
+        with pytest.raises(RunError, match="restarted 3 times"):
             await scene.trainer.train(batch(0))
-        assert len(scene.lost) == 4
+        assert len(scene.losses) == 4
 
     run(check())
 
@@ -235,8 +291,8 @@ def test_an_error_that_is_no_death_comes_out() -> None:
             raise RunError("the loss is not finite")
 
         with pytest.raises(RunError, match="not finite"):
-            await scene.trainer.at(2, work)
-        assert scene.lost == []
+            await scene.trainer.save(2, work)
+        assert scene.losses == []
         await scene.trainer.train(batch(2))
 
     run(check())
@@ -245,7 +301,7 @@ def test_an_error_that_is_no_death_comes_out() -> None:
 def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
     async def check() -> None:
         scene = Scene(Ranks())
-        await scene.trainer.call(1, "save")
+        await scene.at(1, "save")
         begun, go_on = asyncio.Event(), asyncio.Event()
         call = scene.ranks.call
 
@@ -255,7 +311,7 @@ def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
             return await call(method, *arguments)
 
         scene.ranks.call = slow  # type: ignore[method-assign]
-        catching_up = asyncio.create_task(scene.trainer.call(3, "publish"))
+        catching_up = asyncio.create_task(scene.at(3, "publish"))
         await begun.wait()
         assert not scene.trainer.between_steps
         catching_up.cancel()
@@ -263,7 +319,7 @@ def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
         assert (scene.trainer.step, scene.trainer.between_steps) == (1, False), "the ranks are still at it"
         scene.ranks.call = call  # type: ignore[method-assign]
         await scene.ranks.call("train_step", batch(1))
-        await scene.trainer.call(2, "look")
+        await scene.at(2, "look")
         assert scene.ranks.weights == (0, 1), "from the checkpoint on, and not twice"
         assert (scene.trainer.step, scene.trainer.between_steps) == (2, True)
 
@@ -276,13 +332,12 @@ def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytes
     async def check() -> None:
         scene = Scene(Ranks(dies=once("check:2")))
         await scene.trainer.train(batch(0))
-        await scene.trainer.call(1, "save")
+        await scene.at(1, "save")
         await scene.trainer.train(batch(1))
-        passed = len(scene.passed)
         guarding = asyncio.create_task(scene.trainer.guard())
-        while scene.passed[passed:][-2:] != [1, 2]:
+        while scene.trained != [1]:
             await asyncio.sleep(0)
-        assert scene.lost == ["check:2"]
+        assert scene.losses == ["check:2"]
         await scene.trainer.train(batch(2))
         assert scene.ranks.weights == (0, 1, 2)
         guarding.cancel()
@@ -294,7 +349,7 @@ def test_weights_of_a_later_step_are_refused() -> None:
     async def check() -> None:
         scene = Scene(Ranks(weights=(0, 1, 2)))
         with pytest.raises(RuntimeError, match="the weights are those after 3 steps, not after 2"):
-            await scene.trainer.call(2, "save")
+            await scene.at(2, "save")
         assert scene.ranks.checkpoints == {}
 
     run(check())
@@ -312,7 +367,7 @@ def test_one_piece_of_work_at_a_time() -> None:
             assert going_on == 1
             going_on -= 1
 
-        await asyncio.gather(*(scene.trainer.at(2, work) for _ in range(5)))
+        await asyncio.gather(*(scene.trainer.save(2, work) for _ in range(5)))
         assert scene.ranks.weights == (0, 1)
 
     run(check())
@@ -335,12 +390,12 @@ def test_whatever_dies_when_the_weights_are_those_of_the_batches_in_order(data: 
         ranks.checkpoints[len(ranks.weights)] = ranks.weights
         scene = Scene(ranks)
         saved = {**ranks.checkpoints}
-        await scene.trainer.at(behind, lambda: ranks.call("look"))
+        await scene.trainer.save(behind, lambda: ranks.call("look"))
         for step in range(behind, behind + data.draw(st.integers(1, 5))):
             await scene.trainer.train(batch(step))
             assert ranks.weights == tuple(range(step + 1))
             if data.draw(st.booleans()):
-                await scene.trainer.call(step + 1, "save")
+                await scene.at(step + 1, "save")
                 assert ranks.checkpoints[step + 1] == tuple(range(step + 1))
         assert ranks.checkpoints.items() >= saved.items()
 

@@ -75,7 +75,7 @@ def raised_by(behaviour: Behaviour, limit_s: float = 600.0) -> Exception:
 
     async def call() -> Exception:
         with pytest.raises(Exception) as error:  # noqa: PT011
-            await Ranks(behaviour, limit_s=limit_s).trainer.call("train_step", "batch")
+            await Ranks(behaviour, limit_s=limit_s).trainer._call("train_step", "batch")
         return error.value
 
     error: Exception = run(call())
@@ -90,7 +90,7 @@ def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
 
     async def check() -> None:
         ranks = Ranks(answers)
-        assert await ranks.trainer.call("train_step", "batch", 7) == [0, 10, 20]
+        assert await ranks.trainer._call("train_step", "batch", 7) == [0, 10, 20]
         assert ranks.calls == [(rank, "train_step", ("batch", 7)) for rank in range(3)]
 
     run(check())
@@ -102,7 +102,7 @@ def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
 
     async def check() -> None:
         ranks, batch = Ranks(answers), TrainingBatch(3, 2, ())
-        await ranks.trainer.call("train_step", batch)
+        await ranks.trainer.train_step(batch)
         assert ranks.shared == [batch]
         assert ranks.calls == [(rank, "train_step", ("reference 1",)) for rank in range(3)]
 
@@ -216,7 +216,8 @@ def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: l
         started = ("/models/one", "10.0.0.0", 4000, "/runs/1/checkpoints/step-000004", "/search")
         assert ranks.calls[-2:] == [(rank, "start", started) for rank in range(2)]
         assert len([call for call in ranks.calls if call[1] == "prepare_model"]) == 1, "the model is made once"
-        assert await ranks.trainer.call("save_model") == [None, None]
+        await ranks.trainer.save_model(Path("/model"))
+        assert ranks.calls[-2:] == [(rank, "save_model", ("/model",)) for rank in range(2)]
         assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
 
     run(check())

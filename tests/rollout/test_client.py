@@ -218,7 +218,7 @@ def test_an_engine_that_restarts_during_a_pause_gets_nothing_before_the_resume()
             await client.collect(client.engines[0])
         client.reclaim(client.engines[0])
         process: Any = client.engines[0].process
-        await process.replace(None)
+        await process.replace()
         client.engines[0].serving = True
         await client.flush()
         assert process.actor.ids == []
@@ -415,7 +415,7 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
                     await collectors[number]
                     client.reclaim(client.engines[number])
                     process: Any = client.engines[number].process
-                    await process.replace(None)
+                    await process.replace()
                     client.engines[number].serving = True
                     collectors[number] = group.create_task(collected(client, number))
                 if event == "pause":

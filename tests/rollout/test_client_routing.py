@@ -67,7 +67,7 @@ async def lost(client: GenerationClient, number: int) -> str:
 async def restart(engine: EngineState) -> StandInEngine:
     """A new actor for an engine, which serves."""
     process: Any = engine.process
-    await process.replace(None)
+    await process.replace()
     engine.serving = True
     actor: StandInEngine = process.actor
     return actor

@@ -1,0 +1,163 @@
+"""One actor that is kept running: it is started again when it is lost, and too many restarts lately end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.system.remote import ActorLost
+
+Part = Literal["engine", "trainer", "buffer", "scorer", "runner", "gateway"]
+
+WINDOW_S = 6 * 3600.0
+"""Seconds over which restarts are counted. One takes 10 minutes at most, so a part that never comes up ends the run."""
+LAST_RECORD_S = 5.0
+"""Seconds in which the restart that is one too many must be recorded: the buffer may be the part that fails."""
+
+Answer = TypeVar("Answer")
+
+
+class RestartBudget:
+    """Counts recent restarts by the kind of part."""
+
+    def __init__(
+        self,
+        max_restarts: int,
+        record: Callable[[str, str, str], Awaitable[None]],
+        warn: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``record(kind, part, message)`` makes a fault durable, ``warn(text)`` shows it; ``now()`` is in seconds."""
+        self._max_restarts = max_restarts
+        self._record = record
+        self.warn: Callable[[str], None] = lambda text: warn(hide(text))
+        self._now = now
+        self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind: when, and what it was
+
+    async def spend(self, kind: Part, name: str, cause: str) -> None:
+        """The part ``name`` failed and is about to be started again. Raises ``RunError`` when that is one too many."""
+        now, hours = self._now(), f"{WINDOW_S / 3600:g} hours"
+        recent = [one for one in self._restarts[kind] if one[0] > now - WINDOW_S]
+        self._restarts[kind] = recent = [*recent, (now, f"{name}: {cause}")]
+        count, (_, first) = len(recent), recent[0]
+        self.warn(f"{name}: {cause}; restart {count} of at most {self._max_restarts} in {hours}")
+        if count <= self._max_restarts:
+            await self._record(kind, name, cause)
+            return
+        # Bounded: a buffer that never comes up would wait here for itself (decision 0033).
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_RECORD_S):
+                await self._record(kind, name, cause)
+        raise RunError(
+            f"restarted {count - 1} times in {hours}, and it failed again; the first cause: {first}",
+            location=name,
+            hint=f"fix the cause (logs/{name}.log says more), or raise pipeline.max_restarts",
+        )
+
+    async def note(self, kind: str, name: str, message: str) -> None:
+        """Something went wrong that needs no restart."""
+        self.warn(f"{name}: {message}")
+        await self._record(kind, name, message)
+
+
+class SupervisedActor:
+    """One Ray actor, and those that take its place.
+
+    Invariants: ``running`` and ``call`` give nobody an actor that has yet to start; however many callers lose the same
+    actor, it is ended and counted once.
+
+    Attributes:
+        actor: the present one, asked of Ray; None when the next has yet to be asked for.
+        pid: of its process, if that is known and on this machine. ``kill`` ends that, too: it may be stopped.
+        started: whether ``actor`` can be called.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        name: str,
+        make: Callable[[], Any],
+        start: Callable[[Any], Awaitable[object]],
+        budget: RestartBudget,
+        losses: type[ActorLost] = ActorLost,
+    ) -> None:
+        """``make()`` asks Ray for an actor, ``start(actor)`` returns when it can be called. ``losses``: what of either
+        is a reason for another actor; everything else is raised to the caller. ``name`` is that of the log file."""
+        self.name = name
+        self.actor: Any = None
+        self.pid: int | None = None
+        self.started = False
+        self._part = part
+        self._make = make
+        self._start = start
+        self._budget = budget
+        self._losses = losses
+        self._starting = asyncio.Lock()
+
+    def ask(self) -> None:
+        """Ask Ray for an actor if there is none: its process starts beside everything else."""
+        if self.actor is None:
+            self.actor = self._make()
+
+    async def running(self) -> Any:
+        """The present actor, started if it has yet to be, again and again while it is lost meanwhile.
+
+        Raises what else goes wrong in ``start``, and ``RunError`` after too many restarts.
+        """
+        while True:
+            async with self._starting:
+                if self.started:
+                    return self.actor
+                self.ask()
+                actor = self.actor
+                try:
+                    await self._start(actor)
+                except self._losses as error:
+                    lost = error
+                except BaseException:
+                    self._drop()
+                    raise
+                else:
+                    self.started = True
+                    return actor
+            # Not under the lock: the loss of the buffer is recorded by the next buffer (decision 0033).
+            await self.lose(actor, lost.message)
+
+    async def call(self, work: Callable[[Any], Awaitable[Answer]]) -> Answer:
+        """The result of ``work(actor)``. A loss of the actor is raised once it is ended and counted; the next call
+        starts another."""
+        actor = await self.running()
+        try:
+            return await work(actor)
+        except self._losses as lost:
+            await self.lose(actor, lost.message)
+            raise
+
+    async def lose(self, actor: Any, cause: str) -> None:
+        """``actor`` is of no use any more. Raises ``RunError`` after too many restarts."""
+        if actor is self.actor:
+            self._drop()
+            await self._budget.spend(self._part, self.name, cause)
+
+    def kill(self) -> None:
+        """End the present process, also one that hangs; whoever calls it finds it lost."""
+        import ray
+
+        pid, self.pid = self.pid, None
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.actor is not None:
+            ray.kill(self.actor)
+
+    def _drop(self) -> None:
+        self.kill()
+        self.actor, self.started = None, False
