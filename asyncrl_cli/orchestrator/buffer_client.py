@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from asyncrl_cli.monitors.records import EvaluationResult
+from asyncrl_cli.monitors.base import EvaluationResult
 from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
 from asyncrl_cli.records.groups import (
     Admitted,
