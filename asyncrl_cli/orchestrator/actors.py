@@ -7,21 +7,20 @@ while trainer rank 0 makes its weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.orchestrator.placement import engine_wants, placed, rank_wants
+from asyncrl_cli.orchestrator.cluster import engine_wants, rank_wants
+from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, wait_for
-from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 MANY = 100_000
 """Calls that a runner takes at a time: as many as it is asked."""
@@ -123,50 +122,6 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
         reject_uniform=spec.algorithm.uniform_groups == "reject",
         note_solved=spec.data.filter is not None,
     )
-
-
-class EngineProcess(SupervisedActor):
-    """One engine's actor, and the ones that take its place after it."""
-
-    node = ""
-    """The Ray node's id, once it has started."""
-
-    def __init__(
-        self,
-        factory: ActorFactory,
-        name: str,
-        folder: Awaitable[Path],
-        budget: RestartBudget,
-        version: int | None = None,
-    ) -> None:
-        """``folder``: the model that it is started on, a stub where weights are published. ``version``: what the
-        weights in there count as; None where it gets its weights by publishing."""
-        super().__init__("engine", name, partial(factory.engine, name), self._bring_up, budget)
-        self._spec = factory.spec
-        self._folder = asyncio.ensure_future(folder)
-        self._version = version
-        self._warn = budget.warn
-        self.ask()
-
-    async def _bring_up(self, actor: Any) -> None:
-        """A mistake in the settings would come back: it ends the first start. Later the settings are known to be good,
-        and whatever goes wrong is a reason for another process."""
-        try:
-            await placed(actor.ping.remote(), self.name, engine_wants(self._spec), self._warn)
-            pid = await wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
-            # Another host's process has this number, too.
-            self.pid = pid if self._spec.cluster.address is None else None
-            start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version)
-            self.node = await wait_for(start, self.name, START_TIMEOUT_S)
-        except RunError as error:
-            if self.node and not isinstance(error, ActorLost):
-                raise ActorLost(error.message, location=self.name) from error
-            raise
-
-    async def stop(self) -> None:
-        """Let the engine stop its processes; what does not stop dies with the cluster."""
-        if self.actor is not None:
-            await wait_for(self.actor.stop.remote(), self.name, 5.0)
 
 
 async def start_all(

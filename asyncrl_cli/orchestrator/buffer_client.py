@@ -1,7 +1,7 @@
 """The driver's end of the buffer: calls that survive the buffer's death.
 
 A call that died with its actor is made again on a new one, which has read the journal. Every call may be repeated
-(``buffer.durable``), so the caller sees one answer. Before that, ``on_reopen`` learns where the journal stands:
+(``buffer.durable``), so the caller sees one answer. Before that, ``on_reopen`` gets what the journal holds:
 groups that were admitted without the driver hearing of it are in there.
 """
 
@@ -127,7 +127,7 @@ class BufferClient:
         await self._call(lambda buffer: buffer.evaluated.remote(asdict(result)))
 
     async def failed(self, kind: str, part: str, message: str) -> None:
-        """Something failed, whether or not the run goes on."""
+        """Something failed, whether or not the run continues."""
         await self._call(lambda buffer: buffer.failed.remote(kind, part, message))
 
     async def prune(self, checkpoints: int) -> None:

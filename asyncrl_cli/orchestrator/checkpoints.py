@@ -1,7 +1,7 @@
-"""Saving and pruning checkpoints while a run goes on.
+"""Saving and pruning checkpoints during a run.
 
 The trainer writes its shards between two steps; everything else that is slow runs on a thread. The driver's loop never
-waits for a disk, so generation goes on. ``runs.checkpoints`` says what a checkpoint is.
+waits for a disk, so generation continues. ``runs.checkpoints`` says what a checkpoint is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Checkpoints:
     async def save(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Write the checkpoint of ``step``; it is on disk when this returns. The trainer must be between two steps.
 
-        ``state`` is what the driver needs to go on, JSON-able; the trainer's layout is added as ``trainer``. A step
+        ``state`` is what the driver needs to resume, JSON-able; the trainer's layout is added as ``trainer``. A step
         is saved once: a second call returns what is there, unless that is damaged. When the call is cancelled, its
         thread ends within moments and no checkpoint appears.
         """
@@ -74,10 +74,10 @@ class Checkpoints:
                 if not await asyncio.to_thread(partial(verify, check=check), final):
                     return final
                 await asyncio.to_thread(remove, final)
-            aside = await asyncio.to_thread(self._make_aside, final.folder.name)
-            await self._trainers.save_checkpoint(aside)
-            whole_state = {**state, "trainer": asdict(self._layout)}
-            await asyncio.to_thread(self._complete, aside, final.folder, whole_state, check)
+            unfinished = await asyncio.to_thread(self._make_folder, final.folder.name)
+            await self._trainers.save_checkpoint(unfinished)
+            full_state = {**state, "trainer": asdict(self._layout)}
+            await asyncio.to_thread(self._complete, unfinished, final.folder, full_state, check)
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -90,18 +90,18 @@ class Checkpoints:
         """
         return await asyncio.to_thread(self._prune, accuracies, awaited)
 
-    def _make_aside(self, name: str) -> Path:
+    def _make_folder(self, name: str) -> Path:
         sweep(self._folder)
-        aside = self._folder / f".saving-{name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        return aside
+        unfinished = self._folder / f".saving-{name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        return unfinished
 
-    def _complete(self, aside: Path, final: Path, state: Mapping[str, Any], check: Check) -> None:
-        (aside / RUN_FILE).write_text(json.dumps(state) + "\n")
-        seal(aside, check)
+    def _complete(self, unfinished: Path, final: Path, state: Mapping[str, Any], check: Check) -> None:
+        (unfinished / RUN_FILE).write_text(json.dumps(state) + "\n")
+        seal(unfinished, check)
         check()
-        rename(aside, final)
+        rename(unfinished, final)
 
     def _prune(self, accuracies: Mapping[int, float], awaited: Collection[int]) -> list[int]:
         found = complete_checkpoints(self._folder)

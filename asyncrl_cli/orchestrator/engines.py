@@ -1,12 +1,63 @@
-"""Keeps engines serving: an engine that is lost is started again, alone, while the others go on."""
+"""Engines: an engine that is lost is started again, alone, while the others continue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.cluster import engine_wants, placed
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
+
+
+class EngineProcess(SupervisedActor):
+    """One engine's actor, and the ones that take its place after it."""
+
+    node = ""
+    """The Ray node's id, once it has started."""
+
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        name: str,
+        make: Callable[[], Any],
+        folder: Awaitable[Path],
+        budget: RestartBudget,
+        version: int | None = None,
+    ) -> None:
+        """``make()`` asks Ray for an actor. ``folder``: the model that it is started on, a stub where weights are
+        published. ``version``: what the weights in there count as; None where it gets its weights by publishing."""
+        super().__init__("engine", name, make, self._bring_up, budget)
+        self._spec = spec
+        self._folder = asyncio.ensure_future(folder)
+        self._version = version
+        self._warn = budget.warn
+        self.ask()
+
+    async def _bring_up(self, actor: Any) -> None:
+        """A mistake in the settings would come back: it ends the first start. Later the settings are known to be good,
+        and whatever goes wrong is a reason for another process."""
+        try:
+            await placed(actor.ping.remote(), self.name, engine_wants(self._spec), self._warn)
+            pid = await wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
+            # Another host's process has this number, too.
+            self.pid = pid if self._spec.cluster.address is None else None
+            start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version)
+            self.node = await wait_for(start, self.name, START_TIMEOUT_S)
+        except RunError as error:
+            if self.node and not isinstance(error, ActorLost):
+                raise ActorLost(error.message, location=self.name) from error
+            raise
+
+    async def stop(self) -> None:
+        """Let the engine stop its processes; what does not stop dies with the cluster."""
+        if self.actor is not None:
+            await wait_for(self.actor.stop.remote(), self.name, 5.0)
 
 
 class Weights(Protocol):
@@ -36,7 +87,7 @@ class EngineKeeper:
                 await self._client.collect(engine)
             except (EngineLost, RunError) as lost:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
-            # Its requests first: other engines go on with them while this one starts (decision 0015).
+            # Its requests first: other engines continue them while this one starts (decision 0015).
             self._client.reclaim(engine)
             await engine.process.lose(engine.process.actor, cause)
             await engine.process.running()

@@ -1,12 +1,12 @@
 """Episodes from the driver: one rollout is played until it has a score or a reason why it has none.
 
-Every playing has a session of its own in the gateway, under a URL and a key that nobody else has, and ends with it:
-what an agent of before still sends is refused. What was generated is kept from one playing to the next, unless the
-agent itself failed; then it starts over, with other random numbers.
+Every attempt has a session of its own in the gateway, with its own URL and key, which ends with it: what an earlier
+agent still sends is refused. Generated tokens are kept from one attempt to the next, unless the agent itself failed;
+then the episode restarts, with other random numbers.
 
-Invariant: ``play`` returns, whatever the agent does: a playing has limits (``task.episode``), and each that is
-repeated for the agent's sake counts against ``rollout.retries``; one that is repeated for another reason has a runner,
-or another episode, to blame, and of those only so many may fail.
+Invariant: ``play`` returns, whatever the agent does. An attempt has limits (``task.episode``). Restarts after a failure
+of the agent count against ``rollout.retries``; other attempts follow the loss of a worker or of the gateway, which have
+a restart budget, or suspicion of another episode, which isolates this one.
 """
 
 from __future__ import annotations
@@ -89,39 +89,39 @@ class Episodes:
         ``record`` hears of every token. Cancelling this stops the episode. Raises ``UserError`` when the task cannot
         be loaded any more, or a part of the run died too often.
         """
-        told = _Told(rollout_id, recorded or {}, record)
-        attempt, playing, apart = 0, 0, False
+        known = _KnownTokens(rollout_id, recorded or {}, record)
+        attempts, restarts, isolated = 0, 0, False
         self._open += 1
         try:
             while True:
                 opening = SessionOpening(
-                    f"{rollout_id}~{playing}" if playing else rollout_id,
+                    f"{rollout_id}~{attempts}" if attempts else rollout_id,
                     rollout_id,
-                    replace(sampling, seed=_seed(sampling.seed, attempt)),
+                    replace(sampling, seed=_seed(sampling.seed, restarts)),
                     replace(self._limits, max_call_tokens=sampling.max_tokens),
                     priority=priority,
-                    recorded=told.recorded,
+                    recorded=known.recorded,
                 )
-                played, end = await self._play(opening, told, prompt, apart)
-                playing += 1
-                if played.retry is Retry.RESTART and attempt < self._retries:
-                    attempt += 1
-                    told = _Told(rollout_id, {}, record)
+                played, end = await self._attempt(opening, known, prompt, isolated)
+                attempts += 1
+                if played.retry is Retry.RESTART and restarts < self._retries:
+                    restarts += 1
+                    known = _KnownTokens(rollout_id, {}, record)
                 elif played.retry in (Retry.RESUME, Retry.ISOLATED):
-                    apart = apart or played.retry is Retry.ISOLATED
+                    isolated = isolated or played.retry is Retry.ISOLATED
                 else:
                     return await self._judged(prompt, end, played)
         finally:
             self._open -= 1
             self._on_progress()
 
-    async def _play(
-        self, opening: SessionOpening, told: _Told, prompt: Prompt, apart: bool
+    async def _attempt(
+        self, opening: SessionOpening, known: _KnownTokens, prompt: Prompt, isolated: bool
     ) -> tuple[Played, SessionEnd]:
         try:
             async with (
-                self._workers.slot(apart) as play,
-                self._gateway.session(opening, told.add, self._generate) as session,
+                self._workers.slot(isolated) as play,
+                self._gateway.session(opening, known.add, self._generate) as session,
             ):
                 played = await self._patiently(play(opening.name, prompt, session.access), session)
                 return played, await session.finish()
@@ -130,17 +130,17 @@ class Episodes:
 
     async def _patiently(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
         """What the work comes to. Raises ``GatewayLost`` as soon as there is no gateway any more."""
-        playing = asyncio.create_task(work)
-        first: set[asyncio.Future[Any]] = {playing, session.end}
+        episode = asyncio.create_task(work)
+        first: set[asyncio.Future[Any]] = {episode, session.end}
         try:
             while not (await asyncio.wait(first, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if self.resting:
                     self._on_progress()
-            if not playing.done():
+            if not episode.done():
                 session.end.result()
-            return await playing
+            return await episode
         finally:
-            playing.cancel()
+            episode.cancel()
 
     async def _judged(
         self, prompt: Prompt, end: SessionEnd, played: Played
@@ -174,7 +174,7 @@ class EpisodeServices:
         self._keeping: asyncio.Task[None] | None = None
 
     def workers(self, task: TaskSpec, name: str = "runner") -> EpisodeWorkers:
-        """The workers of a task, yet to be started; ``name`` is what their logs are called."""
+        """The workers of a task, not started; ``name`` is what their logs are called."""
         workers = EpisodeWorkers(task.episode, partial(self._factory.runner, task), self._budget, name)
         self._workers.append(workers)
         return workers
@@ -217,10 +217,10 @@ class EpisodeServices:
             await self._gateway.stop()
 
 
-class _Told:
-    """What is known of a rollout's tokens, whichever playing they are of: told segments, by sequence.
+class _KnownTokens:
+    """What is known of a rollout's tokens from all attempts: segments, by sequence.
 
-    Those of a token that is told again, and all that followed in its sequence, are void.
+    A segment that starts at a known token replaces that token and all that followed in its sequence.
     """
 
     def __init__(self, rollout_id: str, recorded: Recorded, record: OnSegments | None) -> None:

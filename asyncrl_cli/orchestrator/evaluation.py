@@ -6,13 +6,13 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import comb
 from typing import Any, Protocol
 
 import numpy as np
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
-from asyncrl_cli.orchestrator.pass_at import mean_pass_at
 from asyncrl_cli.orchestrator.rollout_scheduler import Ended, rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
@@ -105,8 +105,8 @@ class Evaluator:
         prompts = series.held_out.prompts
         chosen = prompts if self._is_end(step) else prompts[: series.at_most]
         wanted = [entry for entry in chosen for _ in range(series.samples)]
-        samplings = [self._sampling(series, step, place) for place in range(len(wanted))]
-        ids = [f"{EVALUATION}{step}:{series.kind}:{place}" for place in range(len(wanted))]
+        samplings = [self._sampling(series, step, index) for index in range(len(wanted))]
+        ids = [f"{EVALUATION}{step}:{series.kind}:{index}" for index in range(len(wanted))]
         if series.held_out.player is None:
             requests = [
                 RolloutRequest(rollout_id, prompt_ids, sampling)
@@ -129,12 +129,12 @@ class Evaluator:
     def _is_end(self, step: int) -> bool:
         return step in (0, self._spec.stop.steps)
 
-    def _sampling(self, series: Series, step: int, place: int) -> Sampling:
+    def _sampling(self, series: Series, step: int, index: int) -> Sampling:
         rollout = self._spec.rollout
         return Sampling(
             temperature=series.temperature,
             max_tokens=rollout.max_response_tokens,
-            seed=rollout_seed(self._spec.seed, -1 - step, place) if series.temperature else None,
+            seed=rollout_seed(self._spec.seed, -1 - step, index) if series.temperature else None,
             stop=tuple(rollout.sampling.stop),
         )
 
@@ -174,7 +174,7 @@ class Evaluator:
 
     def _write(self, result: EvaluationResult, samples: Sequence[_Sample]) -> None:
         lines = [json.dumps(asdict(result))]
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             rollout, score = sample.rollout, sample.score
             row: dict[str, Any] = {
                 "uid": sample.prompt.uid,
@@ -186,7 +186,7 @@ class Evaluator:
             if (answer := sample.prompt.fields.get("answer")) is not None:
                 row["answer"] = answer
             if result.samples > 1:
-                row["sample"] = place % result.samples
+                row["sample"] = index % result.samples
             if isinstance(score, RewardFailure):
                 row["failure"] = score.reason
             elif score.metrics:
@@ -216,7 +216,7 @@ def _result(series: Series, step: int, samples: Sequence[_Sample]) -> Evaluation
     versions = [version for sample in samples for version in sample.versions]
     if not versions:
         reason = next((sample.score.reason for sample in samples if isinstance(sample.score, RewardFailure)), "")
-        raise RunError(f"no episode of an evaluation came to a reply; the first: {reason}", location="evaluation")
+        raise RunError(f"every evaluation episode failed; the first: {reason}", location="evaluation")
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, series.samples)
     correct = rewards >= CORRECT
     measured: dict[str, list[float]] = {}
@@ -237,3 +237,17 @@ def _result(series: Series, step: int, samples: Sequence[_Sample]) -> Evaluation
         pass_at=mean_pass_at(series.samples, correct.sum(1).tolist()) if series.samples > 1 else (),
         metrics={name: sum(values) / len(values) for name, values in sorted(measured.items())},
     )
+
+
+def pass_at(k: int, samples: int, correct: int) -> float:
+    """The share of choices of ``k`` among ``samples`` responses that hold one of the ``correct`` ones.
+
+    That is the unbiased estimate of pass@k from n ≥ k samples: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv:2107.03374).
+    """
+    return 1.0 - comb(samples - correct, k) / comb(samples, k)
+
+
+def mean_pass_at(samples: int, correct: Sequence[int]) -> tuple[float, ...]:
+    """pass@1, ..., pass@``samples``, means over prompts of which so many responses were right each."""
+    return tuple(sum(pass_at(k, samples, c) for c in correct) / len(correct) for k in range(1, samples + 1))

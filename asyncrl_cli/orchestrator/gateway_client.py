@@ -87,7 +87,7 @@ class _Link:
         try:
             async with self._group:
                 self._group.create_task(self._collect())
-                self._group.create_task(self._tell())
+                self._group.create_task(self._send())
         except* RunError as errors:
             lost += [error for error in errors.exceptions if isinstance(error, RunError)]
         except* UserError:
@@ -105,16 +105,16 @@ class _Link:
             for future in waiting:
                 if not future.done():
                     future.set_exception(GatewayLost(cause))
-                    future.exception()  # maybe nobody asks
+                    future.exception()  # retrieved: there may be no waiter
 
     async def open(
-        self, opening: SessionOpening, access: ModelAccess, told: OnSegments, generate: Generate
+        self, opening: SessionOpening, access: ModelAccess, on_segments: OnSegments, generate: Generate
     ) -> RemoteSession:
         """Open a session. Raises ``GatewayLost``."""
         if self._cause:
             raise GatewayLost(self._cause)
         number = next(self._numbers)
-        session = self._sessions[number] = RemoteSession(self, number, access, told, generate)
+        session = self._sessions[number] = RemoteSession(self, number, access, on_segments, generate)
         self._order().sessions.append(replace(opening, number=number))
         try:
             await asyncio.shield(session.opened)
@@ -135,7 +135,7 @@ class _Link:
         self._ordered.set()
         return self._orders
 
-    async def _tell(self) -> None:
+    async def _send(self) -> None:
         while True:
             await self._ordered.wait()
             self._ordered.clear()
@@ -243,7 +243,7 @@ class GatewayClient:
             if self._link.done():
                 self._link = asyncio.get_running_loop().create_future()
             self._link.set_exception(error)
-            self._link.exception()  # maybe nobody asks
+            self._link.exception()  # retrieved: there may be no waiter
             raise
 
     @asynccontextmanager

@@ -25,15 +25,15 @@ from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess, start_all
+from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import unrecorded
-from asyncrl_cli.orchestrator.cluster import ray_cluster
+from asyncrl_cli.orchestrator.cluster import rank_wants, ray_cluster
+from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
-from asyncrl_cli.orchestrator.placement import rank_wants
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
@@ -57,13 +57,13 @@ INTERRUPT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run begins: anew (``train``), or where its journal stands (``resume``).
+    """How a run begins: from the start (``train``), or where its journal ends (``resume``).
 
     Args:
         kind: of the start, as the journal records it.
         note: what the journal shall say about it.
         checkpoint: where the trainer starts from; None for the initial model.
-        base: where the history begins when the journal is given up (``DurableLedger.fallback`` of a checkpoint).
+        base: where the history begins without the old journal (``DurableLedger.fallback`` of a checkpoint).
     """
 
     kind: Literal["train", "resume"] = "train"
@@ -109,7 +109,7 @@ class Experiment:
     def load(
         cls, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None] = lambda _: None
     ) -> Experiment:
-        """Import the task and open the data; ``notice`` is told what takes long. Raises a ``UserError`` that names what
+        """Import the task and open the data; ``notice`` gets what takes long. Raises a ``UserError`` that names what
         is wrong."""
         with user_code("importing the task", notice, CODE_S):
             task = load_task(spec.task, search_path)
@@ -217,7 +217,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         )
     except Interrupted:
         ending = Ending("interrupted")
-        recorder.update(phase="interrupted")  # for whoever does not wait for the end
+        recorder.update(phase="interrupted")  # for readers that do not wait for the end
         await _save_before_leaving(orchestrator, reporter)
         raise
     except BaseException as error:
@@ -249,7 +249,10 @@ async def _start(
 
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
-    engines = [EngineProcess(factory, f"engine-{index}", stub, budget) for index in range(spec.rollout.engines)]
+    engines = [
+        EngineProcess(spec, name, partial(factory.engine, name), stub, budget)
+        for name in (f"engine-{index}" for index in range(spec.rollout.engines))
+    ]
     services = EpisodeServices(spec, factory, budget)
     closing += [services.stop, *(engine.stop for engine in engines)]
     buffer = BufferClient(factory.buffer, limit_s, budget)

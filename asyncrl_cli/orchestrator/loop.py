@@ -57,7 +57,7 @@ class Parts:
 
 
 class Orchestrator:
-    """Drives started parts from where the journal stands to the last step."""
+    """Drives started parts from where the journal ends to the last step."""
 
     def __init__(self, spec: ExperimentSpec, parts: Parts, opening: Opening, checkpoint_step: int) -> None:
         """``checkpoint_step``: what the trainer ranks have started from."""
@@ -115,8 +115,8 @@ class Orchestrator:
     async def settle(self) -> None:
         """After an interruption: wait until the trainer's step in flight, if any, is done, and report it.
 
-        Raises ``RunError`` when it failed, and when catching up was interrupted: a step that nobody waits for changes
-        the weights then, and nothing may be saved.
+        Raises ``RunError`` when it failed, and when recovery was interrupted: the ranks may still be at a step, so the
+        weights are of no step that can be saved.
         """
         if self._in_flight is not None:
             taken, training = self._in_flight
@@ -244,7 +244,7 @@ class Orchestrator:
                 self._spawn(self._buffer.prune(self._spec.journal.keep))
 
     def _evaluations_due(self) -> list[Series]:
-        """What is to be evaluated after this step and has not been, perhaps since the run was stopped in its midst."""
+        """What is to be evaluated after this step and has not been, perhaps because the run was stopped meanwhile."""
         due = self._evaluator.due(self._step)
         return [series for series in due if (self._step, series.kind) not in self._evaluated]
 
@@ -275,7 +275,7 @@ class Orchestrator:
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         try:
             self._tasks.create_task(work)
-        except RuntimeError:  # the run has yet to begin, or is ending
+        except RuntimeError:  # the run has not begun, or is ending
             work.close()
 
 

@@ -1,7 +1,7 @@
 """The numbers of one step, by name.
 
 Names are ``area/quantity``; docs/metrics.md says what each means. Counts of groups, rollouts and tokens are
-told apart in the name.
+distinguished in the name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl_cli.tasks.mix import task_names
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What went on since the step before. Shares are of wall time, 0 to 1."""
+    """What happened since the step before. Shares are of wall time, 0 to 1."""
 
     seconds: float
     generated_tokens: int

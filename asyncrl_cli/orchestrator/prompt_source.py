@@ -125,7 +125,7 @@ class PromptSource:
             self._warn(f"{error}; it is skipped, and the metric data/unusable_prompts counts such rows")
 
     def _unsolved(self) -> Prompt:
-        """The next prompt that is not retired; when there is none in as many prompts as an epoch has, the next one."""
+        """The next prompt that is not filtered out, or the next one if an entire epoch is."""
         for _ in range(len(self.loader)):
             prompt = self.loader.next()
             if self.filter is None or not self.filter.excludes(prompt.uid, self.loader.epoch):
@@ -141,7 +141,7 @@ class PromptSource:
             self.filter.visited(uid, solved)
 
     def candidate(self) -> Candidate:
-        """The next prompt, with where the loader stands after it."""
+        """The next prompt, with the loader's position after it."""
         prompt, ids = self.next()
         self._serial += 1
         return Candidate(self._serial, prompt, ids, self.loader.state())

@@ -26,7 +26,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference in nats between an engine's and the trainer's log-probs of the probe, by the coarser
 dtype of the two. In fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
 NOISE = {"float32": 1e-4, "bfloat16": 0.1}
-"""Nats, likewise: two versions whose probes differ by more than this can be told apart."""
+"""Nats, likewise: two versions whose probes differ by more than this can be distinguished."""
 
 
 class Publisher:
@@ -84,7 +84,7 @@ class Publisher:
             engines: list[EngineState] = []
             if served is None or (served.version, served.checksum) != (version, publication.checksum):
                 self._last_probe = None if served is None else served.probe_logprobs
-                # After the write: an engine that has come up meanwhile is told, too; none joins from here on.
+                # After the write: an engine that has come up meanwhile is included; none joins from here on.
                 engines = self._client.serving()
             reports = await asyncio.gather(*(self._update(engine) for engine in engines))
             proved = [report for report in reports if report is not None]

@@ -16,7 +16,6 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.episodes import Episodes, Recorded
-from asyncrl_cli.orchestrator.failure_share import RecentFailures
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import (
@@ -43,11 +42,48 @@ SCORE_PATIENCE_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
 RECORD_S = 0.25
 """Seconds that new tokens of episodes wait for others, to be recorded with them."""
+WINDOW = 100
+"""Groups that the share is of: the last ones that ended."""
+LEAST = 8
+"""Fewer failures among them end no run, unless none is allowed."""
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
     """The sampling seed of one rollout: a function of what it is, never of when or where it runs."""
     return derive_seed(seed, group_id, index)
+
+
+class RecentFailures:
+    """The last groups, by whether they failed. A count over an entire run would end long runs for a share of failures
+    that short ones survive."""
+
+    def __init__(self, max_share: float) -> None:
+        """``max_share``: 0 allows no failure at all, 1 any number."""
+        self._max_share = max_share
+        self._recent: deque[str] = deque(maxlen=WINDOW)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the groups among them failed that did, the oldest first."""
+        return list(filter(None, self._recent))
+
+    def finished(self) -> None:
+        """A group ended without a failed rollout."""
+        self._recent.append("")
+
+    def failed(self, reason: str) -> None:
+        """A group was lost."""
+        self._recent.append(reason or "unknown")
+
+    def too_many(self) -> str:
+        """How many failed of how many, and why the first of them did; "" while they may."""
+        reasons = self.reasons
+        if len(reasons) <= self._max_share * len(self._recent) or (self._max_share and len(reasons) < LEAST):
+            return ""
+        return (
+            f"{len(reasons)} of the last {len(self._recent)} groups were lost to failed rollouts; "
+            f"the first of them: {reasons[0]}"
+        )
 
 
 class RolloutScheduler:
@@ -77,7 +113,7 @@ class RolloutScheduler:
         self._spawn = spawn
         self._episodes = episodes
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
-        self._to_begin = 0  # episodes of which the coroutine has yet to begin
+        self._to_begin = 0  # episodes whose coroutine has not begun
         self._unrecorded: list[Segment] = []
         self._engine_requests: list[EngineRequest] = []  # to be recorded with whatever is recorded next
         self._sampling = Sampling(
@@ -101,7 +137,7 @@ class RolloutScheduler:
         self._wanted.set()
 
     async def keep_full(self) -> None:
-        """Admit groups whenever there is room for them, for ever."""
+        """Admit groups whenever there is room for them. Never ends."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -140,7 +176,7 @@ class RolloutScheduler:
         self.fill()
 
     async def requeue(self, overdue: tuple[int, ...]) -> None:
-        """Policy ``requeue``: give up the groups that hold back a batch and start their prompts again."""
+        """Policy ``requeue``: abandon the groups that hold back a batch and start their prompts again."""
         for old_id, group_id, version in await self._buffer.requeue(overdue):
             if (old := self._open.pop(old_id, None)) is not None:  # or the buffer was opened again meanwhile
                 self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
@@ -195,11 +231,11 @@ class RolloutScheduler:
     async def _play(
         self, episodes: Episodes, admission: Admission, rollout_id: str, sampling: Sampling, recorded: Recorded
     ) -> None:
-        """See an episode through; its tokens are recorded as they come, and once more whole, with its outcome."""
+        """See an episode through; its tokens are recorded as they come, and once more in full, with its outcome."""
         self._to_begin -= 1
         group_id = admission.group_id
         task = asyncio.current_task()
-        if group_id not in self._open or task is None:  # it was given up at once
+        if group_id not in self._open or task is None:  # it was abandoned at once
             return
         self._episode_tasks[rollout_id] = task
         try:

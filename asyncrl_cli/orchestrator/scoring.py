@@ -23,7 +23,7 @@ SCORER = "scorer"
 AT_ONCE = 16
 """Responses that the actor has at least, to choose from; as many as its processes take, if these are more."""
 ACTOR_S = 60.0
-"""Seconds that the actor may take to show that it is at work. All that it does has limits of its own."""
+"""Seconds that the actor may take to answer a ping. What it does has limits of its own."""
 
 
 class Scoring:

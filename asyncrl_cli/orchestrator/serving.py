@@ -11,12 +11,13 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
-from asyncrl_cli.orchestrator.actors import ActorFactory, EngineProcess
+from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import ray_cluster
-from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -91,7 +92,7 @@ def serve(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, which raise ``Interrupted``; ``ready`` hears when clients may come.
 
-    Whatever was started is gone when this returns. Raises ``UserError`` with the cause when it cannot go on.
+    Whatever was started is gone when this returns. Raises ``UserError`` with the cause when it cannot continue.
     """
     served.logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -149,8 +150,8 @@ async def _serve(
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
     model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     engines = [
-        EngineProcess(factory, f"engine-{index}", model, budget, served.version)
-        for index in range(spec.rollout.engines)
+        EngineProcess(spec, name, partial(factory.engine, name), model, budget, served.version)
+        for name in (f"engine-{index}" for index in range(spec.rollout.engines))
     ]
     # Below Ray's folder, which the reaper removes when nobody else can.
     with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:

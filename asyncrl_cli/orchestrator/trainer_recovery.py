@@ -33,7 +33,7 @@ class ResilientTrainer:
         step: steps in the weights.
         version: the version that engines serve.
         between_steps: whether the weights are those after ``step`` steps: not while one is trained, nor after one that
-            was given up on. The ranks finish what they were called for.
+            was cancelled: the ranks finish it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ResilientTrainer:
     async def publish(self) -> PublishRecord:
         """Have every engine serve the present weights as the next version.
 
-        Writing and loading are one piece of work, done again as a whole after a death: the weights that engines load
+        Writing and loading are one piece of work, both repeated after a death: the weights that engines load
         lie in the memory of rank 0 (decision 0002).
         """
         version = self.version + 1
@@ -109,12 +109,12 @@ class ResilientTrainer:
                 return await work()
             except TrainerLost as lost:
                 self._down = True
-                # First: the mapping went with rank 0, and no engine may be told to read it (decision 0002).
+                # First: the mapping went with rank 0, and no engine may read it (decision 0002).
                 self._publisher.lost()
                 await self._budget.spend("trainer", lost.name, lost.cause)
 
     async def _catch_up(self, step: int) -> None:
-        if self._down or not self.between_steps:  # the latter when a step was given up on
+        if self._down or not self.between_steps:  # the latter when a step was cancelled
             newest = await asyncio.to_thread(newest_undamaged, self._run)
             self.step, folder = (newest.step, newest.folder) if newest else (0, None)
             await self._ranks.restart(folder)

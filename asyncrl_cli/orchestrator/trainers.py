@@ -1,6 +1,6 @@
-"""The trainer ranks as one: they start together, are called alike, and fall together.
+"""The trainer ranks as one: they start together, are called alike, and fail together.
 
-A collective call cannot go on without one of its ranks, so the death of one is the loss of all
+A collective call cannot end without one of its ranks, so the death of one is the loss of all
 (``TrainerLost``). A restart brings all of them back with the weights of a checkpoint; who calls it trains the
 steps since then again.
 """
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.orchestrator.placement import Resources, placed
+from asyncrl_cli.orchestrator.cluster import Resources, placed
 from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, wait_for
 
@@ -59,7 +59,7 @@ class TrainerRanks:
         self.node = ""
 
     async def placed(self, warn: Callable[[str], None]) -> None:
-        """Wait until Ray has room for all ranks; ``warn`` is told what is missing. Raises ``RunError``, and
+        """Wait until Ray has room for all ranks; ``warn`` gets what is missing. Raises ``RunError``, and
         ``TrainerLost``."""
         waits = [
             asyncio.ensure_future(placed(_look_at(actor), f"trainer-{rank}", self._wants, warn))

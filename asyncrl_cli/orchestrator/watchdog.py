@@ -29,11 +29,11 @@ class Wait:
     who: str
     what: str
     since: float = field(default_factory=time.monotonic)
-    told: bool = False
+    warned: bool = False
 
     def progress(self) -> None:
         """Something moved."""
-        self.since, self.told = time.monotonic(), False
+        self.since, self.warned = time.monotonic(), False
 
     def __str__(self) -> str:
         ago = time.monotonic() - self.since
@@ -45,7 +45,7 @@ class Watchdog:
     """Watches the waits of one run."""
 
     def __init__(self, limit_s: float, warn: Callable[[str], None]) -> None:
-        """A wait is told to ``warn``, and to ``on_stall``, after half of ``limit_s`` seconds, and ends the run after
+        """A wait is reported to ``warn`` and ``on_stall`` after half of ``limit_s`` seconds, and ends the run after
         all of them."""
         self._limit_s = limit_s
         self._warn = warn
@@ -68,18 +68,18 @@ class Watchdog:
             return await work
 
     def progress(self) -> None:
-        """Tokens were made: whoever waits for generation does not wait in vain."""
+        """Tokens were made: waits for generation have progress."""
         for wait in self._waits:
             if wait.who == GENERATION:
                 wait.progress()
 
     def caught_up(self) -> None:
-        """A step was trained again: whatever waits for the trainer does not wait in vain."""
+        """A step was trained again: waits for the trainer have progress."""
         for wait in self._waits:
             wait.progress()
 
     async def watch(self) -> None:
-        """Look, for ever. Raises ``RunError`` when a wait has passed its limit."""
+        """Look at the waits; never ends. Raises ``RunError`` when a wait has passed its limit."""
         interval = min(LONGEST_LOOK_S, self._limit_s / 8)
         while True:
             await asyncio.sleep(interval)
@@ -88,13 +88,13 @@ class Watchdog:
                 if now - wait.since > self._limit_s:
                     others = [str(other) for other in self._waits if other is not wait]
                     raise RunError(
-                        "; ".join([f"nothing moved: {wait}", *others]),
+                        "; ".join([f"no progress: {wait}", *others]),
                         location="pipeline",
                         hint="look at that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
                         "`asyncrl resume` continues from here",
                     )
-                if now - wait.since > self._limit_s / 2 and not wait.told:
-                    wait.told = True
+                if now - wait.since > self._limit_s / 2 and not wait.warned:
+                    wait.warned = True
                     self._warn(str(wait))
                     self.on_stall(wait)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from stand_ins import Actor, Notes, remote, run
 
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
-from asyncrl_cli.orchestrator.actors import EngineProcess, start_all
+from asyncrl_cli.orchestrator.actors import start_all
+from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.system import supervised_actor
 
@@ -62,7 +64,8 @@ class Factory:
 
     def process(self, name: str) -> EngineProcess:
         folder = asyncio.sleep(0, Path("/model_stub"))
-        return EngineProcess(self, name, folder, Notes().budget())  # type: ignore[arg-type]
+        spec: Any = self.spec
+        return EngineProcess(spec, name, partial(self.engine, name), folder, Notes().budget())
 
 
 class Trainers:
@@ -123,10 +126,9 @@ def started(
     async def start() -> tuple[str, Notes, list[str]]:
         noted, shown = Notes() if notes is None else notes, list[str]()
         budget, folder = noted.budget(max_restarts), asyncio.ensure_future(asyncio.to_thread(model_stub))
-        processes = [
-            EngineProcess(factory, f"engine-{index}", folder, budget)  # type: ignore[arg-type]
-            for index in range(engines)
-        ]
+        spec: Any = factory.spec
+        names = [f"engine-{index}" for index in range(engines)]
+        processes = [EngineProcess(spec, name, partial(factory.engine, name), folder, budget) for name in names]
         model = await start_all(
             processes,
             trainers,  # type: ignore[arg-type]

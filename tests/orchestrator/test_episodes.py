@@ -77,7 +77,7 @@ class Scene:
         self.model = Model()
         self.played: list[tuple[str, bool]] = []
         self.judged: list[Response] = []
-        self.told: list[Segment] = []
+        self.segments: list[Segment] = []
         self.actors: list[StandInGateway] = []
         self.faults: list[str] = []
         anyone: Any = self
@@ -124,7 +124,7 @@ class Scene:
             await self.gateway.start()
             keeping = asyncio.create_task(self.gateway.keep())
             try:
-                return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.told.extend, **options)
+                return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.segments.extend, **options)
             finally:
                 await turns_of_the_loop()
                 keeping.cancel()
@@ -154,7 +154,7 @@ def test_an_episode_is_one_rollout_with_its_score() -> None:
         assert score == FINE.score
         assert rollout is not None and rollout.rollout_id == "12-3" and rollout.prompt_ids == ()
         assert rollout.versions.tolist() == [CONTEXT] * 5 + [3] * 5 + [CONTEXT] * 6 + [3] * 5
-        assert np.array_equal(TokenSequence.join(scene.told).ids, rollout.ids), "all of it is told"
+        assert np.array_equal(TokenSequence.join(scene.segments).ids, rollout.ids), "all of it is recorded"
         assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1"]
         assert {request.priority for request in scene.model.asked} == {12}
         assert {request.sampling.max_tokens for request in scene.model.asked} == {8}
@@ -225,7 +225,7 @@ def test_what_an_earlier_driver_recorded_is_not_generated_again() -> None:
         before = Scene(turns(2))
         whole, _ = await before.run()
         again = Scene(turns(3))
-        rollout, _ = await again.run(recorded={0: tuple(before.told)})
+        rollout, _ = await again.run(recorded={0: tuple(before.segments)})
         assert rollout is not None and whole is not None
         assert np.array_equal(rollout.ids[: len(whole.ids)], whole.ids)
         assert [request.rollout_id for request in again.model.asked] == ["12-3/2"]
@@ -383,11 +383,11 @@ def test_what_is_recorded_grows_without_being_copied_and_what_is_told_again_repl
             looked += 1
             return self._start
 
-    told = _Told("3-1", {}, None)
+    known = _KnownTokens("3-1", {}, None)
     segments: list[Any] = [Counted("3-1", start) for start in range(1000)]
     for segment in segments:
-        told.add([segment])
-    assert told.recorded == {0: tuple(segments)} and looked < 3000
+        known.add([segment])
+    assert known.recorded == {0: tuple(segments)} and looked < 3000
     again: Any = Counted("3-1", 10)
-    told.add([again])
-    assert told.recorded == {0: (*segments[:10], again)}
+    known.add([again])
+    assert known.recorded == {0: (*segments[:10], again)}

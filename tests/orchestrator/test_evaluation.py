@@ -173,5 +173,5 @@ def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
     data = HeldOut([(prompt, ()) for prompt in prompts(2)], Scorer(set()), Silent())  # type: ignore[arg-type]
     parts = evaluator(tmp_path, Scorer(set()), {"x": data}, evaluation={"sets": {"x": {"data": {"size": 2}}}})
     assert np.all(rollout("1-0", (CONTEXT,)).versions == CONTEXT)
-    with pytest.raises(RunError, match="no episode of an evaluation came to a reply; the first: nothing was sampled"):
+    with pytest.raises(RunError, match="every evaluation episode failed; the first: nothing was sampled"):
         evaluated(parts, "x:greedy", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.orchestrator.failure_share import LEAST, WINDOW, RecentFailures
+from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, WINDOW, RecentFailures
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
 

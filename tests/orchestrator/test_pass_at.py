@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.orchestrator.pass_at import mean_pass_at, pass_at
+from asyncrl_cli.orchestrator.evaluation import mean_pass_at, pass_at
 
 
 @given(st.data(), st.integers(1, 8))

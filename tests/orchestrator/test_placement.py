@@ -8,17 +8,17 @@ import pytest
 from stand_ins import run, spec
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator import placement
-from asyncrl_cli.orchestrator.placement import check_resources, placed, shortage
+from asyncrl_cli.orchestrator import cluster
+from asyncrl_cli.orchestrator.cluster import check_resources, placed, shortage
 
 WANTS = {"CPU": 1, "GPU": 2}
 FREE, TOTAL = {"CPU": 3.0}, {"CPU": 8.0, "GPU": 4.0}
 
 
 async def waits(seconds_of_limit: float, monkeypatch: pytest.MonkeyPatch, told: list[str], answered: bool) -> None:
-    monkeypatch.setattr(placement, "FIRST_NOTICE_S", 0.001)
-    monkeypatch.setattr(placement, "NOTICE_S", 0.001)
-    monkeypatch.setattr(placement, "START_TIMEOUT_S", seconds_of_limit)
+    monkeypatch.setattr(cluster, "FIRST_NOTICE_S", 0.001)
+    monkeypatch.setattr(cluster, "NOTICE_S", 0.001)
+    monkeypatch.setattr(cluster, "START_TIMEOUT_S", seconds_of_limit)
     answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def look() -> tuple[dict[str, float], dict[str, float]]:

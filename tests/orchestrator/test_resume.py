@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_names_an_older_one(run: RunDirectory) -> None:
     assert start(run, step=2).checkpoint is not None
 
 
-def test_checkpoints_of_steps_that_are_trained_again_are_set_aside(run: RunDirectory) -> None:
+def test_checkpoints_of_steps_that_are_trained_again_are_archived(run: RunDirectory) -> None:
     """A trainer that restarts would load them, and a save would keep them in place of its own."""
     record(run, taken=6)
     for step in (2, 4, 6):

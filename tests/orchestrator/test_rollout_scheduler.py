@@ -32,9 +32,8 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.journal.schema import open_for_reading
-from asyncrl_cli.orchestrator.failure_share import LEAST
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
-from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler, rollout_seed
+from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken, Waiting
 from asyncrl_cli.records.prompt import Prompt

@@ -1,4 +1,4 @@
-"""The watchdog: told at half the limit, and an end that names who waits for what, and since when.
+"""The watchdog: warned at half the limit, and an end that names who waits for what, and since when.
 
 Nobody waits here: a wait begins in the past, and the watchdog looks at every turn of the loop.
 """
@@ -27,11 +27,11 @@ def _look_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scene:
-    """A watchdog that is told to look, and what it said."""
+    """A watchdog that is warned to look, and what it said."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
-        self.dog = Watchdog(LIMIT_S, self.told.append)
+        self.warned: list[str] = []
+        self.dog = Watchdog(LIMIT_S, self.warned.append)
 
     @contextmanager
     def waiting(self, who: str, what: str, ago_s: float) -> Iterator[Wait]:
@@ -50,7 +50,7 @@ class Scene:
 
 
 def look(*waits: tuple[str, str, float]) -> list[str]:
-    """What is told of these waits; the numbers are parts of the limit that they have waited."""
+    """What is warned of these waits; the numbers are parts of the limit that they have waited."""
 
     async def check() -> list[str]:
         scene = Scene()
@@ -58,7 +58,7 @@ def look(*waits: tuple[str, str, float]) -> list[str]:
             for who, what, part in waits:
                 stack.enter_context(scene.waiting(who, what, part * LIMIT_S))
             await scene.look()
-        return scene.told
+        return scene.warned
 
     return asyncio.run(check())
 
@@ -68,8 +68,8 @@ def test_short_waits_are_nobodys_business() -> None:
 
 
 def test_half_the_limit_is_told_once() -> None:
-    (told,) = look(("the trainer", "a batch", 0.6), ("the scorer", "a turn", 0.1))
-    assert re.fullmatch(r"the trainer waits for a batch since \d\d:\d\d:\d\d \(60\d s\)", told)
+    (warned,) = look(("the trainer", "a batch", 0.6), ("the scorer", "a turn", 0.1))
+    assert re.fullmatch(r"the trainer waits for a batch since \d\d:\d\d:\d\d \(60\d s\)", warned)
 
 
 def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
@@ -82,7 +82,7 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
     assert error.value.location == "pipeline"
     first, *others = error.value.message.split("; ")
     assert re.fullmatch(
-        r"nothing moved: the trainer waits for the batch of step 7 since \d\d:\d\d:\d\d \(120\d s\)", first
+        r"no progress: the trainer waits for the batch of step 7 since \d\d:\d\d:\d\d \(120\d s\)", first
     )
     assert sorted(other.split(" since ")[0] for other in others) == [
         "the orchestrator waits for every engine",
@@ -108,7 +108,7 @@ def test_a_wait_that_is_over_is_forgotten() -> None:
         with pytest.raises(ValueError, match="oh"), scene.waiting("the trainer", "a batch", 2 * LIMIT_S):
             raise ValueError("oh")
         await scene.look()
-        assert scene.told == []
+        assert scene.warned == []
 
     asyncio.run(check())
 
@@ -121,7 +121,7 @@ def test_progress_starts_the_clock_again_and_is_told_again() -> None:
             wait.progress()
             wait.since -= 0.6 * LIMIT_S
             await scene.look()
-            assert len(scene.told) == 2
+            assert len(scene.warned) == 2
 
     asyncio.run(check())
 
@@ -132,10 +132,10 @@ def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
         with scene.waiting(GENERATION, "a batch", 2 * LIMIT_S):
             scene.dog.progress()
             await scene.look()
-            assert scene.told == []
+            assert scene.warned == []
             with scene.waiting("the orchestrator", "every engine", 2 * LIMIT_S):
                 scene.dog.progress()
-                with pytest.raises(RunError, match="nothing moved: the orchestrator waits for every engine"):
+                with pytest.raises(RunError, match="no progress: the orchestrator waits for every engine"):
                     await scene.look()
 
     asyncio.run(check())
@@ -147,7 +147,7 @@ def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
         with scene.waiting(GENERATION, "a batch", 2 * LIMIT_S), scene.waiting("the trainer", "a step", 2 * LIMIT_S):
             scene.dog.caught_up()
             await scene.look()
-            assert scene.told == []
+            assert scene.warned == []
 
     asyncio.run(check())
 

@@ -29,7 +29,7 @@ def test_a_stalled_trainer_is_named_and_the_run_can_be_resumed(disturb: Disturb)
     assert run.code == 1
     said = run.said()
     assert "Traceback" not in said
-    named = re.search(r"nothing moved: .*the trainer[^;]* since \d\d:\d\d:\d\d \((\d+) s\)", said)
+    named = re.search(r"no progress: .*the trainer[^;]* since \d\d:\d\d:\d\d \((\d+) s\)", said)
     assert named, said
     assert limit_s <= int(named[1]) < 2 * limit_s
     assert left_behind(run, before) == []
