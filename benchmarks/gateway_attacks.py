@@ -144,9 +144,9 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     from asyncrl_cli.gateway.session import Limits
     from asyncrl_cli.orchestrator.actors import ActorFactory
     from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
-    from asyncrl_cli.orchestrator.restart_budget import RestartBudget
     from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
     from asyncrl_cli.spec.sections import ExperimentSpec
+    from asyncrl_cli.system.supervised_actor import RestartBudget
 
     async def generate(request: RolloutRequest, _: Callable[..., None] | None = None) -> Rollout:
         return Rollout(
@@ -176,7 +176,7 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     gateway = GatewayClient(setup, factory.gateway, generate, RestartBudget(0, record, print))
     await gateway.start()
     keeping = asyncio.create_task(gateway.keep())
-    process = psutil.Process(gateway._link.result().pid)
+    process = psutil.Process(gateway._actor.pid)
     size = mb * MIB - 2 * MIB // 16
     print(
         "| attack | answers | driver's loop late by, ms | gateway's memory, MiB | honest client, median and most, ms |"

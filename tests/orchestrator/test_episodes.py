@@ -19,7 +19,7 @@ from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError
 from asyncrl_cli.gateway.sessions import Sessions, session_key
-from asyncrl_cli.orchestrator.episodes import Episodes, _Told
+from asyncrl_cli.orchestrator.episodes import Episodes, _KnownTokens
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Prompt

@@ -11,7 +11,7 @@ Part = Literal["driver", "buffer", "scorer", "trainer", "engine", "core"]
 
 TITLES: dict[str, str] = {
     "buffer": "ray::Buffer",
-    "scorer": "ray::Scorer",
+    "scorer": "ray::RewardActor",
     "trainer": "ray::TrainerWorker",
     "engine": "ray::RolloutWorker",
     "core": "VLLM::EngineCore",
