@@ -101,12 +101,13 @@ class Checkpoints:
         (unfinished / RUN_FILE).write_text(json.dumps(state) + "\n")
         seal(unfinished, check)
         check()
+        # Last, when every byte is synced: the name makes it a checkpoint (decision 0011).
         rename(unfinished, final)
 
     def _prune(self, accuracies: Mapping[int, float], awaited: Collection[int]) -> list[int]:
         found = complete_checkpoints(self._folder)
         retention = self._retention
-        staying = kept(
+        remaining = kept(
             [checkpoint.step for checkpoint in found],
             accuracies,
             retention.keep_last,
@@ -114,7 +115,7 @@ class Checkpoints:
             retention.keep_best,
             awaited,
         )
-        going = [checkpoint for checkpoint in found if checkpoint.step not in staying]
-        for checkpoint in going:
+        removed = [checkpoint for checkpoint in found if checkpoint.step not in remaining]
+        for checkpoint in removed:
             remove(checkpoint)
-        return [checkpoint.step for checkpoint in going]
+        return [checkpoint.step for checkpoint in removed]

@@ -49,11 +49,11 @@ class PromptEncoder:
             raise DataError(
                 f"the prompt {prompt.uid!r} cannot be encoded: {type(error).__name__}: {error}",
                 location="data",
-                hint="correct the row or leave it out, or use another chat template (model.chat_template)",
+                hint="fix the row or remove it, or use another chat template (model.chat_template)",
             ) from error
         if not ids:
             raise DataError(
-                f"the prompt {prompt.uid!r} has no tokens", location="data", hint="correct the row or leave it out"
+                f"the prompt {prompt.uid!r} has no tokens", location="data", hint="fix the row or remove it"
             )
         return tuple(ids) if len(ids) <= self._max_tokens else None
 

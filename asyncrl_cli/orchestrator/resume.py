@@ -1,6 +1,6 @@
-"""From what lies on disk to how a run goes on.
+"""From what lies on disk to how a run is resumed.
 
-Invariant: nothing is changed on disk before it is clear that the run can go on.
+Invariant: nothing is changed on disk before it is clear that the run can be resumed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ COMPARED_ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a run goes on, and what of the past has to be put away first.
+    """How a run is resumed, and what has to be archived first.
 
     Args:
         trained: steps known as trained; metrics of later ones are dropped, as they are reported again.
         again: whether steps after the checkpoint are trained again although there may be later checkpoints, and
             reported again although they are known as trained.
-        without_journal: whether the journal is given up.
+        without_journal: whether the run starts a new journal.
     """
 
     start: Start
@@ -49,19 +49,20 @@ class Plan:
     without_journal: bool
 
     def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> Start:
-        """Put away what does not belong to the run from here on, and say how it starts.
+        """Archive what does not belong to the resumed run; returns how it starts.
 
         With ``accept_changed_data`` the prompts recorded so far are never compared with the data again.
         """
         first = self.start.checkpoint.step if self.start.checkpoint else 0
         notes = [self.start.note]
         if self.without_journal:
-            _set_journal_aside(run)
-            run.update(step=first)  # otherwise the new journal would seem to be cut short
+            _archive_journal(run)
+            # Before a new journal is begun: with a later step in state.json that one would pass for a damaged one.
+            run.update(step=first)
             notes.insert(0, "without the old journal")
-        aside = archive_later(run.path / "checkpoints", first if self.again else None)
-        if aside is not None:
-            notes.append(f"checkpoints after step {first} are in {aside.relative_to(run.path)}")
+        archive = archive_later(run.path / "checkpoints", first if self.again else None)
+        if archive is not None:
+            notes.append(f"checkpoints after step {first} are in {archive.relative_to(run.path)}")
         journal = run.path / FILE
         if journal.is_file():
             prepare_resume(journal, first if self.again else None, accept_changed_data)
@@ -72,7 +73,7 @@ class Plan:
 
 
 def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str, without_journal: bool) -> Plan:
-    """How this run goes on; ``step`` names a checkpoint, ``note`` is for the journal.
+    """How this run is resumed; ``step`` names a checkpoint, ``note`` is for the journal.
 
     Raises ``RunError`` when there is nothing to do or the checkpoint is damaged, ``JournalError`` when the journal is,
     or when it forbids a change of the spec.
@@ -84,7 +85,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         first, base = (checkpoint.step, checkpoint.state()) if checkpoint else (0, None)
         return Plan(Start("resume", note, checkpoint, base), first, again=True, without_journal=True)
     journal = run.path / FILE
-    instead = f"Restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
+    instead = f"restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
     taken, trained, begun = 0, 0, False
     if journal.is_file():
         if begun := is_begun(journal):
@@ -94,17 +95,17 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
     if taken >= spec.stop.steps and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
         raise RunError(
-            f"the run has done its {taken} steps",
+            f"run already completed {taken} of {spec.stop.steps} steps",
             location=run.run_id,
-            hint=f"to train on, say how far: asyncrl resume {run.argument} --steps {2 * taken}",
+            hint=f"pass --steps N to continue: asyncrl resume {run.argument} --steps {2 * taken}",
         )
     if taken > spec.stop.steps:
         raise RunError(
-            f"the run has taken {taken} steps already, more than {spec.stop.steps}",
+            f"the run has taken {taken} steps, more than {spec.stop.steps}",
             location=run.run_id,
-            hint="say a later step",
+            hint="choose a later step",
         )
-    # Batches are in the journal before they are trained, so nothing else can know of a later step.
+    # A batch is in the journal before it is trained, so nothing else can know of a later step (decision 0013).
     known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
     for source, later in known.items():
         if later > taken:
@@ -122,7 +123,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
 
 
 def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:
-    """Read what the run needs of its journal: where it stands, what is unfinished, and the batches from step ``first``
+    """Read what the run needs of its journal: its position, what is unfinished, and the batches from step ``first``
     on, which are trained again. Changes nothing."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
@@ -140,10 +141,10 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
 
 
 def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_changed_data: bool = False) -> None:
-    """Compare the prompts that the journal has last with the data, row by row, unless changes are accepted.
+    """Compare the newest prompts of the journal with the data, row by row, unless changes are accepted.
 
-    Raises ``RunError`` when the data is not that which the run was started with, as the place in it would mean other
-    rows, and ``DataError`` when it has no such place.
+    Raises ``RunError`` when the data has changed, as the loader's position would mean other rows, and ``DataError``
+    when there is no such position.
     """
     path = run.path / FILE
     spec = experiment.spec
@@ -162,7 +163,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
         loader.restore({"epoch": epoch, "position": position})
         found = loader.newest()
         if [found.uid, *prompt_texts(found)] != [uid, *recorded]:
-            now = "other contents" if found.uid == uid else f"prompt {found.uid!r} in its place"
+            now = "other contents" if found.uid == uid else f"prompt {found.uid!r} at its position"
             raise RunError(
                 f"the training data has changed since the run was started: prompt {uid!r} was trained on, and the "
                 f"data now has {now}",
@@ -172,8 +173,8 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
             )
 
 
-def _set_journal_aside(run: RunDirectory) -> None:
-    """Move the journal and the files beside it to ``damaged-N``; what a kill left behind follows the next time."""
+def _archive_journal(run: RunDirectory) -> None:
+    """Move the journal and the files beside it to ``damaged-N``; after a kill in between the rest follows."""
     files = sorted(run.path.glob(f"{FILE}*"))
     if not files:
         return
@@ -182,12 +183,13 @@ def _set_journal_aside(run: RunDirectory) -> None:
     if files[0].name != FILE and last.is_dir() and not any((last / path.name).exists() for path in files):
         folder = last
     folder.mkdir(exist_ok=True)
-    for path in files:  # the journal first: left without the rest, it would pass for an older one
+    # The journal first: a kill before its -wal follows must not leave one that passes for an older copy.
+    for path in files:
         path.rename(folder / path.name)
 
 
 def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
-    """Bring metrics.jsonl in line with the journal: steps that are not known as trained are reported again, and rows
+    """Bring metrics.jsonl in line with the journal: steps that are not recorded as trained are reported again, and rows
     that were never written (the driver was killed, the disk was full) are in the journal."""
     rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
     with reading(journal) as connection:

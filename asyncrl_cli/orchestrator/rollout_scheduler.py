@@ -1,7 +1,7 @@
 """Training groups on the driver's side: prompts become requests or episodes, rollouts are recorded and judged.
 
-The buffer alone decides how many groups may start and when one is finished; this room keeps the engines as full
-as it allows, and tells the buffer of every token before anything rests on it.
+The buffer alone decides how many groups may start and when one is finished; this file keeps the engines as full
+as it allows, and has the buffer record every token before anything depends on it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RecentFailures:
 
     @property
     def reasons(self) -> list[str]:
-        """Why the groups among them failed that did, the oldest first."""
+        """Why groups among them failed, the oldest first."""
         return list(filter(None, self._recent))
 
     def finished(self) -> None:
@@ -146,6 +146,7 @@ class RolloutScheduler:
                     self._candidates.append(self._prompts.candidate())
                 offered = [self._candidates[index] for index in range(free)]
                 admitted = await self._buffer.admit(offered)
+                # By serial, not by the answer's groups: a buffer that died may have admitted some (decision 0013).
                 while self._candidates and self._candidates[0].serial <= admitted.serial:
                     self._candidates.popleft()
                 for admission in admitted.admissions:
@@ -153,14 +154,14 @@ class RolloutScheduler:
                 await asyncio.sleep(ADMIT_S)
 
     def resume(self, opening: Opening) -> None:
-        """Go on with what the journal knows, at the start."""
+        """Continue from what the journal holds, at the start."""
         self._prompts.resume(opening.serial, opening.loader)
         self.reopened(opening)
 
     def reopened(self, opening: Opening) -> None:
-        """The buffer was opened again: it may have admitted or ended groups without our hearing of it.
+        """The buffer was opened again: it may have admitted or ended groups in a call whose answer was lost.
 
-        Prompts that were offered and not admitted are still ours to offer.
+        Prompts that were offered and not admitted are offered again.
         """
         while self._candidates and self._candidates[0].serial <= opening.serial:
             self._candidates.popleft()
@@ -178,7 +179,8 @@ class RolloutScheduler:
     async def requeue(self, overdue: tuple[int, ...]) -> None:
         """Policy ``requeue``: abandon the groups that hold back a batch and start their prompts again."""
         for old_id, group_id, version in await self._buffer.requeue(overdue):
-            if (old := self._open.pop(old_id, None)) is not None:  # or the buffer was opened again meanwhile
+            if (old := self._open.pop(old_id, None)) is not None:  # None if the buffer was opened again meanwhile
+                # Start first: the cancelled slots are then filled by this group and not by a new one.
                 self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
                 await self._cancel(old_id)
 
@@ -263,7 +265,7 @@ class RolloutScheduler:
         self._spawn(self._settle(rollouts, failed))
 
     async def _settle(self, rollouts: list[Rollout], failed: list[RolloutFailure]) -> None:
-        """Have finished rollouts scored, and tell the buffer of both; of the rollouts first, if scores take long."""
+        """Have finished rollouts scored and recorded."""
         outcomes = [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]
         rollouts = [rollout for rollout in rollouts if group_and_index(rollout.rollout_id)[0] in self._open]
         if rollouts:
@@ -273,6 +275,7 @@ class RolloutScheduler:
             ]
             scoring = asyncio.ensure_future(self._scoring.score(responses))
             if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
+                # Rewards take long: record the tokens now, so that a kill loses none of them (decision 0025).
                 await self._record(rollouts)
             outcomes += [
                 _outcome(rollout.rollout_id, score) for rollout, score in zip(rollouts, await scoring, strict=True)
@@ -289,7 +292,8 @@ class RolloutScheduler:
         return await self._buffer.record(rollouts, segments, outcomes, requests)
 
     async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
-        """Tell the buffer what became of rollouts, and do what follows for their groups."""
+        """Record what became of rollouts, and do what follows for their groups."""
+        # Before anything follows from it: the buffer decides which groups have ended (decision 0013).
         settled = await self._record(rollouts, outcomes=outcomes)
         reasons = {group_and_index(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
         for group_id in settled.finished:
@@ -308,7 +312,7 @@ class RolloutScheduler:
         self.fill()
 
     def _visited(self, group_id: int, settled: Settled) -> None:
-        """A group is not open any more."""
+        """A group has ended."""
         if (admission := self._open.pop(group_id, None)) is not None and (group_id, "failed") not in settled.rejected:
             self._prompts.visited(admission.prompt.uid, group_id in settled.solved)
 
@@ -324,7 +328,7 @@ class RolloutScheduler:
             raise RunError(
                 message,
                 location="rollout",
-                hint="correct that cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or "
+                hint="fix the cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or "
                 "raise rollout.max_failed_share",
             )
         if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
@@ -332,7 +336,7 @@ class RolloutScheduler:
                 f"the last {self.rejected_in_a_row} groups were all rejected, so no batch can be made: "
                 "the rewards in each group are all equal",
                 location="algorithm.uniform_groups",
-                hint="use a task of which the model solves some and not all, or set it to skip, or raise "
+                hint="use a task that the model solves sometimes, or set it to skip, or raise "
                 "pipeline.max_rejected_in_a_row",
             )
 

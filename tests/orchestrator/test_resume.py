@@ -161,7 +161,7 @@ def test_a_run_that_is_done_says_how_to_train_on(run: RunDirectory) -> None:
     record(run, taken=10)
     finish(run)
     error = refused(run)
-    assert error.message == "the run has done its 10 steps"
+    assert error.message == "run already completed 10 of 10 steps"
     assert error.hint.endswith(f"asyncrl resume {run.argument} --steps 20")
     assert start(run, steps=20).kind == "resume"
 
@@ -180,7 +180,7 @@ def test_a_run_that_died_after_its_last_step_goes_on(run: RunDirectory, missing:
 def test_a_run_cannot_end_before_steps_that_it_has_taken(run: RunDirectory) -> None:
     record(run, taken=6, trained=5)
     error = refused(run, steps=5)
-    assert error.message == "the run has taken 6 steps already, more than 5"
+    assert error.message == "the run has taken 6 steps, more than 5"
     assert start(run, steps=6).kind == "resume"
 
 
@@ -414,7 +414,7 @@ def test_steps_before_the_journal_began_count(run: RunDirectory) -> None:
     record(run, taken=4, base=checkpoint.state())
     assert start(run) == Start("resume", "n=1", checkpoint)
     assert metrics(run) == [1, 2, 3, 4]
-    assert refused(run, steps=3).message == "the run has taken 4 steps already, more than 3"
+    assert refused(run, steps=3).message == "the run has taken 4 steps, more than 3"
     record(run, taken=6, trained=5)
     start(run)
     assert metrics(run) == [1, 2, 3, 4, 5]

@@ -64,11 +64,11 @@ def test_data_as_it_was_is_accepted(run: RunDirectory, admitted: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [
-        (edited(3, uid="other"), "the data now has prompt 'other' in its place"),
+        (edited(3, uid="other"), "the data now has prompt 'other' at its position"),
         (edited(3, prompt="another question"), "prompt 'p3' was trained on, and the data now has other contents"),
         (edited(3, answer="5"), "the data now has other contents"),
-        ([*ROWS, ROWS[0] | {"uid": "p9"}], "in its place"),
-        (ROWS[1:], "in its place"),
+        ([*ROWS, ROWS[0] | {"uid": "p9"}], "at its position"),
+        (ROWS[1:], "at its position"),
     ],
 )
 def test_edited_data_is_noticed_before_the_run_goes_on(

@@ -43,7 +43,7 @@ def check_weights_memory(spec: ExperimentSpec, config: Any, size: ModelSize) -> 
     found = f"about {needed / GIB:.1f} GiB needed ({terms}), {available / GIB:.1f} GiB available"
     if needed <= MUCH * available:
         return found
-    location, hint = _blame(spec, max(parts, key=lambda name: parts[name]))
+    location, hint = _key_to_change(spec, max(parts, key=lambda name: parts[name]))
     if needed > TOO_MUCH * available:
         raise ConfigError(f"the run does not fit into memory: {found}", location=location, hint=hint)
     return Finding("memory with weights", "warning", found, hint)
@@ -64,7 +64,7 @@ def _trainer(spec: ExperimentSpec, size: ModelSize) -> int:
     return sum(part * (1 if trainer.zero_stage >= stage else trainer.ranks) for stage, part in kept)
 
 
-def _blame(spec: ExperimentSpec, largest: str) -> tuple[str, str]:
+def _key_to_change(spec: ExperimentSpec, largest: str) -> tuple[str, str]:
     """The key to change, and how."""
     rollout = spec.rollout
     if largest == "key-value caches":
@@ -81,4 +81,4 @@ def _blame(spec: ExperimentSpec, largest: str) -> tuple[str, str]:
         "weights of the engines": "use a smaller model, fewer engines, or rollout.dtype bfloat16",
         "processes": "stop other programs, or lower rollout.engines or trainer.ranks",
     }
-    return location, hints.get(largest, "Use a smaller model, adapters (model.lora), or a higher trainer.zero_stage")
+    return location, hints.get(largest, "use a smaller model, adapters (model.lora), or a higher trainer.zero_stage")

@@ -30,7 +30,7 @@ SPREAD = 1000
 ENOUGH = 100
 """So many prompts tried, all of them too long, and the split is refused though others were not tried."""
 MOST_LAYERS = 1000
-"""More than any model has; building 100,000 takes minutes, even without weights."""
+"""More than any model has. Building 100,000 layers takes minutes, even without weights."""
 SHOWN_CHARACTERS = 1000
 """Of the first prompt."""
 
@@ -52,7 +52,7 @@ def check_saved_model(model: ModelSpec) -> str | Finding:
 
 
 def _check_hub_model(name: str) -> str | Finding:
-    """One quick question, since transformers itself asks six times, for half a minute, before it gives up."""
+    """One quick question, since transformers itself asks six times, for half a minute, before it fails."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -68,7 +68,7 @@ def _check_hub_model(name: str) -> str | Finding:
     except RepositoryNotFoundError:
         hint = "correct its name; a private model needs HF_TOKEN in the environment"
         raise ConfigError(f"the hub has no model {name!r}", location="model.path", hint=hint) from None
-    except Exception as error:  # whatever keeps the hub from answering
+    except Exception as error:  # of the network, in many types
         if cached:
             found = f"{name}, from the cache; the hub does not answer"
             return Finding("model files", "warning", found, "set HF_HUB_OFFLINE=1 to start without asking it")
@@ -194,7 +194,7 @@ def check_prompts(
     """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
 
     How many those are depends on the load of the machine, so what a run leaves out is a warning here, too. Raises
-    ``DataError`` when nothing is left of all prompts, or of ``ENOUGH``, and ``RunError`` for a chat without a template.
+    ``DataError`` when all prompts are left out, or all of ``ENOUGH``, and ``RunError`` for a chat without a template.
     """
     tried = too_long = 0
     unusable: list[DataError] = []

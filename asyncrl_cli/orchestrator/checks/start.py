@@ -62,7 +62,7 @@ class StartChecks:
         thorough: bool = False,
         references: Mapping[tuple[str, ...], str] | None = None,
     ) -> None:
-        """``search_path``: where the user's own modules lie. ``notice`` is told what takes long. ``references``: as
+        """``search_path``: where the user's own modules lie. ``notice`` gets what takes long. ``references``: as
         ``LoadedSpec`` has them; without them a value from the environment would stand in a temporary file."""
         self._spec = spec
         self._search_path = search_path
@@ -87,8 +87,8 @@ class StartChecks:
         self._open.close()
 
     def experiment(self) -> Experiment:
-        """The experiment, ready to run, and warnings told to ``notice``. Raises the first failure, as a mistake of the
-        spec (exit code 2): nothing was started."""
+        """The experiment, ready to run; ``notice`` gets warnings. Raises the first failure, as a mistake of the spec
+        (exit code 2): nothing was started."""
         for check in self._checks():
             try:
                 found = _result(check)
@@ -235,11 +235,11 @@ class StartChecks:
             hint = "`asyncrl doctor` shows whether vLLM can be imported here"
             raise ConfigError(f"vLLM gave no answer within {ENGINE_S:.0f} s", location="rollout", hint=hint) from None
         for line in done.stdout.splitlines():
-            kind, _, said = line.partition(" ")
+            kind, _, answer = line.partition(" ")
             if kind == "ANSWER":
-                return said
+                return answer
             if kind == "MISTAKE":
-                message, location, hint = json.loads(said)
+                message, location, hint = json.loads(answer)
                 raise ConfigError(message, location=location, hint=hint)
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         hint = "`asyncrl doctor` shows whether vLLM can be imported here"
@@ -252,7 +252,7 @@ def _result(check: Check) -> str | Finding:
         return check.look()
     except UserError:
         raise
-    except Exception as error:  # of libraries, for values that nobody has tried
+    except Exception as error:  # of libraries, for unusual values
         message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        hint = "change what the spec says about it, or report this with the spec"
+        hint = "change that part of the spec, or report this with the spec"
         raise ConfigError(message, location=check.name, hint=hint) from error
