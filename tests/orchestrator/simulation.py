@@ -1,5 +1,5 @@
-"""A whole run without Ray, vLLM and DeepSpeed, in one thread: the driver's real code, the real buffer with its journal,
-real checkpoints; engines and trainer ranks that compute next to nothing, and die as ``Fate`` has it.
+"""A complete run without Ray, vLLM and DeepSpeed, in one thread: the driver's real code, the real buffer with its
+journal, real checkpoints; engines and trainer ranks that compute next to nothing, and die as ``Fate`` has it.
 
 A rank's weights are the digests of the batches it was trained on. A token follows from its rollout's seed, its place
 and the weights that sample it, so that every token of a batch can be worked out afterwards from the journal alone.
@@ -122,7 +122,7 @@ class Engine(Actor):
         self._fate = fate
         self._version, self._weights = -1, ("none",)
         self._running: dict[str, tuple[RolloutRequest, Rollout]] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._aborted: dict[str, list[Segment]] = {}
         self._news = asyncio.Event()
 
@@ -141,7 +141,7 @@ class Engine(Actor):
         self._may_die(0.02)
         for request in requests:
             self._running[request.rollout_id] = (request, _joined(request))
-            self._told[request.rollout_id] = request.generated
+            self._reported[request.rollout_id] = request.generated
         self._news.set()
 
     @remote
@@ -174,7 +174,7 @@ class Engine(Actor):
         ]
         for rollout in ended:
             del self._running[rollout.rollout_id]
-        segments = self._untold() if self._fate.random.random() < 0.3 else []
+        segments = self._unreported() if self._fate.random.random() < 0.3 else []
         aborted, self._aborted = self._aborted, {}
         segments += [segment for tail in aborted.values() for segment in tail]
         silent = self._fate.strikes("engine", 0.01)
@@ -189,7 +189,7 @@ class Engine(Actor):
         ids = [token(seed, place, self._weights) for place in places]
         self._running[rollout_id] = (request, _extended(rollout, ids, self._version))
 
-    def _untold(self) -> list[Segment]:
+    def _unreported(self) -> list[Segment]:
         found = []
         for name, (_, rollout) in self._running.items():
             if not name.startswith(EVALUATION):
@@ -197,8 +197,8 @@ class Engine(Actor):
         return found
 
     def _tail(self, name: str, rollout: Rollout) -> list[Segment]:
-        """The tokens of a rollout that nobody has been told of."""
-        start, self._told[name] = self._told[name], len(rollout.ids)
+        """The tokens of a rollout that were not reported yet."""
+        start, self._reported[name] = self._reported[name], len(rollout.ids)
         return rollout.slice(start, None).segments(name, start)
 
     def _may_die(self, chance: float) -> None:

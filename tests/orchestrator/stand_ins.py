@@ -43,18 +43,18 @@ LIMIT_S = 60.0
 
 
 def run(test: Coroutine[Any, Any, T]) -> T:
-    """Run a test to its end, in a loop of its own."""
+    """Run a test to its end, in its own event loop."""
     return asyncio.run(asyncio.wait_for(test, LIMIT_S))
 
 
 async def turns(count: int = 10) -> None:
-    """Let everything that can go on go on."""
+    """Let everything that can proceed do so."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 class Actor:
-    """Calls begin in their order, and go on when nobody waits for them any more. After ``die`` every call fails, also
+    """Calls begin in their order, and continue when their caller has gone. After ``die`` every call fails, also
     one that is under way."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Actor:
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # nobody may be waiting, which is no reason to complain
+        answer.exception()  # retrieved: there may be no waiter
 
 
 class RemoteMethod:
@@ -153,7 +153,7 @@ class StandInGateway(Actor):
 
 
 class StandInEngine(Actor):
-    """Records what it is told; ``deliver`` says what ``collect`` brings."""
+    """Records its calls; ``deliver`` says what ``collect`` brings."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -189,7 +189,7 @@ def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "shown"),
     [
         (ValueError("block_size must be a multiple of 8"), "engine-1: ValueError: block_size must be a multiple of 8"),
         (
@@ -198,13 +198,13 @@ def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
         ),
     ],
 )
-def test_an_error_that_would_come_back_is_not_retried(error: Exception, said: str, killed: list[Any]) -> None:
+def test_an_error_that_would_come_back_is_not_retried(error: Exception, shown: str, killed: list[Any]) -> None:
     def fails(actor: EngineActor) -> None:
         if actor.name == "engine-1":
             raise error
 
     factory, notes = Factory(fails), Notes()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=shown):
         started(factory, Trainers(), notes=notes)
     assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "none was started a second time"
     assert notes == []

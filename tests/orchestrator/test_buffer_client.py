@@ -23,7 +23,7 @@ CANDIDATES = [
 ]
 
 
-class Scene:
+class Harness:
     """A client of an open buffer, and what it tells."""
 
     def __init__(self, path: Path, max_restarts: int) -> None:
@@ -34,17 +34,17 @@ class Scene:
         self.client.on_reopen = self.reopened.append
 
 
-Test = Callable[[Scene], Awaitable[None]]
+Test = Callable[[Harness], Awaitable[None]]
 
 
 def play(path: Path, test: Test, max_restarts: int = 10) -> None:
     async def opened() -> None:
-        scene = Scene(path, max_restarts)
-        await scene.client.open("train", "", None)
+        harness = Harness(path, max_restarts)
+        await harness.client.open("train", "", None)
         try:
-            await test(scene)
+            await test(harness)
         finally:
-            scene.actors.last.die()
+            harness.actors.last.die()
 
     run(opened())
 
@@ -56,10 +56,10 @@ async def admit(client: BufferClient, first: int, count: int) -> list[int]:
 
 
 def test_answers_are_passed_on(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        assert await admit(scene.client, 0, 3) == [0, 1, 2]
-        assert await admit(scene.client, 0, 9) == [3]
-        assert (len(scene.actors.made), scene.reopened, scene.notes) == (1, [], [])
+    async def test(harness: Harness) -> None:
+        assert await admit(harness.client, 0, 3) == [0, 1, 2]
+        assert await admit(harness.client, 0, 9) == [3]
+        assert (len(harness.actors.made), harness.reopened, harness.notes) == (1, [], [])
 
     play(tmp_path, test)
 
@@ -68,20 +68,20 @@ def test_answers_are_passed_on(tmp_path: Path) -> None:
 def test_a_call_that_died_is_made_again_after_the_driver_heard_of_the_opening(
     tmp_path: Path, does_it_first: bool
 ) -> None:
-    async def test(scene: Scene) -> None:
-        await admit(scene.client, 0, 1)
-        first = scene.actors.last
+    async def test(harness: Harness) -> None:
+        await admit(harness.client, 0, 1)
+        first = harness.actors.last
         first.dies_at, first.does_it_first = "admit", does_it_first
-        admitted = asyncio.create_task(admit(scene.client, 1, 2))
+        admitted = asyncio.create_task(admit(harness.client, 1, 2))
         heard: list[int] = []
-        scene.client.on_reopen = lambda opening: heard.extend(
+        harness.client.on_reopen = lambda opening: heard.extend(
             group.admission.group_id for group in opening.groups if not admitted.done()
         )
         # Groups of which the answer got lost are in the opening; the others are in the answer.
         assert (await admitted, heard) == (([], [0, 1, 2]) if does_it_first else ([1, 2], [0]))
-        assert await admit(scene.client, 3, 9) == [3]
-        assert scene.notes == [("buffer", "buffer", "the process died")]
-        assert len(scene.actors.made) == 2
+        assert await admit(harness.client, 3, 9) == [3]
+        assert harness.notes == [("buffer", "buffer", "the process died")]
+        assert len(harness.actors.made) == 2
 
     play(tmp_path, test)
 
@@ -124,20 +124,20 @@ def test_calls_wait_until_the_journal_is_open(tmp_path: Path) -> None:
 
 
 def test_callers_that_lose_the_same_buffer_replace_it_once(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        scene.actors.last.dies_at = "admit"
-        admitting = [admit(scene.client, index, 1) for index in range(3)]
-        answers = await asyncio.gather(*admitting, scene.client.fallback(0), scene.client.fallback(0))
+    async def test(harness: Harness) -> None:
+        harness.actors.last.dies_at = "admit"
+        admitting = [admit(harness.client, index, 1) for index in range(3)]
+        answers = await asyncio.gather(*admitting, harness.client.fallback(0), harness.client.fallback(0))
         assert answers[:3] == [[0], [1], [2]]
-        assert len(scene.actors.made) == 2
-        assert len(scene.reopened) == len(scene.notes) == 1
+        assert len(harness.actors.made) == 2
+        assert len(harness.reopened) == len(harness.notes) == 1
 
     play(tmp_path, test)
 
 
 def test_a_buffer_that_dies_while_it_opens_is_replaced_like_any_other(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        make, broken = scene.client._buffer._make, 2
+    async def test(harness: Harness) -> None:
+        make, broken = harness.client._buffer._make, 2
 
         def make_broken() -> object:
             nonlocal broken
@@ -147,25 +147,25 @@ def test_a_buffer_that_dies_while_it_opens_is_replaced_like_any_other(tmp_path: 
                 actor.dies_at, actor.does_it_first = "open", True
             return actor
 
-        scene.client._buffer._make = make_broken
-        scene.actors.last.dies_at = "admit"
-        assert await admit(scene.client, 0, 2) == [0, 1]
-        assert len(scene.actors.made) == 4
-        assert len(scene.notes) == 3
-        assert [opening.serial for opening in scene.reopened] == [0], "only of the one that opened"
+        harness.client._buffer._make = make_broken
+        harness.actors.last.dies_at = "admit"
+        assert await admit(harness.client, 0, 2) == [0, 1]
+        assert len(harness.actors.made) == 4
+        assert len(harness.notes) == 3
+        assert [opening.serial for opening in harness.reopened] == [0], "only of the one that opened"
 
     play(tmp_path, test)
 
 
 def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(harness: Harness) -> None:
         for _ in range(2):
-            scene.actors.last.die()
-            await scene.client.fallback(0)
-        scene.actors.last.die()
+            harness.actors.last.die()
+            await harness.client.fallback(0)
+        harness.actors.last.die()
         with pytest.raises(RunError, match=r"restarted 2 times in 6 hours, .* the first cause: buffer: the proc"):
-            await scene.client.fallback(0)
-        assert len(scene.notes) == 3
+            await harness.client.fallback(0)
+        assert len(harness.notes) == 3
 
     play(tmp_path, test, max_restarts=2)
 
@@ -194,28 +194,28 @@ def test_a_buffer_that_never_comes_up_again_ends_the_run_though_it_records_the_r
 
 
 def test_a_fault_of_the_journal_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(harness: Harness) -> None:
         def full(*_: object) -> None:
             raise JournalError("the journal failed: database or disk is full")
 
         monkeypatch.setattr("asyncrl_cli.buffer.journal.Journal.commit", full)
         for _ in range(2):
             with pytest.raises(JournalError, match="disk is full"):
-                await admit(scene.client, 0, 1)
-        assert len(scene.actors.made) == 1
+                await admit(harness.client, 0, 1)
+        assert len(harness.actors.made) == 1
 
     play(tmp_path, test)
 
 
 def test_a_journal_that_cannot_be_opened_again_ends_the_run(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await admit(scene.client, 0, 1)
-        scene.actors.last.die()
+    async def test(harness: Harness) -> None:
+        await admit(harness.client, 0, 1)
+        harness.actors.last.die()
         journal = tmp_path / "journal.db"
         whole = journal.read_bytes()
         journal.write_bytes(b"no database " * 2000)
         with pytest.raises(JournalError, match="not a database"):
-            await admit(scene.client, 1, 1)
+            await admit(harness.client, 1, 1)
         journal.write_bytes(whole)
 
     play(tmp_path, test)

@@ -1,4 +1,4 @@
-"""Saving while a run goes on: whole or not at all, and the driver's loop never waits for a disk."""
+"""Saving during a run: completely or not at all, and the driver's loop never waits for a disk."""
 
 from __future__ import annotations
 

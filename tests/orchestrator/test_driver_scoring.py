@@ -1,4 +1,4 @@
-"""Scoring goes on whatever befalls the scorer: first with stand-ins for the actor, then with real ones."""
+"""Scoring continues whatever happens to the scorer: first with stand-ins for the actor, then with real ones."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def dies_of(deadly: str, texts: list[str]) -> list[Any]:
 
 
 class Notes(list[tuple[str, str, str]]):
-    """What becomes durable of faults."""
+    """Faults that become durable."""
 
     def budget(self, max_restarts: int = 10) -> RestartBudget:
         return RestartBudget(max_restarts, self._record, lambda text: None)

@@ -40,7 +40,7 @@ class LoadingEngine(StandInEngine):
 
 
 class FailingProcess(StandInProcess):
-    """Can be told to fail at its next starts, or to start engines that serve something else."""
+    """Can be made to fail at its next starts, or to start engines that serve something else."""
 
     def __init__(self, name: str, budget: RestartBudget) -> None:
         self.offs: list[float] = []
@@ -58,7 +58,7 @@ class FailingProcess(StandInProcess):
             raise ActorLost("it does not start", location=self.name)
 
 
-class Scene:
+class Harness:
     """Engines under a keeper, with a trainer that has published version 0."""
 
     def __init__(self, engines: int, max_restarts: int) -> None:
@@ -89,15 +89,15 @@ class Scene:
 
 
 @asynccontextmanager
-async def kept(engines: int, max_restarts: int = 10) -> AsyncIterator[Scene]:
+async def kept(engines: int, max_restarts: int = 10) -> AsyncIterator[Harness]:
     """Kept engines that serve version 0."""
-    scene = Scene(engines, max_restarts)
+    harness = Harness(engines, max_restarts)
     async with asyncio.TaskGroup() as tasks:
-        keeping = [tasks.create_task(scene.keeper.keep(engine)) for engine in scene.client.engines]
-        await scene.publish(0)
+        keeping = [tasks.create_task(harness.keeper.keep(engine)) for engine in harness.client.engines]
+        await harness.publish(0)
         for _ in keeping:
-            await scene.serving.acquire()
-        yield scene
+            await harness.serving.acquire()
+        yield harness
         for task in keeping:
             task.cancel()
 
@@ -109,15 +109,15 @@ def ended_by(error: ExceptionGroup[Exception]) -> Exception:
 
 def test_engines_prove_the_weights_before_they_get_a_request() -> None:
     async def check() -> None:
-        scene = Scene(1, 0)
-        await scene.ask("a")
-        keeping = asyncio.create_task(scene.keeper.keep(scene.client.engines[0]))
+        harness = Harness(1, 0)
+        await harness.ask("a")
+        keeping = asyncio.create_task(harness.keeper.keep(harness.client.engines[0]))
         for _ in range(10):
             await asyncio.sleep(0)
-        (engine,) = scene.processes[0].made
+        (engine,) = harness.processes[0].made
         assert (engine.loaded, engine.ids) == ([], [])
-        await scene.publish(0)
-        await scene.serving.acquire()
+        await harness.publish(0)
+        await harness.serving.acquire()
         await turns()
         assert (engine.loaded, engine.ids) == ([0], ["a"])
         keeping.cancel()
@@ -125,91 +125,91 @@ def test_engines_prove_the_weights_before_they_get_a_request() -> None:
     run(check())
 
 
-def test_a_dead_engine_is_started_again_while_the_other_goes_on_with_its_requests() -> None:
+def test_a_dead_engine_is_started_again_while_the_other_continues_its_requests() -> None:
     async def check() -> None:
-        async with kept(2) as scene:
-            first, second = (process.actor for process in scene.processes)
-            await scene.ask("a", "b")
+        async with kept(2) as harness:
+            first, second = (process.actor for process in harness.processes)
+            await harness.ask("a", "b")
             await first.deliver(segments=[segment("a", 0, 3)])
             first.die()
-            await scene.serving.acquire()
-            assert scene.notes == [("engine", "engine-0", "the process died")]
+            await harness.serving.acquire()
+            assert harness.notes == [("engine", "engine-0", "the process died")]
             assert second.ids == ["b", "a"]
             assert [(part.start, part.end) for part in second.submitted[-1].prefix] == [(0, 3)]
-            restarted = scene.processes[0].actor
+            restarted = harness.processes[0].actor
             assert (restarted.loaded, restarted.ids) == ([0], [])
-            await scene.ask("c")
+            await harness.ask("c")
             assert restarted.ids == ["c"], "it serves again"
             await second.deliver(rollout("a"), rollout("b"))
             await restarted.deliver(rollout("c"))
-            assert scene.ended == ["a", "b", "c"]
+            assert harness.ended == ["a", "b", "c"]
 
     run(check())
 
 
-def test_the_only_engine_goes_on_with_its_own_requests_under_the_present_weights() -> None:
+def test_the_only_engine_continues_its_own_requests_under_the_present_weights() -> None:
     async def check() -> None:
-        async with kept(1) as scene:
-            await scene.ask("a")
-            await scene.publish(1)
-            await scene.processes[0].actor.deliver(segments=[segment("a", 0, 2, version=1)])
-            scene.processes[0].actor.put(activity=EngineActivity(silent_s=601.0))
-            await scene.serving.acquire()
+        async with kept(1) as harness:
+            await harness.ask("a")
+            await harness.publish(1)
+            await harness.processes[0].actor.deliver(segments=[segment("a", 0, 2, version=1)])
+            harness.processes[0].actor.put(activity=EngineActivity(silent_s=601.0))
+            await harness.serving.acquire()
             await turns()
-            old, new = scene.processes[0].made
+            old, new = harness.processes[0].made
             assert old.dead, "one that hangs is ended before another takes its place"
             assert (old.loaded, new.loaded) == ([0, 1], [1])
             assert [(part.start, part.end, part.version) for part in new.submitted[0].prefix] == [(0, 2, 1)]
-            assert scene.notes[0][2] == "it has generated no token for 601 s"
+            assert harness.notes[0][2] == "it has generated no token for 601 s"
 
     run(check())
 
 
 def test_an_engine_that_does_not_load_new_weights_is_replaced() -> None:
     async def check() -> None:
-        async with kept(2) as scene:
-            await scene.ask("a")
-            scene.processes[0].actor.off = 1.0
-            await scene.publish(1)
-            assert [engine.name for engine in scene.client.serving()] == ["engine-1"]
-            await scene.serving.acquire()
-            ((kind, name, cause),) = scene.notes
+        async with kept(2) as harness:
+            await harness.ask("a")
+            harness.processes[0].actor.off = 1.0
+            await harness.publish(1)
+            assert [engine.name for engine in harness.client.serving()] == ["engine-1"]
+            await harness.serving.acquire()
+            ((kind, name, cause),) = harness.notes
             assert (kind, name) == ("engine", "engine-0")
             assert cause.startswith("it does not serve weight version 1")
-            assert scene.processes[0].actor.loaded == [1]
-            assert scene.processes[1].actor.ids == ["a"]
+            assert harness.processes[0].actor.loaded == [1]
+            assert harness.processes[1].actor.ids == ["a"]
 
     run(check())
 
 
 def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
     async def check() -> None:
-        async with kept(1) as scene:
-            await scene.ask("a")
-            scene.processes[0].failing_starts = 1
-            scene.processes[0].actor.die()
-            await scene.serving.acquire()
-            causes = [cause.split(":")[0] for _, _, cause in scene.notes]
+        async with kept(1) as harness:
+            await harness.ask("a")
+            harness.processes[0].failing_starts = 1
+            harness.processes[0].actor.die()
+            await harness.serving.acquire()
+            causes = [cause.split(":")[0] for _, _, cause in harness.notes]
             assert causes == ["the process died", "it does not start"]
-            scene.processes[0].offs = [1.0]
-            scene.processes[0].actor.die()
-            await scene.serving.acquire()
-            assert [cause.split(":")[0] for _, _, cause in scene.notes[2:]] == [
+            harness.processes[0].offs = [1.0]
+            harness.processes[0].actor.die()
+            await harness.serving.acquire()
+            assert [cause.split(":")[0] for _, _, cause in harness.notes[2:]] == [
                 "the process died",
                 "it does not serve weight version 0",
             ]
             await turns()
-            assert scene.processes[0].actor.ids == ["a"], "the request has come through all of that"
+            assert harness.processes[0].actor.ids == ["a"], "the request has come through all of that"
 
     run(check())
 
 
 def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
     async def check() -> None:
-        async with kept(2, max_restarts=1) as scene:
-            scene.client.mark_dead("engine-1", "it is slow")
-            await scene.serving.acquire()
-            scene.processes[0].actor.die()
+        async with kept(2, max_restarts=1) as harness:
+            harness.client.mark_dead("engine-1", "it is slow")
+            await harness.serving.acquire()
+            harness.processes[0].actor.die()
             await asyncio.get_running_loop().create_future()
 
     with pytest.raises(ExceptionGroup) as error:
@@ -221,16 +221,16 @@ def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
 
 def test_while_the_trainer_is_lost_a_restarted_engine_waits_for_its_weights() -> None:
     async def check() -> None:
-        async with kept(2) as scene:
-            scene.publisher.lost()
-            scene.processes[0].actor.die()
-            while len(scene.processes[0].made) < 2:
+        async with kept(2) as harness:
+            harness.publisher.lost()
+            harness.processes[0].actor.die()
+            while len(harness.processes[0].made) < 2:
                 await asyncio.sleep(0)
-            await scene.ask("a")
-            assert scene.processes[1].actor.ids == ["a"]
-            await scene.publish(0)
-            await scene.serving.acquire()
-            assert [actor.loaded for actor in scene.processes[0].made] == [[0], [0]]
-            assert scene.processes[1].actor.loaded == [0]
+            await harness.ask("a")
+            assert harness.processes[1].actor.ids == ["a"]
+            await harness.publish(0)
+            await harness.serving.acquire()
+            assert [actor.loaded for actor in harness.processes[0].made] == [[0], [0]]
+            assert harness.processes[1].actor.loaded == [0]
 
     run(check())

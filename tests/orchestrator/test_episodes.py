@@ -1,4 +1,4 @@
-"""Episodes from the driver: what is kept from one playing to the next, what is tried again, and what it comes to."""
+"""Episodes from the driver: what is kept from one running to the next, what is tried again, and what it comes to."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Model:
         )
 
 
-class Scene:
+class Harness:
     """Episodes whose playings are these agents, one after another."""
 
     def __init__(self, *agents: Agent, retries: int = 2, **limits: Any) -> None:
@@ -102,8 +102,8 @@ class Scene:
         return self.model.generate(*arguments)
 
     @asynccontextmanager
-    async def slot(self, apart: bool) -> AsyncIterator[Any]:
-        self.apart = apart
+    async def slot(self, isolated: bool) -> AsyncIterator[Any]:
+        self.isolated = isolated
         yield self.play
 
     async def play_at(self, name: str) -> Played:
@@ -112,7 +112,7 @@ class Scene:
     async def play(self, name: str, prompt: Prompt, access: ModelAccess) -> Played:
         url = f"http://host:7/sessions/{quote(name, safe='')}/v1"
         assert access == ModelAccess(url, session_key(SECRET, name), "policy", "12-3")
-        self.played.append((name, self.apart))
+        self.played.append((name, self.isolated))
         return await self.play_at(name)
 
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
@@ -149,52 +149,52 @@ def failed(reason: str, retry: Retry) -> Played:
 
 def test_an_episode_is_one_rollout_with_its_score() -> None:
     async def test() -> None:
-        scene = Scene(turns(2))
-        rollout, score = await scene.run()
+        harness = Harness(turns(2))
+        rollout, score = await harness.run()
         assert score == FINE.score
         assert rollout is not None and rollout.rollout_id == "12-3" and rollout.prompt_ids == ()
         assert rollout.versions.tolist() == [CONTEXT] * 5 + [3] * 5 + [CONTEXT] * 6 + [3] * 5
-        assert np.array_equal(TokenSequence.join(scene.segments).ids, rollout.ids), "all of it is recorded"
-        assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1"]
-        assert {request.priority for request in scene.model.asked} == {12}
-        assert {request.sampling.max_tokens for request in scene.model.asked} == {8}
-        assert len(scene.sessions) == scene.episodes.resting == 0
+        assert np.array_equal(TokenSequence.join(harness.segments).ids, rollout.ids), "all of it is recorded"
+        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1"]
+        assert {request.priority for request in harness.model.asked} == {12}
+        assert {request.sampling.max_tokens for request in harness.model.asked} == {8}
+        assert len(harness.sessions) == harness.episodes.resting == 0
 
     run(test())
 
 
-@pytest.mark.parametrize(("retry", "apart"), [(Retry.RESUME, False), (Retry.ISOLATED, True)])
-def test_what_was_generated_is_kept_when_the_process_was_lost(retry: Retry, apart: bool) -> None:
+@pytest.mark.parametrize(("retry", "isolated"), [(Retry.RESUME, False), (Retry.ISOLATED, True)])
+def test_what_was_generated_is_kept_when_the_process_was_lost(retry: Retry, isolated: bool) -> None:
     async def test() -> None:
-        whole, _ = await Scene(turns(3)).run()
-        scene = Scene(turns(2, failed("lost", retry)), turns(3), retries=0)
-        rollout, score = await scene.run()
+        expected, _ = await Harness(turns(3)).run()
+        harness = Harness(turns(2, failed("lost", retry)), turns(3), retries=0)
+        rollout, score = await harness.run()
         assert score == FINE.score
-        assert rollout is not None and whole is not None
-        assert np.array_equal(rollout.ids, whole.ids)
-        assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
-        assert scene.played == [("12-3", False), ("12-3~1", apart)]
+        assert rollout is not None and expected is not None
+        assert np.array_equal(rollout.ids, expected.ids)
+        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
+        assert harness.played == [("12-3", False), ("12-3~1", isolated)]
 
     run(test())
 
 
-def test_a_reply_that_was_under_way_goes_on() -> None:
+def test_a_reply_that_was_under_way_continues() -> None:
     async def test() -> None:
         async def lost(session: Session) -> Played:
-            scene.model.held.clear()
+            harness.model.held.clear()
             talking = asyncio.ensure_future(turns(1)(session))
-            while not scene.model.asked:
+            while not harness.model.asked:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             talking.cancel()
             await asyncio.gather(talking, return_exceptions=True)
-            scene.model.held.set()
+            harness.model.held.set()
             return failed("lost", Retry.RESUME)
 
-        scene = Scene(lost, turns(1))
-        rollout, _ = await scene.run()
+        harness = Harness(lost, turns(1))
+        rollout, _ = await harness.run()
         assert rollout is not None
-        first, second = scene.model.asked
+        first, second = harness.model.asked
         assert (first.generated, second.generated) == (0, 2)
 
     run(test())
@@ -202,32 +202,32 @@ def test_a_reply_that_was_under_way_goes_on() -> None:
 
 def test_an_agent_that_fails_is_tried_again_with_other_numbers() -> None:
     async def test() -> None:
-        scene = Scene(*(turns(1, failed(f"reason {attempt}", Retry.RESTART)) for attempt in range(3)), retries=2)
-        _, score = await scene.run()
+        harness = Harness(*(turns(1, failed(f"reason {attempt}", Retry.RESTART)) for attempt in range(3)), retries=2)
+        _, score = await harness.run()
         assert score == RewardFailure("reason 2"), "the last reason is kept"
-        assert len({request.sampling.seed for request in scene.model.asked}) == 3
-        assert [request.generated for request in scene.model.asked] == [0, 0, 0]
-        assert [name for name, _ in scene.played] == ["12-3", "12-3~1", "12-3~2"]
+        assert len({request.sampling.seed for request in harness.model.asked}) == 3
+        assert [request.generated for request in harness.model.asked] == [0, 0, 0]
+        assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
 
     run(test())
 
 
 def test_what_has_its_time_is_not_tried_again() -> None:
     async def test() -> None:
-        scene = Scene(turns(1, failed("late", Retry.NONE)))
-        assert (await scene.run())[1] == RewardFailure("late")
+        harness = Harness(turns(1, failed("late", Retry.NONE)))
+        assert (await harness.run())[1] == RewardFailure("late")
 
     run(test())
 
 
 def test_what_an_earlier_driver_recorded_is_not_generated_again() -> None:
     async def test() -> None:
-        before = Scene(turns(2))
-        whole, _ = await before.run()
-        again = Scene(turns(3))
+        before = Harness(turns(2))
+        expected, _ = await before.run()
+        again = Harness(turns(3))
         rollout, _ = await again.run(recorded={0: tuple(before.segments)})
-        assert rollout is not None and whole is not None
-        assert np.array_equal(rollout.ids[: len(whole.ids)], whole.ids)
+        assert rollout is not None and expected is not None
+        assert np.array_equal(rollout.ids[: len(expected.ids)], expected.ids)
         assert [request.rollout_id for request in again.model.asked] == ["12-3/2"]
 
     run(test())
@@ -244,11 +244,11 @@ def test_branches_are_kept_too() -> None:
         return failed("lost", Retry.RESUME)
 
     async def test() -> None:
-        scene = Scene(lost, other_histories)
-        rollout, _ = await scene.run()
+        harness = Harness(lost, other_histories)
+        rollout, _ = await harness.run()
         assert rollout is not None
         assert [one.rollout_id for one in rollout.sequences] == ["12-3", "12-3.1", "12-3.2"]
-        assert len(scene.model.asked) == 3, "none is sampled again"
+        assert len(harness.model.asked) == 3, "none is sampled again"
 
     run(test())
 
@@ -260,10 +260,10 @@ def test_without_a_reply_there_is_no_rollout() -> None:
         return FINE
 
     async def test() -> None:
-        rollout, score = await Scene(turns(0)).run()
+        rollout, score = await Harness(turns(0)).run()
         assert rollout is None
         assert score == RewardFailure("the episode of prompt 'row/1' got no reply of the model")
-        _, score = await Scene(too_long).run()
+        _, score = await Harness(too_long).run()
         assert isinstance(score, RewardFailure) and "maximum context length is 200 tokens" in score.reason
 
     run(test())
@@ -271,11 +271,11 @@ def test_without_a_reply_there_is_no_rollout() -> None:
 
 def test_without_a_score_the_last_reply_is_judged() -> None:
     async def test() -> None:
-        scene = Scene(turns(2, Played(None)))
-        rollout, score = await scene.run()
+        harness = Harness(turns(2, Played(None)))
+        rollout, score = await harness.run()
         assert score == Scored(0.5)
         assert rollout is not None
-        assert scene.judged == [(PROMPT, CHAT.decode(rollout.ids[-5:].tolist()), True)]
+        assert harness.judged == [(PROMPT, CHAT.decode(rollout.ids[-5:].tolist()), True)]
 
     run(test())
 
@@ -283,47 +283,49 @@ def test_without_a_score_the_last_reply_is_judged() -> None:
 def test_a_cancelled_episode_leaves_no_session() -> None:
     async def test() -> None:
         async def waits(session: Session) -> Played:
-            scene.model.held.clear()
+            harness.model.held.clear()
             return await turns(1)(session)
 
-        scene = Scene(waits)
-        playing = asyncio.ensure_future(scene.run())
-        while not scene.model.asked:
+        harness = Harness(waits)
+        running = asyncio.ensure_future(harness.run())
+        while not harness.model.asked:
             await asyncio.sleep(0)
-        assert scene.episodes.resting == 0, "it asks for something"
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        assert len(scene.sessions) == 0
+        assert harness.episodes.resting == 0, "it asks for something"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert len(harness.sessions) == 0
         with pytest.raises(SessionError, match="has ended"):
-            scene.sessions.get("12-3")
+            harness.sessions.get("12-3")
 
     run(test())
 
 
-def test_a_gateway_that_dies_is_replaced_and_its_episodes_go_on() -> None:
+def test_a_gateway_that_dies_is_replaced_and_its_episodes_continue() -> None:
     async def test() -> None:
-        whole, _ = await Scene(turns(3)).run()
+        expected, _ = await Harness(turns(3)).run()
 
         async def killed(session: Session) -> Played:
             await turns(2)(session)
             await turns_of_the_loop(20)  # the driver has heard of it
-            scene.actors[-1].die()
+            harness.actors[-1].die()
             return await asyncio.Event().wait()  # type: ignore[return-value]
 
         async def fails_with_it(session: Session) -> Played:
             await turns(2)(session)
-            scene.actors[-1].die()
+            harness.actors[-1].die()
             return failed("no connection", Retry.RESTART)
 
-        scene = Scene(killed, fails_with_it, turns(3), retries=0)
-        rollout, score = await scene.run()
+        harness = Harness(killed, fails_with_it, turns(3), retries=0)
+        rollout, score = await harness.run()
         assert score == FINE.score
-        assert rollout is not None and whole is not None
-        assert np.array_equal(rollout.ids, whole.ids)
-        assert np.array_equal(rollout.logprobs, whole.logprobs) and np.array_equal(rollout.versions, whole.versions)
-        assert [request.rollout_id for request in scene.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
-        assert [name for name, _ in scene.played] == ["12-3", "12-3~1", "12-3~2"]
-        assert scene.faults == ["gateway: the process died"] * 2
+        assert rollout is not None and expected is not None
+        assert np.array_equal(rollout.ids, expected.ids)
+        assert np.array_equal(rollout.logprobs, expected.logprobs) and np.array_equal(
+            rollout.versions, expected.versions
+        )
+        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
+        assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
+        assert harness.faults == ["gateway: the process died"] * 2
 
     run(test())
 
@@ -331,12 +333,12 @@ def test_a_gateway_that_dies_is_replaced_and_its_episodes_go_on() -> None:
 def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
     async def test() -> None:
         async def killed(session: Session) -> Played:
-            scene.actors[-1].die()
+            harness.actors[-1].die()
             return FINE
 
-        scene = Scene(killed, killed, max_restarts=1)
+        harness = Harness(killed, killed, max_restarts=1)
         with pytest.raises(RunError, match="gateway: restarted 1 times"):
-            await scene.run()
+            await harness.run()
 
     run(test())
 
@@ -344,31 +346,31 @@ def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
 def test_what_was_asked_for_by_a_gateway_that_died_is_not_generated_any_more() -> None:
     async def test() -> None:
         async def killed(session: Session) -> Played:
-            scene.model.held.clear()
+            harness.model.held.clear()
             asyncio.ensure_future(turns(1)(session)).add_done_callback(
                 lambda task: task.cancelled() or task.exception()
             )
-            while not scene.model.asked:
+            while not harness.model.asked:
                 await asyncio.sleep(0)
-            scene.actors[-1].die()
+            harness.actors[-1].die()
             return await asyncio.Event().wait()  # type: ignore[return-value]
 
-        async def goes_on(session: Session) -> Played:
-            assert scene.episodes.resting == 1, "nothing is asked for"
-            scene.model.held.set()
+        async def continues(session: Session) -> Played:
+            assert harness.episodes.resting == 1, "nothing is asked for"
+            harness.model.held.set()
             return await turns(1)(session)
 
-        scene = Scene(killed, goes_on)
-        rollout, _ = await scene.run()
+        harness = Harness(killed, continues)
+        rollout, _ = await harness.run()
         assert rollout is not None
-        first, second = scene.model.asked
+        first, second = harness.model.asked
         assert first.rollout_id == second.rollout_id
-        assert (first.generated, second.generated) == (0, 0), "what it had was not told yet"
+        assert (first.generated, second.generated) == (0, 0), "its tokens were not reported yet"
 
     run(test())
 
 
-def test_what_is_recorded_grows_without_being_copied_and_what_is_told_again_replaces_it() -> None:
+def test_what_is_recorded_grows_without_being_copied_and_what_is_reported_again_replaces_it() -> None:
     looked = 0
 
     class Counted:

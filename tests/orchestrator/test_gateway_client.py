@@ -54,13 +54,13 @@ class HeldGateway(StandInGateway):
         await self.inner.tell(orders)
 
 
-class Scene:
+class Harness:
     """A client with its actor."""
 
     def __init__(self) -> None:
         self.actor = HeldGateway()
         self.model = Model()
-        self.told: list[Segment] = []
+        self.segments: list[Segment] = []
         budget = RestartBudget(0, self._record, lambda _: None)
         setup = GatewaySetup(spec(), lambda: CHAT, "policy", b"secret")
         self.client = GatewayClient(setup, lambda: self.actor, self.model.generate, budget)
@@ -70,17 +70,17 @@ class Scene:
 
     def session(self, name: str) -> Any:
         opening = SessionOpening(name, name.partition("~")[0], SAMPLING, Limits(200, 8))
-        return self.client.session(opening, self.told.extend, self.model.generate)
+        return self.client.session(opening, self.segments.extend, self.model.generate)
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Scene]:
-    scene = Scene()
+async def running() -> AsyncIterator[Harness]:
+    harness = Harness()
     with patch("ray.kill"):
-        await scene.client.start()
-        keeping = asyncio.create_task(scene.client.keep())
+        await harness.client.start()
+        keeping = asyncio.create_task(harness.client.keep())
         try:
-            yield scene
+            yield harness
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -88,12 +88,12 @@ async def running() -> AsyncIterator[Scene]:
 
 def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
     async def test() -> None:
-        async with running() as scene:
-            scene.actor.let.clear()
+        async with running() as harness:
+            harness.actor.let.clear()
             entered: list[RemoteSession] = []
 
             async def enter(name: str) -> None:
-                async with scene.session(name) as session:
+                async with harness.session(name) as session:
                     entered.append(session)
                     await asyncio.Event().wait()
 
@@ -101,12 +101,12 @@ def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
             await turns()
             others = [asyncio.create_task(enter(f"1-{place}")) for place in (1, 2)]
             await turns()
-            assert len(scene.actor.tells) == 1 and not entered
-            scene.actor.let.set()
+            assert len(harness.actor.tells) == 1 and not entered
+            harness.actor.let.set()
             await turns()
-            scene.actor.let.clear()
-            assert [len(orders.sessions) for orders in scene.actor.tells] == [1, 2], "what waits goes together"
-            assert len(entered) == len(scene.actor.sessions) == 3
+            harness.actor.let.clear()
+            assert [len(orders.sessions) for orders in harness.actor.tells] == [1, 2], "what waits goes together"
+            assert len(entered) == len(harness.actor.sessions) == 3
             for task in (first, *others):
                 task.cancel()
 
@@ -115,40 +115,40 @@ def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
 
 def test_a_session_that_is_given_up_leaves_nothing_and_its_name_can_be_used_again() -> None:
     async def test() -> None:
-        async with running() as scene:
-            scene.model.held.clear()
-            async with scene.session("1-0"):
-                call = asyncio.create_task(scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
-                while not scene.model.asked:
+        async with running() as harness:
+            harness.model.held.clear()
+            async with harness.session("1-0"):
+                call = asyncio.create_task(harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
+                while not harness.model.asked:
                     await asyncio.sleep(0)
-            async with scene.session("1-0") as second:
+            async with harness.session("1-0") as second:
                 await asyncio.gather(call, return_exceptions=True)
                 assert "has ended" in str(call.exception())
-                scene.model.held.set()
-                (reply,) = await scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
+                harness.model.held.set()
+                (reply,) = await harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
                 end = await second.finish()
             assert end.rollout is not None and end.last_text == reply.text
-            assert [one.rollout_id for one in scene.model.asked] == ["1-0/0", "1-0/0"]
-            assert len(scene.actor.sessions) == 0
+            assert [one.rollout_id for one in harness.model.asked] == ["1-0/0", "1-0/0"]
+            assert len(harness.actor.sessions) == 0
 
     run(test())
 
 
-def test_an_error_that_nobody_foresaw_costs_its_call() -> None:
+def test_an_unexpected_error_costs_its_call() -> None:
     async def test() -> None:
-        async with running() as scene:
-            generate = scene.model.generate
+        async with running() as harness:
+            generate = harness.model.generate
 
             async def broken(*_: Any) -> Rollout:
                 raise ZeroDivisionError("a bug")
 
-            scene.model.generate = broken  # type: ignore[method-assign]
-            async with scene.session("1-0"):
+            harness.model.generate = broken  # type: ignore[method-assign]
+            async with harness.session("1-0"):
                 with pytest.raises(GenerationFailed, match="ZeroDivisionError in the driver"):
-                    await scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
-            scene.model.generate = generate  # type: ignore[method-assign]
-            async with scene.session("1-1"):
-                await scene.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
+                    await harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
+            harness.model.generate = generate  # type: ignore[method-assign]
+            async with harness.session("1-1"):
+                await harness.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
 
     run(test())
 
@@ -201,26 +201,26 @@ def test_no_answer_has_more_requests_than_the_driver_can_read_at_once() -> None:
 
 def test_a_call_of_a_session_that_the_driver_no_longer_knows_is_refused() -> None:
     async def test() -> None:
-        async with running() as scene:
+        async with running() as harness:
             with pytest.raises(GenerationFailed, match="the session has ended"):
-                await scene.actor.inner._crossing.generate(17, request("1-0/0"))
-            async with scene.session("1-1"):
-                await scene.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
+                await harness.actor.inner._crossing.generate(17, request("1-0/0"))
+            async with harness.session("1-1"):
+                await harness.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
 
     run(test())
 
 
 def test_an_error_of_the_link_is_a_lost_gateway_and_ends_nothing_else() -> None:
     async def test() -> None:
-        async with running() as scene:
-            link = scene.client._link.result()
+        async with running() as harness:
+            link = harness.client._link.result()
 
             def broken(_: Any) -> None:
                 raise ZeroDivisionError("a bug")
 
             with patch.object(link, "_begin", broken):
-                async with scene.session("1-0") as session:
-                    call = asyncio.create_task(scene.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
+                async with harness.session("1-0") as session:
+                    call = asyncio.create_task(harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
                     with pytest.raises(GatewayLost, match="ZeroDivisionError"):
                         await session.end
                     call.cancel()

@@ -1,4 +1,4 @@
-"""Groups of episodes: played instead of requested, recorded as they grow, settled with their score, given up whole."""
+"""Groups of episodes: played instead of requested, recorded as they grow, settled, abandoned as a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 from stand_ins import run, segment
-from test_rollout_scheduler import Scene
+from test_rollout_scheduler import Harness
 
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
@@ -66,84 +66,84 @@ def episode(rollout_id: str) -> Rollout:
     )
 
 
-def play(folder: Path, test: Callable[[Scene, Episodes], Coroutine[Any, Any, None]], **sections: Any) -> None:
-    async def scenes() -> None:
-        scene, episodes = Scene(folder, 1, **sections), Episodes()
-        scene.episodes, scene.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
+def play(folder: Path, test: Callable[[Harness, Episodes], Coroutine[Any, Any, None]], **sections: Any) -> None:
+    async def harnesses() -> None:
+        harness, episodes = Harness(folder, 1, **sections), Episodes()
+        harness.episodes, harness.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
         with (
             patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.RECORD_S", 0.0),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         ):
             async with asyncio.TaskGroup() as tasks:
-                await scene.start(tasks)
-                await test(scene, episodes)
-                for task in scene.spawned:
+                await harness.start(tasks)
+                await test(harness, episodes)
+                for task in harness.spawned:
                     task.cancel()
-        scene.buffers.last.die()
+        harness.buffers.last.die()
 
-    run(scenes())
+    run(harnesses())
 
 
-async def end(scene: Scene, episodes: Episodes, rollout_id: str, score: Scored | RewardFailure) -> None:
+async def end(harness: Harness, episodes: Episodes, rollout_id: str, score: Scored | RewardFailure) -> None:
     episodes.open[rollout_id].set_result((episode(rollout_id), score))
-    await scene.settled()
+    await harness.settled()
 
 
 def test_each_place_of_a_group_is_an_episode(tmp_path: Path) -> None:
-    async def test(scene: Scene, episodes: Episodes) -> None:
+    async def test(harness: Harness, episodes: Episodes) -> None:
         assert sorted(episodes.asked) == [f"{group}-{place}" for group in range(4) for place in range(2)]
-        assert scene.requests == []
+        assert harness.requests == []
         prompt, sampling, priority, recorded = episodes.asked["2-1"]
         assert (prompt.uid, sampling.seed, priority, recorded) == ("p2", rollout_seed(7, 2, 1), 2, {})
         for place in range(2):
-            await end(scene, episodes, f"1-{place}", Scored(float(place), {"turns": 2.0}))
-            await end(scene, episodes, f"0-{place}", Scored(float(place)))
-        assert await scene.train() == [0, 1]
-        assert scene.table("rollouts", "rollout_index, reward, metrics, tokens")[-1] == (1, 1.0, '{"turns": 2.0}', 2)
+            await end(harness, episodes, f"1-{place}", Scored(float(place), {"turns": 2.0}))
+            await end(harness, episodes, f"0-{place}", Scored(float(place)))
+        assert await harness.train() == [0, 1]
+        assert harness.table("rollouts", "rollout_index, reward, metrics, tokens")[-1] == (1, 1.0, '{"turns": 2.0}', 2)
         assert {"4-0", "5-1"} <= set(episodes.open), "their room is filled"
 
     play(tmp_path, test, seed=7)
 
 
 def test_episodes_that_rest_take_room(tmp_path: Path) -> None:
-    async def test(scene: Scene, episodes: Episodes) -> None:
+    async def test(harness: Harness, episodes: Episodes) -> None:
         assert sorted(episodes.open) == ["0-0", "0-1", "1-0", "1-1"]
-        scene.groups.fill()
-        await scene.settled()
+        harness.groups.fill()
+        await harness.settled()
         assert len(episodes.asked) == 4
         for place in range(2):
-            await end(scene, episodes, f"0-{place}", Scored(1.0))
+            await end(harness, episodes, f"0-{place}", Scored(1.0))
         assert sorted(episodes.open) == ["1-0", "1-1", "2-0", "2-1"]
 
     play(tmp_path, test, rollout={"group_size": 2, "max_running_rollouts": 5}, pipeline={"groups_per_step": 8})
 
 
 def test_a_failed_episode_takes_its_group_with_it(tmp_path: Path) -> None:
-    async def test(scene: Scene, episodes: Episodes) -> None:
-        await end(scene, episodes, "0-0", Scored(1.0))
-        await end(scene, episodes, "0-1", RewardFailure("it never returned"))
+    async def test(harness: Harness, episodes: Episodes) -> None:
+        await end(harness, episodes, "0-0", Scored(1.0))
+        await end(harness, episodes, "0-1", RewardFailure("it never returned"))
         assert episodes.cancelled == ["0-2"]
-        assert scene.states()[0] == "rejected"
-        assert scene.groups.failures.reasons == ["it never returned"]
+        assert harness.states()[0] == "rejected"
+        assert harness.groups.failures.reasons == ["it never returned"]
         assert "4-0" in episodes.open, "its room is given back"
 
     play(tmp_path, test, rollout={"group_size": 3})
 
 
 def test_overdue_episodes_are_given_up(tmp_path: Path) -> None:
-    async def test(scene: Scene, episodes: Episodes) -> None:
+    async def test(harness: Harness, episodes: Episodes) -> None:
         for group in (2, 3):
             for place in range(2):
-                await end(scene, episodes, f"{group}-{place}", Scored(1.0))
-        assert await scene.train() == [2, 3]
+                await end(harness, episodes, f"{group}-{place}", Scored(1.0))
+        assert await harness.train() == [2, 3]
         for group in (4, 5):
             for place in range(2):
-                await end(scene, episodes, f"{group}-{place}", Scored(1.0))
-        waiting = await scene.take()
+                await end(harness, episodes, f"{group}-{place}", Scored(1.0))
+        waiting = await harness.take()
         assert isinstance(waiting, Waiting)
-        await scene.groups.requeue(waiting.overdue)
-        await scene.settled()
+        await harness.groups.requeue(waiting.overdue)
+        await harness.settled()
         assert sorted(episodes.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
         assert {"6-0", "6-1", "7-0", "7-1"} <= set(episodes.open)
 
@@ -151,13 +151,13 @@ def test_overdue_episodes_are_given_up(tmp_path: Path) -> None:
 
 
 def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path) -> None:
-    async def before(scene: Scene, episodes: Episodes) -> None:
+    async def before(harness: Harness, episodes: Episodes) -> None:
         for part in (segment("2-1", 0, 3, CONTEXT), segment("2-1", 3, 2), segment("2-1.1", 0, 1, CONTEXT)):
             episodes.record["2-1"]([part])
-        await end(scene, episodes, "2-0", Scored(1.0))
-        assert len(scene.table("segments", "group_id")) == 3 + 2
+        await end(harness, episodes, "2-0", Scored(1.0))
+        assert len(harness.table("segments", "group_id")) == 3 + 2
 
-    async def after(scene: Scene, episodes: Episodes) -> None:
+    async def after(harness: Harness, episodes: Episodes) -> None:
         assert "2-0" not in episodes.asked
         recorded = episodes.asked["2-1"][-1]
         found = {number: [(one.start, one.version) for one in parts] for number, parts in recorded.items()}

@@ -1,4 +1,4 @@
-"""How a run is interrupted: what is under way ends, and where the run stands is saved if there is time."""
+"""How a run is interrupted: what is under way ends, and a checkpoint is saved if there is time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
     run(check())
 
 
-def test_what_work_raises_while_it_ends_is_nobodys_business(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_work_raises_while_it_ends_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async def works() -> None:
         try:
             await asyncio.get_running_loop().create_future()
@@ -115,10 +115,10 @@ def test_an_interrupted_run_saves_if_it_can(
     orchestrator = Orchestrator(settle)
 
     class View:
-        said: str = ""
+        shown: str = ""
 
         def status(self, text: str) -> None:
-            self.said = text
+            self.shown = text
 
         def warn(self, text: str) -> None:
             self.warned = text
@@ -127,7 +127,7 @@ def test_an_interrupted_run_saves_if_it_can(
     run(_save_before_leaving(orchestrator, view))  # type: ignore[arg-type]
     assert orchestrator.saved == saves
     assert (getattr(view, "warned", "") != "") == (settle is full_disk)
-    assert view.said == "stopping: saving where the run is"
+    assert view.shown == "stopping: saving where the run is"
 
 
 def test_before_anything_has_started_there_is_nothing_to_save() -> None:
@@ -138,7 +138,7 @@ def test_before_anything_has_started_there_is_nothing_to_save() -> None:
 
 
 class Heard(Monitor):
-    """A console that keeps what it is told."""
+    """A console that keeps what it shows."""
 
     def __init__(self) -> None:
         self.warned: list[str] = []

@@ -176,7 +176,7 @@ def test_a_digest_knows_which_sequences_are_one_rollout() -> None:
     assert len(digests) == len(pairs)
 
 
-def test_without_a_publish_nothing_is_said_about_it() -> None:
+def test_without_a_publish_its_metrics_are_absent() -> None:
     metrics = step_metrics(BATCH, StepReport(), None, WINDOW, COUNTS)
     assert not [name for name in metrics if name.startswith("publish/")]
 

@@ -1,4 +1,4 @@
-"""Who is told of a run's end, and how it is put."""
+"""Notices of the end of a run, and their texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from asyncrl_cli.spec.sections import NotifySpec
     ],
     ids=["finish", "failure", "bug", "interruption"],
 )
-def test_the_end_of_a_run_is_told(
+def test_the_end_of_a_run_is_sent(
     end: Outcome | BaseException,
     event: str | None,
     message: str | None,
@@ -50,20 +50,20 @@ def test_the_end_of_a_run_is_told(
     monkeypatch.setattr(launch, "_run", finished)
     run = RunDirectory.create(tmp_path, "test")
     run.update(step=9)
-    spec = SimpleNamespace(notify=NotifySpec(command="cat >> told"))
+    spec = SimpleNamespace(notify=NotifySpec(command="cat >> sent"))
     monkeypatch.chdir(tmp_path)
     experiment = cast("Experiment", SimpleNamespace(spec=spec, monitors=()))
     with nullcontext() if isinstance(end, Outcome) else pytest.raises(type(end)):
         run_experiment(experiment, run, PlainView(10, io.StringIO()), Start())
-    told = tmp_path / "told"
+    sent = tmp_path / "sent"
     if event is None:
-        assert not told.exists(), "whoever stops a run knows of it"
+        assert not sent.exists(), "the user stopped it"
     else:
-        notice = json.loads(told.read_text())
+        notice = json.loads(sent.read_text())
         assert (notice["event"], notice["message"], notice["step"]) == (event, message, 9)
 
 
-def test_on_a_full_disk_the_cause_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_the_cause_is_sent_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(*_: Any) -> Outcome:
         raise RunError("no space left on device", location="journal.db", hint="Make room")
 
@@ -72,10 +72,10 @@ def test_on_a_full_disk_the_cause_is_told_first(tmp_path: Path, monkeypatch: pyt
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
     (run.path / "state.json").unlink(missing_ok=True)
     (run.path / "state.json").mkdir()  # which no file can replace
-    spec = SimpleNamespace(notify=NotifySpec(command="cat > ../told"))
+    spec = SimpleNamespace(notify=NotifySpec(command="cat > ../sent"))
     experiment = cast("Experiment", SimpleNamespace(spec=spec, monitors=()))
     monkeypatch.chdir(run.path)
     with pytest.raises(RunError, match=r"journal.db: no space left on device \(Make room"):
         run_experiment(experiment, run, PlainView(10, out), Start())
-    assert json.loads((tmp_path / "told").read_text())["message"].startswith("journal.db: no space")
+    assert json.loads((tmp_path / "sent").read_text())["message"].startswith("journal.db: no space")
     assert "state.json cannot be written" in out.getvalue()

@@ -1,4 +1,4 @@
-"""While Ray has no room for an actor it is said what is missing, and the wait ends."""
+"""While Ray has no room for an actor, the run reports what is missing, and the wait ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WANTS = {"CPU": 1, "GPU": 2}
 FREE, TOTAL = {"CPU": 3.0}, {"CPU": 8.0, "GPU": 4.0}
 
 
-async def waits(seconds_of_limit: float, monkeypatch: pytest.MonkeyPatch, told: list[str], answered: bool) -> None:
+async def waits(seconds_of_limit: float, monkeypatch: pytest.MonkeyPatch, reported: list[str], answered: bool) -> None:
     monkeypatch.setattr(cluster, "FIRST_NOTICE_S", 0.001)
     monkeypatch.setattr(cluster, "NOTICE_S", 0.001)
     monkeypatch.setattr(cluster, "START_TIMEOUT_S", seconds_of_limit)
@@ -25,17 +25,17 @@ async def waits(seconds_of_limit: float, monkeypatch: pytest.MonkeyPatch, told: 
         return FREE, TOTAL
 
     def warn(text: str) -> None:
-        told.append(text)
+        reported.append(text)
         if answered and not answer.done():
             answer.set_result(None)
 
     await placed(answer, "engine-0", WANTS, warn, look)
 
 
-def test_what_is_missing_is_told_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    run(waits(600.0, monkeypatch, told, answered=True))
-    assert told == [
+def test_what_is_missing_is_reported_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    run(waits(600.0, monkeypatch, reported, answered=True))
+    assert reported == [
         "engine-0 waits until Ray has room for it: it wants 1 CPU and 2 GPUs; free are 3 of 8 CPUs, 0 of 4 GPUs"
     ]
 

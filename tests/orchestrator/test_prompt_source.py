@@ -1,4 +1,4 @@
-"""Prompts to token ids: long ones are left out and counted, and nobody searches for ever."""
+"""Prompts to token ids: long ones are left out and counted, and the search has a limit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_candidates_are_counted_and_know_where_the_loader_stands_after_them() ->
 
 
 @pytest.mark.parametrize("admitted", range(8))
-def test_a_resumed_stream_goes_on_after_the_newest_admitted_prompt(admitted: int) -> None:
+def test_a_resumed_stream_continues_after_the_newest_admitted_prompt(admitted: int) -> None:
     texts = ["1", "123456789", "2", "3"]
     before = source(texts, max_tokens=3)
     candidates = [before.candidate() for _ in range(10)]
@@ -106,36 +106,36 @@ def test_only_long_prompts_end_the_search() -> None:
     assert len(asked) == stream.skipped == MAX_SKIPS_IN_A_ROW
 
 
-def test_what_is_skipped_is_said_once() -> None:
-    said: list[str] = []
+def test_what_is_skipped_is_warned_of_once() -> None:
+    warnings: list[str] = []
     rows = [Prompt("long", "123456789"), Prompt("short", "1")]
-    stream = PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), warn=said.append)
+    stream = PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), warn=warnings.append)
     for _ in range(3):
         stream.next()
-    assert len(said) == 1
-    assert "prompt long is longer than rollout.max_prompt_tokens" in said[0]
+    assert len(warnings) == 1
+    assert "prompt long is longer than rollout.max_prompt_tokens" in warnings[0]
 
 
 def test_solved_prompts_are_left_out_until_all_are() -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     rows = [Prompt(f"p{i}", "1") for i in range(4)]
     stream = PromptSource(
         PromptLoader(rows, 0, shuffle=False),
         PromptEncoder(TOKENIZER, 3),
         prompt_filter=PromptFilter(1, 0.0, 0),
-        warn=said.append,
+        warn=warnings.append,
     )
     stream.visited("p1", solved=True)
     stream.visited("p2", solved=True)
     assert [stream.next()[0].uid for _ in range(5)] == ["p0", "p3", "p0", "p3", "p0"]
     stream.visited("p2", solved=False)
     assert [stream.next()[0].uid for _ in range(3)] == ["p2", "p3", "p0"]
-    assert not said
+    assert not warnings
     for row in rows:
         stream.visited(row.uid, solved=True)
     drawn = [stream.next()[0].uid for _ in range(8)]
-    assert set(drawn) <= {row.uid for row in rows}, "training goes on"
-    assert said == ["every training prompt is solved (data.filter): they are trained on again"]
+    assert set(drawn) <= {row.uid for row in rows}, "training continues"
+    assert warnings == ["every training prompt is solved (data.filter): they are trained on again"]
 
 
 REFUSING = character_tokenizer(256)
@@ -152,7 +152,7 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
 
 
 def test_rows_that_cannot_be_used_are_left_out_counted_and_named() -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     rows = [Prompt("a", "1"), CHAT, Prompt("b", "2")]
 
     class Rows(list[Prompt]):
@@ -162,13 +162,13 @@ def test_rows_that_cannot_be_used_are_left_out_counted_and_named() -> None:
             return super().__getitem__(index)
 
     stream = PromptSource(
-        PromptLoader(Rows([*rows]), 0, shuffle=False), PromptEncoder(REFUSING, 10), first=(CHAT,), warn=said.append
+        PromptLoader(Rows([*rows]), 0, shuffle=False), PromptEncoder(REFUSING, 10), first=(CHAT,), warn=warnings.append
     )
     assert [stream.next()[0].uid for _ in range(20)] == ["a"] * 20
     assert stream.unusable == 1 + 2 * 19
-    assert "the prompt 'chat' cannot be encoded" in said[0]
-    assert "rows.parquet:3: the row is no prompt" in said[2]
-    assert len(said) == UNUSABLE_NAMED
+    assert "the prompt 'chat' cannot be encoded" in warnings[0]
+    assert "rows.parquet:3: the row is no prompt" in warnings[2]
+    assert len(warnings) == UNUSABLE_NAMED
 
 
 def test_text_parts_are_text_for_every_template() -> None:

@@ -30,7 +30,7 @@ def logprobs(version: int, step: float = 0.01) -> np.ndarray[Any, np.dtype[np.fl
 
 
 class Engine:
-    """Serves what it is told, off by some nats; or stays at a version, says another one, or is dead."""
+    """Serves the given weights, off by some nats; or stays at a version, reports another one, or is dead."""
 
     def __init__(
         self, off: float = 0.0, stuck_at: int | None = None, says: int | None = None, dead: bool = False
@@ -59,7 +59,7 @@ class Engine:
         return Attestation(version if self.says is None else self.says, answer, stall_s=0.25 + self.off)
 
 
-class Scene:
+class Harness:
     """A trainer that publishes ``logprobs``, engines that serve, and those that were reported as failed."""
 
     def __init__(self, *engines: Engine, **sections: Any) -> None:
@@ -95,9 +95,9 @@ def _state(name: str, engine: Engine) -> Any:
     return SimpleNamespace(name=name, process=SimpleNamespace(actor=engine), serving=False)
 
 
-def publish(scene: Scene, versions: int) -> list[PublishRecord]:
+def publish(harness: Harness, versions: int) -> list[PublishRecord]:
     async def all_versions() -> list[PublishRecord]:
-        return [await scene.serve(version) for version in range(versions)]
+        return [await harness.serve(version) for version in range(versions)]
 
     return asyncio.run(all_versions())
 
@@ -111,14 +111,14 @@ async def turns() -> None:
 
 
 def test_engines_that_agree() -> None:
-    scene = Scene(Engine(), Engine(off=1e-4))
-    reports = publish(scene, versions=3)
+    harness = Harness(Engine(), Engine(off=1e-4))
+    reports = publish(harness, versions=3)
     assert [(report.version, report.checksum) for report in reports] == [(0, "sum 0"), (1, "sum 1"), (2, "sum 2")]
     assert [report.change for report in reports] == pytest.approx([0.0, 0.01, 0.01], abs=1e-5)
     assert all(report.gap == pytest.approx(1e-4, rel=0.01) for report in reports)
     assert all(report.stall_s == pytest.approx(0.2501) for report in reports)
-    assert scene.failed == {}
-    assert scene.publisher.checksum == "sum 2"
+    assert harness.failed == {}
+    assert harness.publisher.checksum == "sum 2"
 
 
 @pytest.mark.parametrize(
@@ -135,38 +135,38 @@ def test_engines_that_agree() -> None:
 def test_an_engine_that_does_not_prove_them_is_reported_and_the_others_serve(
     broken: dict[str, Any], cause: str
 ) -> None:
-    scene = Scene(Engine(), Engine(**broken))
-    reports = publish(scene, versions=2)
-    assert list(scene.failed) == ["engine-1"]
-    assert cause in scene.failed["engine-1"]
+    harness = Harness(Engine(), Engine(**broken))
+    reports = publish(harness, versions=2)
+    assert list(harness.failed) == ["engine-1"]
+    assert cause in harness.failed["engine-1"]
     assert reports[1].gap < 1e-5, "the report is about those that serve"
     assert reports[1].stall_s == 0.25
-    assert scene.engines[0][1].loaded == [0, 1]
+    assert harness.engines[0][1].loaded == [0, 1]
 
 
 def test_an_engine_that_keeps_weights_which_changed_little_is_reported() -> None:
-    scene = Scene(Engine(), Engine(stuck_at=1))
-    scene.step = 5e-4  # less than the tolerance
-    for _, engine in scene.engines:
-        engine.step = scene.step
-    publish(scene, versions=2)
-    assert scene.failed == {}
-    publish(scene, versions=3)
-    assert list(scene.failed) == ["engine-1"]
+    harness = Harness(Engine(), Engine(stuck_at=1))
+    harness.step = 5e-4  # less than the tolerance
+    for _, engine in harness.engines:
+        engine.step = harness.step
+    publish(harness, versions=2)
+    assert harness.failed == {}
+    publish(harness, versions=3)
+    assert list(harness.failed) == ["engine-1"]
 
 
 def test_weights_that_do_not_change_are_no_fault() -> None:
-    scene = Scene(Engine())
-    scene.step = scene.engines[0][1].step = 0.0
-    assert [report.change for report in publish(scene, versions=3)] == [0.0, 0.0, 0.0]
-    assert scene.failed == {}
+    harness = Harness(Engine())
+    harness.step = harness.engines[0][1].step = 0.0
+    assert [report.change for report in publish(harness, versions=3)] == [0.0, 0.0, 0.0]
+    assert harness.failed == {}
 
 
 def test_half_precision_has_a_wider_tolerance() -> None:
     wide = {"rollout": {"dtype": "bfloat16"}}
-    scene = Scene(Engine(off=0.2), Engine(off=0.6), **wide)
-    assert publish(scene, versions=1)[0].gap == pytest.approx(0.2)
-    assert list(scene.failed) == ["engine-1"]
+    harness = Harness(Engine(off=0.2), Engine(off=0.6), **wide)
+    assert publish(harness, versions=1)[0].gap == pytest.approx(0.2)
+    assert list(harness.failed) == ["engine-1"]
 
 
 # -- the same weights again
@@ -174,41 +174,41 @@ def test_half_precision_has_a_wider_tolerance() -> None:
 
 def test_the_same_weights_are_not_loaded_twice() -> None:
     async def check() -> None:
-        scene = Scene(Engine())
-        await scene.serve(0)
-        await scene.serve(1)
-        scene.publisher.lost()
-        report = await scene.serve(1)
-        assert scene.engines[0][1].loaded == [0, 1]
+        harness = Harness(Engine())
+        await harness.serve(0)
+        await harness.serve(1)
+        harness.publisher.lost()
+        report = await harness.serve(1)
+        assert harness.engines[0][1].loaded == [0, 1]
         assert (report.checksum, report.stall_s, report.gap, report.change) == ("sum 1", 0.0, 0.0, 0.0)
-        assert scene.publisher.available
+        assert harness.publisher.available
 
     run(check())
 
 
 def test_the_same_version_with_other_bits_is_loaded() -> None:
     async def check() -> None:
-        scene = Scene(Engine())
-        await scene.serve(1)
-        scene.bits = ", differently rounded"
-        assert (await scene.serve(1)).checksum == "sum 1, differently rounded"
-        assert scene.engines[0][1].loaded == [1, 1]
+        harness = Harness(Engine())
+        await harness.serve(1)
+        harness.bits = ", differently rounded"
+        assert (await harness.serve(1)).checksum == "sum 1, differently rounded"
+        assert harness.engines[0][1].loaded == [1, 1]
 
     run(check())
 
 
 def test_after_the_same_weights_again_an_outdated_engine_is_still_found_out() -> None:
     async def check() -> None:
-        scene = Scene()
-        scene.step = 5e-4
-        await scene.serve(0)
-        await scene.serve(1)
-        await scene.serve(1)
+        harness = Harness()
+        harness.step = 5e-4
+        await harness.serve(0)
+        await harness.serve(1)
+        await harness.serve(1)
         outdated = Engine(stuck_at=0)
-        outdated.step = scene.step
+        outdated.step = harness.step
         with pytest.raises(RunError, match="new: it does not serve weight version 1"):
-            await scene.bring_up(outdated)
-        assert scene.up == []
+            await harness.bring_up(outdated)
+        assert harness.up == []
 
     run(check())
 
@@ -218,16 +218,16 @@ def test_after_the_same_weights_again_an_outdated_engine_is_still_found_out() ->
 
 def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> None:
     async def check() -> None:
-        scene, engine = Scene(), Engine()
-        coming = asyncio.create_task(scene.bring_up(engine))
+        harness, engine = Harness(), Engine()
+        coming = asyncio.create_task(harness.bring_up(engine))
         await turns()
-        assert (engine.loaded, scene.publisher.available) == ([], False)
-        await scene.serve(0)
+        assert (engine.loaded, harness.publisher.available) == ([], False)
+        await harness.serve(0)
         await coming
-        assert (engine.loaded, scene.up) == ([0], [engine])
+        assert (engine.loaded, harness.up) == ([0], [engine])
         with pytest.raises(RunError, match="new: it does not serve weight version 0"):
-            await scene.bring_up(Engine(off=1.0))
-        assert scene.up == [engine]
+            await harness.bring_up(Engine(off=1.0))
+        assert harness.up == [engine]
 
     run(check())
 
@@ -235,39 +235,39 @@ def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> None:
 @pytest.mark.parametrize("lost_by", ["the driver's word", "a publish that fails"])
 def test_a_new_engine_waits_while_the_trainer_is_lost(lost_by: str) -> None:
     async def check() -> None:
-        scene, engine = Scene(Engine()), Engine()
-        await scene.serve(3)
+        harness, engine = Harness(Engine()), Engine()
+        await harness.serve(3)
         if lost_by == "the driver's word":
-            scene.publisher.lost()
+            harness.publisher.lost()
         else:
-            scene.lost = True
+            harness.lost = True
             with pytest.raises(TrainerLost):
-                await scene.serve(4)
-            scene.lost = False
-        coming = asyncio.create_task(scene.bring_up(engine))
+                await harness.serve(4)
+            harness.lost = False
+        coming = asyncio.create_task(harness.bring_up(engine))
         await turns()
-        assert (engine.loaded, scene.publisher.available) == ([], False)
-        assert scene.publisher.checksum == "sum 3", "that is what the others go on serving"
-        await scene.serve(3)
+        assert (engine.loaded, harness.publisher.available) == ([], False)
+        assert harness.publisher.checksum == "sum 3", "the others still serve that"
+        await harness.serve(3)
         await coming
         assert engine.loaded == [3]
-        assert scene.engines[0][1].loaded == [3], "the others are not disturbed"
+        assert harness.engines[0][1].loaded == [3], "the others are not disturbed"
 
     run(check())
 
 
-def test_a_publish_waits_until_a_new_engine_serves_so_that_it_is_told_too() -> None:
+def test_a_publish_waits_until_a_new_engine_serves_so_that_it_is_included() -> None:
     async def check() -> None:
-        scene, engine = Scene(), Engine()
-        await scene.serve(0)
+        harness, engine = Harness(), Engine()
+        await harness.serve(0)
         engine.may_answer.clear()
-        coming = asyncio.create_task(scene.bring_up(engine))
+        coming = asyncio.create_task(harness.bring_up(engine))
         await turns()
-        publishing = asyncio.create_task(scene.serve(1))
+        publishing = asyncio.create_task(harness.serve(1))
         await turns()
         assert engine.loaded == [0]
-        assert scene.publisher.checksum == "sum 0", "the mapping is not written while an engine reads it"
-        scene.engines.append(("new", engine))
+        assert harness.publisher.checksum == "sum 0", "the mapping is not written while an engine reads it"
+        harness.engines.append(("new", engine))
         engine.may_answer.set()
         await asyncio.gather(coming, publishing)
         assert engine.loaded == [0, 1], "the one that came up meanwhile is published to as well"
@@ -277,17 +277,17 @@ def test_a_publish_waits_until_a_new_engine_serves_so_that_it_is_told_too() -> N
 
 def test_a_trainer_lost_while_an_engine_waits_for_its_turn_makes_it_wait_on() -> None:
     async def check() -> None:
-        scene, first, second = Scene(), Engine(), Engine()
-        await scene.serve(0)
+        harness, first, second = Harness(), Engine(), Engine()
+        await harness.serve(0)
         first.may_answer.clear()
-        coming = [asyncio.create_task(scene.bring_up(engine)) for engine in (first, second)]
+        coming = [asyncio.create_task(harness.bring_up(engine)) for engine in (first, second)]
         await turns()
-        scene.publisher.lost()
+        harness.publisher.lost()
         first.may_answer.set()
         await turns()
-        assert (scene.up, second.loaded) == ([first], [])
-        await scene.serve(0)
+        assert (harness.up, second.loaded) == ([first], [])
+        await harness.serve(0)
         await asyncio.gather(*coming)
-        assert scene.up == [first, second]
+        assert harness.up == [first, second]
 
     run(check())

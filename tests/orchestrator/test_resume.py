@@ -1,4 +1,4 @@
-"""How a run goes on from what lies on disk, and that a refusal changes nothing there."""
+"""How a run is resumed from what is on disk, and that a refusal changes nothing there."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def on_disk(run: RunDirectory) -> dict[str, bytes]:
 
 
 def refused(run: RunDirectory, **how: Any) -> RunError:
-    """Why the run cannot go on; nothing has changed on disk."""
+    """Why the run cannot be resumed; nothing has changed on disk."""
     before = on_disk(run)
     with pytest.raises(RunError) as error:
         start(run, **how)
@@ -100,7 +100,7 @@ def metrics(run: RunDirectory) -> list[int]:
     return [row["step"] for row in run.read("metrics.jsonl")]
 
 
-# -- going on
+# -- resuming
 
 
 def test_a_run_that_died_before_anything_was_recorded_begins(run: RunDirectory) -> None:
@@ -138,7 +138,7 @@ def test_a_named_checkpoint_or_the_initial_model_may_be(run: RunDirectory) -> No
     assert start(run, step=0).checkpoint is None
 
 
-def test_metrics_of_steps_that_nobody_knows_as_trained_are_forgotten(run: RunDirectory) -> None:
+def test_metrics_of_steps_that_are_not_recorded_as_trained_are_dropped(run: RunDirectory) -> None:
     record(run, taken=6, trained=4)
     start(run)
     assert metrics(run) == [1, 2, 3, 4]
@@ -167,7 +167,7 @@ def test_a_run_that_is_done_says_how_to_train_on(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("missing", ["the model", "the word of the driver"])
-def test_a_run_that_died_after_its_last_step_goes_on(run: RunDirectory, missing: str) -> None:
+def test_a_run_that_died_after_its_last_step_continues(run: RunDirectory, missing: str) -> None:
     record(run, taken=10)
     finish(run)
     if missing == "the model":
@@ -242,7 +242,7 @@ def test_a_log_that_is_cut_short_is_noticed_by_the_step_in_state_json(run: RunDi
 
 
 @pytest.mark.parametrize("damage", ["garbage", "flipped"])
-def test_a_damaged_journal_is_said_to_be_and_kept(run: RunDirectory, damage: str) -> None:
+def test_a_damaged_journal_is_reported_and_kept(run: RunDirectory, damage: str) -> None:
     record(run, taken=6)
     save(run, 4)
     journal = run.path / FILE
@@ -332,7 +332,7 @@ def test_steps_that_are_trained_again_from_a_named_checkpoint_are_reported_again
 # -- without the journal
 
 
-def test_without_its_journal_a_run_goes_on_from_a_checkpoint_alone(run: RunDirectory) -> None:
+def test_without_its_journal_a_run_continues_from_a_checkpoint_alone(run: RunDirectory) -> None:
     record(run, taken=6)
     checkpoint = save(run, 4)
     journal = (run.path / FILE).read_bytes()
@@ -353,8 +353,8 @@ def test_a_second_journal_is_set_aside_beside_the_first_with_its_own_log(run: Ru
         for file in files:
             (run.path / file).write_text(f"{file} {number}")
         start(run, without_journal=True)
-    aside = {str(path.relative_to(run.path)): path.read_text() for path in run.path.glob("damaged-*/*")}
-    assert aside == {
+    archived = {str(path.relative_to(run.path)): path.read_text() for path in run.path.glob("damaged-*/*")}
+    assert archived == {
         f"damaged-1/{FILE}": f"{FILE} 1",
         f"damaged-2/{FILE}": f"{FILE} 2",
         f"damaged-2/{FILE}-wal": f"{FILE}-wal 2",
@@ -400,7 +400,7 @@ def test_without_the_journal_later_checkpoints_belong_to_another_course(run: Run
     assert metrics(run) == [1, 2][:step]
 
 
-def test_without_journal_and_checkpoint_a_run_begins_anew(run: RunDirectory) -> None:
+def test_without_journal_and_checkpoint_a_run_starts_over(run: RunDirectory) -> None:
     record(run, taken=3)
     assert start(run, without_journal=True) == Start("resume", "without the old journal, n=1", None, None)
     assert metrics(run) == []

@@ -71,7 +71,7 @@ def test_data_as_it_was_is_accepted(run: RunDirectory, admitted: int) -> None:
         (ROWS[1:], "at its position"),
     ],
 )
-def test_edited_data_is_noticed_before_the_run_goes_on(
+def test_edited_data_is_noticed_before_the_run_continues(
     run: RunDirectory, rows: list[dict[str, str]], fault: str
 ) -> None:
     admit(run, with_data(run, ROWS), 8 if len(rows) < 9 else 20)

@@ -56,7 +56,7 @@ class Encoder:
 
 
 class Scorer:
-    """Scores by ``rule``, at first the last character of the response; ``held`` lets nobody have a score."""
+    """Scores by ``rule``, at first the last character of the response; ``held`` keeps all scores back."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -71,8 +71,8 @@ class Scorer:
         return [score if isinstance(score, RewardFailure) else Scored(score) for score in judged]
 
 
-class Scene:
-    """A group source with everything round it."""
+class Harness:
+    """A scheduler with everything around it."""
 
     def __init__(
         self, folder: Path, engines: int, dies_at: str = "", does_it_first: bool = False, **sections: Any
@@ -92,7 +92,7 @@ class Scene:
         self.buffers.last.dies_at, self.buffers.last.does_it_first = dies_at, does_it_first
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Open the journal and go on from there."""
+        """Open the journal and continue from there."""
         self.groups = RolloutScheduler(
             self.spec,
             self.buffer,
@@ -162,30 +162,30 @@ class Scene:
 
 
 @asynccontextmanager
-async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterator[Scene]:
-    """A group source at work; at the end it dies as it stands."""
-    scene = Scene(folder, engines, **sections)
+async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterator[Harness]:
+    """A scheduler at work; at the end it is killed."""
+    harness = Harness(folder, engines, **sections)
     with (
         patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
     ):
-        async with asyncio.TaskGroup() as tasks, collecting(scene.client):
-            await scene.start(tasks)
-            yield scene
-            for task in scene.spawned:
+        async with asyncio.TaskGroup() as tasks, collecting(harness.client):
+            await harness.start(tasks)
+            yield harness
+            for task in harness.spawned:
                 task.cancel()
-    scene.buffers.last.die()
+    harness.buffers.last.die()
 
 
-Test = Callable[[Scene], Coroutine[Any, Any, None]]
+Test = Callable[[Harness], Coroutine[Any, Any, None]]
 
 
 def play(folder: Path, test: Test, engines: int = 1, **sections: Any) -> None:
-    async def scenes() -> None:
-        async with source(folder, engines, **sections) as scene:
-            await test(scene)
+    async def harnesses() -> None:
+        async with source(folder, engines, **sections) as harness:
+            await test(harness)
 
-    run(scenes())
+    run(harnesses())
 
 
 def play_to_its_end(folder: Path, test: Test, **sections: Any) -> RunError:
@@ -219,8 +219,8 @@ def test_seeds_do_not_run_numbers_together() -> None:
 
 @pytest.mark.parametrize("engines", [1, 3])
 def test_a_request_depends_on_what_it_is_not_on_where_it_runs(tmp_path: Path, engines: int) -> None:
-    async def test(scene: Scene) -> None:
-        requests = sorted(scene.requests, key=lambda request: request.rollout_id)
+    async def test(harness: Harness) -> None:
+        requests = sorted(harness.requests, key=lambda request: request.rollout_id)
         assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(4) for i in range(2)]
         for request in requests:
             group_id, index = group_and_index(request.rollout_id)
@@ -237,30 +237,33 @@ def test_a_request_depends_on_what_it_is_not_on_where_it_runs(tmp_path: Path, en
 
 
 def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        assert [engine.ids for engine in scene.engines] == [["0-0", "0-1", "2-0", "2-1"], ["1-0", "1-1", "3-0", "3-1"]]
-        scene.groups.fill()
-        await scene.settled()
-        assert len(scene.ids) == 8
-        await scene.finish(1, 0)
-        assert len(scene.ids) == 8, "finished is not trained"
-        assert await scene.train() == [0, 1]
-        assert scene.ids[-4:] == ["3-0", "3-1", "5-0", "5-1"]
+    async def test(harness: Harness) -> None:
+        assert [engine.ids for engine in harness.engines] == [
+            ["0-0", "0-1", "2-0", "2-1"],
+            ["1-0", "1-1", "3-0", "3-1"],
+        ]
+        harness.groups.fill()
+        await harness.settled()
+        assert len(harness.ids) == 8
+        await harness.finish(1, 0)
+        assert len(harness.ids) == 8, "finished is not trained"
+        assert await harness.train() == [0, 1]
+        assert harness.ids[-4:] == ["3-0", "3-1", "5-0", "5-1"]
 
     play(tmp_path, test, engines=2)
 
 
 def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        assert sorted(scene.states()) == [0, 1, 2, 3]
-        scene.client.engines[0].serving = False
-        await scene.finish(0)
-        assert sorted(scene.states()) == [0, 1, 2, 3]
-        await scene.finish(1)
-        assert sorted(scene.states()) == [0, 1, 2, 3], "two groups run, if need be on the one that serves"
-        await scene.finish(3)
-        assert sorted(scene.states()) == [0, 1, 2, 3, 4]
-        assert scene.engines[1].ids[-2:] == ["4-0", "4-1"]
+    async def test(harness: Harness) -> None:
+        assert sorted(harness.states()) == [0, 1, 2, 3]
+        harness.client.engines[0].serving = False
+        await harness.finish(0)
+        assert sorted(harness.states()) == [0, 1, 2, 3]
+        await harness.finish(1)
+        assert sorted(harness.states()) == [0, 1, 2, 3], "two groups run, if need be on the one that serves"
+        await harness.finish(3)
+        assert sorted(harness.states()) == [0, 1, 2, 3, 4]
+        assert harness.engines[1].ids[-2:] == ["4-0", "4-1"]
 
     small = {"group_size": 2, "max_running_rollouts": 4}
     play(tmp_path, test, engines=2, rollout=small, pipeline={"groups_per_step": 8})
@@ -274,84 +277,84 @@ def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) 
 def test_a_group_is_in_order_however_its_rollouts_end(
     tmp_path_factory: pytest.TempPathFactory, order: list[int]
 ) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(harness: Harness) -> None:
         for place in order:
-            assert isinstance(await scene.take(), Waiting)
-            await scene.end(f"0-{place}")
-        taken = await scene.take()
+            assert isinstance(await harness.take(), Waiting)
+            await harness.end(f"0-{place}")
+        taken = await harness.take()
         assert isinstance(taken, Taken)
         (group,) = taken.batch.groups
         assert (group.group_id, group.uid, group.version) == (0, "p0", 0)
         assert group.rewards == (0.0, 1.0, 2.0, 3.0)
         assert [one.rollout_id for one in group.rollouts] == ["0-0", "0-1", "0-2", "0-3"]
-        assert sorted(scene.scorer.asked) == [("p0", f"text of 0-{place}") for place in range(4)]
+        assert sorted(harness.scorer.asked) == [("p0", f"text of 0-{place}") for place in range(4)]
 
     pipeline = {"groups_per_step": 1, "max_staleness": 0}
     play(tmp_path_factory.mktemp("run"), test, rollout={"group_size": 4}, pipeline=pipeline)
 
 
 def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.end("0-0", RolloutFailure("0-1", "out of memory"))
-        assert scene.states()[0] == "rejected"
-        assert scene.engines[0].cancelled == ["0-2"], "what is left of it is not generated"
-        assert scene.groups.failures.reasons == ["out of memory"]
-        assert scene.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is given back"
-        await scene.end(RolloutFailure("1-0", "another"))
-        assert scene.groups.failures.reasons == ["out of memory", "another"]
-        assert scene.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
-        assert ("0-1", "out of memory") in scene.table("rollouts", "group_id || '-' || rollout_index, failure")
+    async def test(harness: Harness) -> None:
+        await harness.end("0-0", RolloutFailure("0-1", "out of memory"))
+        assert harness.states()[0] == "rejected"
+        assert harness.engines[0].cancelled == ["0-2"], "what is left of it is not generated"
+        assert harness.groups.failures.reasons == ["out of memory"]
+        assert harness.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is given back"
+        await harness.end(RolloutFailure("1-0", "another"))
+        assert harness.groups.failures.reasons == ["out of memory", "another"]
+        assert harness.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
+        assert ("0-1", "out of memory") in harness.table("rollouts", "group_id || '-' || rollout_index, failure")
 
     play(tmp_path, test, rollout={"group_size": 3})
 
 
 def test_a_reward_that_fails_takes_the_group_with_it(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        scene.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
-        await scene.end("0-0", "0-1", "1-0")
-        assert scene.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
-        assert scene.groups.failures.reasons == ["reward failed"]
+    async def test(harness: Harness) -> None:
+        harness.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
+        await harness.end("0-0", "0-1", "1-0")
+        assert harness.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
+        assert harness.groups.failures.reasons == ["reward failed"]
 
     play(tmp_path, test)
 
 
 def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        scene.scorer.held.clear()
-        await scene.end("0-0")
-        await scene.end(RolloutFailure("0-1", "no"))
-        assert scene.states()[0] == "rejected"
-        scene.scorer.held.set()
-        await scene.settled()
-        scene.groups._on_end([(scene.requests[0], rollout("0-0"))])  # it was on its way when it was cancelled
-        await scene.settled()
-        assert scene.scorer.asked == [("p0", "text of 0-0")]
-        assert len(scene.groups.failures.reasons) == 1
+    async def test(harness: Harness) -> None:
+        harness.scorer.held.clear()
+        await harness.end("0-0")
+        await harness.end(RolloutFailure("0-1", "no"))
+        assert harness.states()[0] == "rejected"
+        harness.scorer.held.set()
+        await harness.settled()
+        harness.groups._on_end([(harness.requests[0], rollout("0-0"))])  # it was on its way when it was cancelled
+        await harness.settled()
+        assert harness.scorer.asked == [("p0", "text of 0-0")]
+        assert len(harness.groups.failures.reasons) == 1
 
     play(tmp_path, test)
 
 
 @pytest.mark.parametrize(("policy", "rejected"), [("reject", True), ("skip", False), ("train", False)])
 def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, rejected: bool) -> None:
-    async def test(scene: Scene) -> None:
-        scene.scorer.rule = lambda text: float(text[-1]) if "1-" in text else 1.0
-        await scene.finish(0)
-        assert scene.groups.rejected_in_a_row == (1 if rejected else 0)
-        await scene.finish(1)
-        assert scene.groups.rejected_in_a_row == 0
-        assert scene.states()[0] == ("rejected" if rejected else "finished")
-        assert scene.states()[1] == "finished"
-        assert len(scene.states()) == (5 if rejected else 4)
-        assert scene.groups.failures.too_many() == ""
+    async def test(harness: Harness) -> None:
+        harness.scorer.rule = lambda text: float(text[-1]) if "1-" in text else 1.0
+        await harness.finish(0)
+        assert harness.groups.rejected_in_a_row == (1 if rejected else 0)
+        await harness.finish(1)
+        assert harness.groups.rejected_in_a_row == 0
+        assert harness.states()[0] == ("rejected" if rejected else "finished")
+        assert harness.states()[1] == "finished"
+        assert len(harness.states()) == (5 if rejected else 4)
+        assert harness.groups.failures.too_many() == ""
 
     play(tmp_path, test, algorithm={"uniform_groups": policy})
 
 
 def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(harness: Harness) -> None:
         for group_id in range(LEAST):
-            await scene.end(RolloutFailure(f"{group_id}-0", f"cause {group_id}"))
-        raise AssertionError("it goes on")
+            await harness.end(RolloutFailure(f"{group_id}-0", f"cause {group_id}"))
+        raise AssertionError("it continues")
 
     error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
     assert error.location == "rollout"
@@ -360,11 +363,11 @@ def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> Non
 
 
 def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        scene.scorer.rule = lambda text: 1.0
+    async def test(harness: Harness) -> None:
+        harness.scorer.rule = lambda text: 1.0
         for group_id in range(4):
-            await scene.finish(group_id)
-        raise AssertionError("it goes on")
+            await harness.finish(group_id)
+        raise AssertionError("it continues")
 
     error = play_to_its_end(
         tmp_path,
@@ -380,24 +383,24 @@ def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
 
 
 def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.finish(2, 3)
-        assert await scene.train() == [2, 3]
-        await scene.finish(4, 5)
-        waiting = await scene.take()
+    async def test(harness: Harness) -> None:
+        await harness.finish(2, 3)
+        assert await harness.train() == [2, 3]
+        await harness.finish(4, 5)
+        waiting = await harness.take()
         assert isinstance(waiting, Waiting)
         assert waiting.overdue == (0, 1)
-        await scene.groups.requeue(waiting.overdue)
-        await scene.settled()
-        assert sorted(name for engine in scene.engines for name in engine.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
-        again = [request for request in scene.requests if group_and_index(request.rollout_id)[0] in (6, 7)]
+        await harness.groups.requeue(waiting.overdue)
+        await harness.settled()
+        assert sorted(name for engine in harness.engines for name in engine.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
+        again = [request for request in harness.requests if group_and_index(request.rollout_id)[0] in (6, 7)]
         assert sorted((request.prompt_ids, request.sampling.seed) for request in again) == sorted(
             ((old, old), rollout_seed(7, new, place)) for old, new in ((0, 6), (1, 7)) for place in range(2)
         )
-        assert [scene.states()[group_id] for group_id in range(8)] == [
+        assert [harness.states()[group_id] for group_id in range(8)] == [
             *("requeued", "requeued", "taken", "taken", "finished", "finished", "running", "running")
         ]
-        assert await scene.train() == [4, 5]
+        assert await harness.train() == [4, 5]
 
     pipeline = {"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"}
     play(tmp_path, test, engines=2, seed=7, pipeline=pipeline)
@@ -407,36 +410,36 @@ def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
 
 
 def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
-        await scene.settled()
+    async def test(harness: Harness) -> None:
+        await harness.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
+        await harness.settled()
         columns = "group_id, rollout_index, start, length(tokens) / 4"
-        assert scene.table("segments", columns) == [(0, 1, 0, 3), (2, 0, 0, 1)]
+        assert harness.table("segments", columns) == [(0, 1, 0, 3), (2, 0, 0, 1)]
 
     play(tmp_path, test)
 
 
 def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
-    async def before(scene: Scene) -> None:
-        await scene.finish(1)
-        await scene.end("0-0")
-        scene.scorer.held.clear()
+    async def before(harness: Harness) -> None:
+        await harness.finish(1)
+        await harness.end("0-0")
+        harness.scorer.held.clear()
         with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_PATIENCE_S", 0.0):
-            await scene.end("2-0")
-        await scene.engines[0].deliver(segments=[segment("2-1", 0, 3), segment("2-1", 3, 1, version=1)])
-        await scene.settled()
+            await harness.end("2-0")
+        await harness.engines[0].deliver(segments=[segment("2-1", 0, 3), segment("2-1", 3, 1, version=1)])
+        await harness.settled()
 
-    async def after(scene: Scene) -> None:
-        asked = {request.rollout_id: request for request in scene.requests}
+    async def after(harness: Harness) -> None:
+        asked = {request.rollout_id: request for request in harness.requests}
         assert sorted(asked) == ["0-1", "2-1", "3-0", "3-1"]
         assert [(part.start, part.end, part.version) for part in asked["2-1"].prefix] == [(0, 3, 0), (3, 4, 1)]
         assert all(not asked[name].prefix for name in ("0-1", "3-0", "3-1"))
         assert asked["2-1"].sampling.seed == rollout_seed(0, 2, 1), "as it was asked for at first"
-        assert scene.scorer.asked == [("p2", "decoded 5 6")], "it had no reward yet"
-        await scene.end("0-1", "2-1")
-        assert await scene.train() == [0, 1]
-        assert scene.states() == dict(enumerate(["taken", "taken", "finished", "running", "running", "running"]))
-        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(6)]
+        assert harness.scorer.asked == [("p2", "decoded 5 6")], "it had no reward yet"
+        await harness.end("0-1", "2-1")
+        assert await harness.train() == [0, 1]
+        assert harness.states() == dict(enumerate(["taken", "taken", "finished", "running", "running", "running"]))
+        assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(6)]
 
     play(tmp_path, before)
     play(tmp_path, after)
@@ -447,67 +450,67 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
 def test_an_admission_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path, does_it_first: bool) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.finish(0, 1)
-        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "admit", does_it_first
-        assert await scene.train() == [0, 1]
-        assert len(scene.buffers.made) == 2
-        assert scene.ids == [f"{group_id}-{place}" for group_id in range(6) for place in range(2)]
-        await scene.finish(2, 3)
-        await scene.train()
-        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(8)]
+    async def test(harness: Harness) -> None:
+        await harness.finish(0, 1)
+        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "admit", does_it_first
+        assert await harness.train() == [0, 1]
+        assert len(harness.buffers.made) == 2
+        assert harness.ids == [f"{group_id}-{place}" for group_id in range(6) for place in range(2)]
+        await harness.finish(2, 3)
+        await harness.train()
+        assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(8)]
 
     play(tmp_path, test)
 
 
 @pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
 def test_a_reward_whose_answer_is_lost_counts_once(tmp_path: Path, does_it_first: bool) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.end("0-0")
-        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "record", does_it_first
-        await scene.end("0-1")
-        assert scene.states()[0] == "finished"
-        await scene.finish(1)
-        assert await scene.train() == [0, 1]
-        assert len(scene.ids) == len(set(scene.ids)) == 12
+    async def test(harness: Harness) -> None:
+        await harness.end("0-0")
+        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "record", does_it_first
+        await harness.end("0-1")
+        assert harness.states()[0] == "finished"
+        await harness.finish(1)
+        assert await harness.train() == [0, 1]
+        assert len(harness.ids) == len(set(harness.ids)) == 12
 
     play(tmp_path, test)
 
 
 def test_a_failure_whose_answer_is_lost_stops_the_rest_of_the_group(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "record", True
-        await scene.end(RolloutFailure("0-0", "no"))
-        assert scene.states()[0] == "rejected"
-        assert scene.engines[0].cancelled == ["0-1"]
+    async def test(harness: Harness) -> None:
+        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "record", True
+        await harness.end(RolloutFailure("0-0", "no"))
+        assert harness.states()[0] == "rejected"
+        assert harness.engines[0].cancelled == ["0-1"]
 
     play(tmp_path, test)
 
 
 def test_a_requeue_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.finish(2, 3)
-        await scene.train()
-        await scene.finish(4, 5)
-        waiting = await scene.take()
+    async def test(harness: Harness) -> None:
+        await harness.finish(2, 3)
+        await harness.train()
+        await harness.finish(4, 5)
+        waiting = await harness.take()
         assert isinstance(waiting, Waiting)
-        scene.buffers.last.dies_at, scene.buffers.last.does_it_first = "requeue", True
-        await scene.groups.requeue(waiting.overdue)
-        await scene.settled()
-        assert [state for _, state in sorted(scene.states().items())][-2:] == ["running", "running"]
-        assert scene.ids[-4:] == ["6-0", "6-1", "7-0", "7-1"]
-        assert sorted(scene.engines[0].cancelled) == ["0-0", "0-1", "1-0", "1-1"]
+        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "requeue", True
+        await harness.groups.requeue(waiting.overdue)
+        await harness.settled()
+        assert [state for _, state in sorted(harness.states().items())][-2:] == ["running", "running"]
+        assert harness.ids[-4:] == ["6-0", "6-1", "7-0", "7-1"]
+        assert sorted(harness.engines[0].cancelled) == ["0-0", "0-1", "1-0", "1-1"]
 
     play(tmp_path, test, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"})
 
 
 @pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
 def test_the_very_first_admission_may_be_lost(tmp_path: Path, does_it_first: bool) -> None:
-    async def test(scene: Scene) -> None:
-        await scene.finish(0, 1)
-        await scene.train()
-        assert len(scene.buffers.made) == 2
-        assert [uid for _, uid in scene.table("groups", "id, uid")] == [f"p{i}" for i in range(4)]
+    async def test(harness: Harness) -> None:
+        await harness.finish(0, 1)
+        await harness.train()
+        assert len(harness.buffers.made) == 2
+        assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(4)]
 
     small = {"group_size": 2, "max_running_rollouts": 4}
     play(tmp_path, test, rollout=small, dies_at="admit", does_it_first=does_it_first)
@@ -515,59 +518,59 @@ def test_the_very_first_admission_may_be_lost(tmp_path: Path, does_it_first: boo
 
 @given(data=st.data(), slots=st.integers(2, 8), dies_at=st.sampled_from(["", "admit"]))
 @settings(deadline=None, max_examples=40)
-def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no_step_waits_for_ever(
+def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, slots: int, dies_at: str
 ) -> None:
-    async def disturb(scene: Scene) -> None:
-        buffer = scene.buffers.last
+    async def disturb(harness: Harness) -> None:
+        buffer = harness.buffers.last
         buffer.dies_at = data.draw(st.sampled_from(["", "", "admit", "record", "take", "publish"]))
         buffer.does_it_first = data.draw(st.booleans())
         event = data.draw(st.sampled_from(["grow", "fail", "die", "nothing"]))
-        pending = scene.client.engines[0].pending
+        pending = harness.client.engines[0].pending
         chosen = data.draw(st.sampled_from(sorted(pending))) if pending else ""
         if event == "die":
             buffer.die()
         elif event == "grow" and chosen:
             start = sum(len(part.ids) for part in pending[chosen].segments)
-            await scene.engines[0].deliver(segments=[segment(chosen, start, 2)])
+            await harness.engines[0].deliver(segments=[segment(chosen, start, 2)])
         elif event == "fail" and chosen:
-            await scene.end(RolloutFailure(chosen, "no"))
+            await harness.end(RolloutFailure(chosen, "no"))
 
-    async def test(scene: Scene) -> None:
+    async def test(harness: Harness) -> None:
         trained: list[int] = []
         for _ in range(200):
             if data.draw(st.integers(0, 2)) == 0:
-                await disturb(scene)
-            pending = sorted(scene.client.engines[0].pending)
+                await disturb(harness)
+            pending = sorted(harness.client.engines[0].pending)
             if pending:
-                await scene.end(*pending[: data.draw(st.integers(1, len(pending)))])
-            groups = await scene.train()
+                await harness.end(*pending[: data.draw(st.integers(1, len(pending)))])
+            groups = await harness.train()
             trained += groups
             if len(trained) == STEPS * 2:
                 break
         assert len(trained) == len(set(trained)) == STEPS * 2
-        uids = [uid for _, uid in scene.table("groups", "id, uid")]
+        uids = [uid for _, uid in harness.table("groups", "id, uid")]
         assert uids == [f"p{i}" for i in range(len(uids))]
-        assert len(scene.ids) == len(set(scene.ids)), "nothing is generated twice"
+        assert len(harness.ids) == len(set(harness.ids)), "nothing is generated twice"
 
     rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failed_share": 1.0}
     play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS}, dies_at=dies_at)
 
 
 def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_the_buffer_died(tmp_path: Path) -> None:
-    async def test(scene: Scene) -> None:
-        prompt_filter = scene.stream.filter = PromptFilter(1, 0.0, 0)
-        scene.scorer.rule = lambda text: 0.5 if "3-" in text else 1.0
-        await scene.finish(0, 3)
-        await scene.end(RolloutFailure("1-0", "no"))
+    async def test(harness: Harness) -> None:
+        prompt_filter = harness.stream.filter = PromptFilter(1, 0.0, 0)
+        harness.scorer.rule = lambda text: 0.5 if "3-" in text else 1.0
+        await harness.finish(0, 3)
+        await harness.end(RolloutFailure("1-0", "no"))
         assert prompt_filter.excludes("p0", 0)
         assert not prompt_filter.excludes("p3", 0), "one that is not solved"
         assert not prompt_filter.excludes("p1", 0), "one that failed"
         prompt_filter.restore({"p3": 1})
-        scene.buffers.last.die()
-        await scene.end("2-0")
-        await scene.settled()
-        assert len(scene.buffers.made) == 2
+        harness.buffers.last.die()
+        await harness.end("2-0")
+        await harness.settled()
+        assert len(harness.buffers.made) == 2
         assert prompt_filter.excludes("p0", 0)
         assert prompt_filter.filtered == 1, "what the journal knows, and nothing else"
 

@@ -209,7 +209,7 @@ def test_an_undisturbed_run(tmp_path: Path, every: int) -> None:
     assert not [text for text in finished.simulation.view.shown if text.startswith("!")]
 
 
-def test_partial_rollouts_go_on_after_the_publish_and_nothing_is_generated_while_the_trainer_trains(
+def test_partial_rollouts_continue_after_the_publish_and_nothing_is_generated_while_the_trainer_trains(
     tmp_path: Path,
 ) -> None:
     fates = {partial: Fate(Random(0), 0) for partial in (False, True)}

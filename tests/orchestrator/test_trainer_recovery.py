@@ -43,7 +43,7 @@ class Ranks:
         return report
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        assert not self.down, "nobody calls ranks that are gone"
+        assert not self.down, "ranks that are gone are not called"
         call = f"{method}:{len(self.weights)}"
         self._die_at(call)
         answer: Any = None
@@ -71,7 +71,7 @@ class Ranks:
             raise TrainerLost("trainer-1", call)
 
 
-class Scene:
+class Harness:
     """A trainer over such ranks, with a buffer and a publisher that are this very object."""
 
     def __init__(self, ranks: Ranks, max_deaths: int = 100, version: int = -1, publish_every: int = 1000) -> None:
@@ -136,8 +136,8 @@ def opening(version: int) -> Opening:
 
 @pytest.fixture(autouse=True)
 def checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scene that stands for the run's folder knows the checkpoints."""
-    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.newest_undamaged", Scene.newest)
+    """The harness, in place of the run folder, knows the checkpoints."""
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.newest_undamaged", Harness.newest)
 
 
 def once(*calls: str) -> Callable[[str], bool]:
@@ -155,31 +155,31 @@ def once(*calls: str) -> Callable[[str], bool]:
 
 def test_a_trainer_that_is_level_just_works() -> None:
     async def check() -> None:
-        scene = Scene(Ranks())
+        harness = Harness(Ranks())
         for step in range(3):
-            report = await scene.trainer.train(batch(step))
+            report = await harness.trainer.train(batch(step))
             assert report.metrics == {"step": step}
-            assert scene.trainer.step == step + 1
-        assert await scene.at(3, "publish") is None
-        assert scene.ranks.weights == (0, 1, 2)
-        assert (scene.read, scene.trained, scene.losses) == ([], [], [])
+            assert harness.trainer.step == step + 1
+        assert await harness.at(3, "publish") is None
+        assert harness.ranks.weights == (0, 1, 2)
+        assert (harness.read, harness.trained, harness.losses) == ([], [], [])
 
     run(check())
 
 
 def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> None:
     async def check() -> None:
-        scene = Scene(Ranks(weights=(0, 1)))
+        harness = Harness(Ranks(weights=(0, 1)))
         done: list[Step] = []
 
         async def work() -> str:
-            done.append(scene.ranks.weights)
+            done.append(harness.ranks.weights)
             return "done"
 
-        assert await scene.trainer.save(5, work) == "done"
+        assert await harness.trainer.save(5, work) == "done"
         assert done == [(0, 1, 2, 3, 4)], "only at the right step"
-        assert scene.read == scene.trained == [2, 3, 4]
-        assert scene.trainer.step == 5
+        assert harness.read == harness.trained == [2, 3, 4]
+        assert harness.trainer.step == 5
 
     run(check())
 
@@ -187,42 +187,42 @@ def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> 
 @pytest.mark.parametrize("death", ["train_step:5", "after train_step:5"])
 def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(death: str) -> None:
     async def check() -> None:
-        scene = Scene(Ranks(dies=once(death)))
+        harness = Harness(Ranks(dies=once(death)))
         for step in range(3):
-            await scene.trainer.train(batch(step))
-        await scene.at(3, "save")
+            await harness.trainer.train(batch(step))
+        await harness.at(3, "save")
         for step in range(3, 6):
-            await scene.trainer.train(batch(step))
-        assert scene.ranks.weights == (0, 1, 2, 3, 4, 5)
-        assert scene.losses == [death]
-        assert scene.read == scene.trained == [3, 4], "and the step that was asked for is the caller's own"
+            await harness.trainer.train(batch(step))
+        assert harness.ranks.weights == (0, 1, 2, 3, 4, 5)
+        assert harness.losses == [death]
+        assert harness.read == harness.trained == [3, 4], "and the step that was asked for is the caller's own"
 
     run(check())
 
 
 def test_without_a_checkpoint_everything_is_repeated() -> None:
     async def check() -> None:
-        scene = Scene(Ranks(dies=once("publish:4")))
+        harness = Harness(Ranks(dies=once("publish:4")))
         for step in range(4):
-            await scene.trainer.train(batch(step))
-        await scene.at(4, "publish")
-        assert scene.ranks.weights == (0, 1, 2, 3)
-        assert scene.read == [0, 1, 2, 3]
+            await harness.trainer.train(batch(step))
+        await harness.at(4, "publish")
+        assert harness.ranks.weights == (0, 1, 2, 3)
+        assert harness.read == [0, 1, 2, 3]
 
     run(check())
 
 
-def test_deaths_while_catching_up_begin_it_anew() -> None:
+def test_deaths_while_catching_up_restart_it() -> None:
     async def check() -> None:
         deaths = ("publish:4", "restart:2", "train_step:3", "after train_step:3", "after publish:4")
-        scene = Scene(Ranks())
-        await scene.at(2, "save")
-        await scene.trainer.train(batch(2))
-        await scene.trainer.train(batch(3))
-        scene.ranks.dies = once(*deaths)
-        await scene.at(4, "publish")
-        assert scene.losses == list(deaths)
-        assert scene.ranks.weights == (0, 1, 2, 3)
+        harness = Harness(Ranks())
+        await harness.at(2, "save")
+        await harness.trainer.train(batch(2))
+        await harness.trainer.train(batch(3))
+        harness.ranks.dies = once(*deaths)
+        await harness.at(4, "publish")
+        assert harness.losses == list(deaths)
+        assert harness.ranks.weights == (0, 1, 2, 3)
 
     run(check())
 
@@ -232,96 +232,96 @@ def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) 
     """Engines that were restarted wait for it. It may be lost there, too."""
 
     async def check() -> None:
-        scene = Scene(Ranks(weights=(0, 1), dies=once(death)), version=2, publish_every=2)
-        scene.ranks.checkpoints[2] = (0, 1)
-        await scene.at(5, "look")
-        assert scene.losses == ([death] if death else [])
+        harness = Harness(Ranks(weights=(0, 1), dies=once(death)), version=2, publish_every=2)
+        harness.ranks.checkpoints[2] = (0, 1)
+        await harness.at(5, "look")
+        assert harness.losses == ([death] if death else [])
         times = 2 if death == "train_step:4" else 1
-        assert scene.served == [(2, (0, 1, 2, 3))] * times
-        assert scene.recorded == [2], "its publish was not recorded before"
-        assert scene.notes == [("trainer", "trainer-1", death)] * bool(death), "the bits are the same"
+        assert harness.served == [(2, (0, 1, 2, 3))] * times
+        assert harness.recorded == [2], "its publish was not recorded before"
+        assert harness.notes == [("trainer", "trainer-1", death)] * bool(death), "the bits are the same"
 
     run(check())
 
 
 def test_other_bits_of_the_same_version_are_noted() -> None:
     async def check() -> None:
-        scene = Scene(Ranks(dies=once("train_step:3")), publish_every=2)
-        await scene.trainer.publish()
+        harness = Harness(Ranks(dies=once("train_step:3")), publish_every=2)
+        await harness.trainer.publish()
         for step in range(2):
-            await scene.trainer.train(batch(step))
-        await scene.at(2, "save")
-        await scene.trainer.publish()
-        scene.sum_of = lambda weights: f"other bits of {weights}"
+            await harness.trainer.train(batch(step))
+        await harness.at(2, "save")
+        await harness.trainer.publish()
+        harness.sum_of = lambda weights: f"other bits of {weights}"
         for step in range(2, 4):
-            await scene.trainer.train(batch(step))
-        assert scene.served == [(0, ()), (1, (0, 1)), (1, (0, 1))]
-        assert [kind for kind, _, _ in scene.notes] == ["trainer", "weights"]
-        assert scene.recorded == [], "the loop records what it publishes"
+            await harness.trainer.train(batch(step))
+        assert harness.served == [(0, ()), (1, (0, 1)), (1, (0, 1))]
+        assert [kind for kind, _, _ in harness.notes] == ["trainer", "weights"]
+        assert harness.recorded == [], "the loop records what it publishes"
 
     run(check())
 
 
 def test_a_version_that_is_due_is_published_and_not_the_one_before() -> None:
     async def check() -> None:
-        scene = Scene(Ranks(weights=(0, 1), dies=once("serve:4")), version=1, publish_every=2)
-        scene.ranks.checkpoints[2] = (0, 1)
-        record = await scene.trainer.publish()
-        assert (record.version, scene.trainer.version) == (2, 2)
-        assert scene.served == [(2, (0, 1, 2, 3))]
+        harness = Harness(Ranks(weights=(0, 1), dies=once("serve:4")), version=1, publish_every=2)
+        harness.ranks.checkpoints[2] = (0, 1)
+        record = await harness.trainer.publish()
+        assert (record.version, harness.trainer.version) == (2, 2)
+        assert harness.served == [(2, (0, 1, 2, 3))]
 
     run(check())
 
 
 def test_too_many_deaths_end_the_work() -> None:
     async def check() -> None:
-        scene = Scene(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
+        harness = Harness(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
         with pytest.raises(RunError, match="restarted 3 times"):
-            await scene.trainer.train(batch(0))
-        assert len(scene.losses) == 4
+            await harness.trainer.train(batch(0))
+        assert len(harness.losses) == 4
 
     run(check())
 
 
 def test_an_error_that_is_no_death_comes_out() -> None:
     async def check() -> None:
-        scene = Scene(Ranks())
+        harness = Harness(Ranks())
 
         async def work() -> None:
             raise RunError("the loss is not finite")
 
         with pytest.raises(RunError, match="not finite"):
-            await scene.trainer.save(2, work)
-        assert scene.losses == []
-        await scene.trainer.train(batch(2))
+            await harness.trainer.save(2, work)
+        assert harness.losses == []
+        await harness.trainer.train(batch(2))
 
     run(check())
 
 
-def test_weights_of_a_step_that_was_given_up_on_are_nobodys() -> None:
+def test_weights_of_a_step_that_was_cancelled_are_not_used() -> None:
     async def check() -> None:
-        scene = Scene(Ranks())
-        await scene.at(1, "save")
-        begun, go_on = asyncio.Event(), asyncio.Event()
-        call = scene.ranks.call
+        harness = Harness(Ranks())
+        await harness.at(1, "save")
+        begun, may_continue = asyncio.Event(), asyncio.Event()
+        call = harness.ranks.call
 
         async def slow(method: str, *arguments: Any) -> list[Any]:
             begun.set()
-            await go_on.wait()
+            await may_continue.wait()
             return await call(method, *arguments)
 
-        scene.ranks.call = slow  # type: ignore[method-assign]
-        catching_up = asyncio.create_task(scene.at(3, "publish"))
+        harness.ranks.call = slow  # type: ignore[method-assign]
+        catching_up = asyncio.create_task(harness.at(3, "publish"))
         await begun.wait()
-        assert not scene.trainer.between_steps
+        assert not harness.trainer.between_steps
         catching_up.cancel()
         await asyncio.wait([catching_up])
-        assert (scene.trainer.step, scene.trainer.between_steps) == (1, False), "the ranks are still at it"
-        scene.ranks.call = call  # type: ignore[method-assign]
-        await scene.ranks.call("train_step", batch(1))
-        await scene.at(2, "look")
-        assert scene.ranks.weights == (0, 1), "from the checkpoint on, and not twice"
-        assert (scene.trainer.step, scene.trainer.between_steps) == (2, True)
+        assert (harness.trainer.step, harness.trainer.between_steps) == (1, False), "the ranks are still at it"
+        harness.ranks.call = call  # type: ignore[method-assign]
+        await harness.ranks.call("train_step", batch(1))
+        await harness.at(2, "look")
+        assert harness.ranks.weights == (0, 1), "from the checkpoint on, and not twice"
+        assert (harness.trainer.step, harness.trainer.between_steps) == (2, True)
 
     run(check())
 
@@ -330,16 +330,16 @@ def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytes
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
 
     async def check() -> None:
-        scene = Scene(Ranks(dies=once("check:2")))
-        await scene.trainer.train(batch(0))
-        await scene.at(1, "save")
-        await scene.trainer.train(batch(1))
-        guarding = asyncio.create_task(scene.trainer.guard())
-        while scene.trained != [1]:
+        harness = Harness(Ranks(dies=once("check:2")))
+        await harness.trainer.train(batch(0))
+        await harness.at(1, "save")
+        await harness.trainer.train(batch(1))
+        guarding = asyncio.create_task(harness.trainer.guard())
+        while harness.trained != [1]:
             await asyncio.sleep(0)
-        assert scene.losses == ["check:2"]
-        await scene.trainer.train(batch(2))
-        assert scene.ranks.weights == (0, 1, 2)
+        assert harness.losses == ["check:2"]
+        await harness.trainer.train(batch(2))
+        assert harness.ranks.weights == (0, 1, 2)
         guarding.cancel()
 
     run(check())
@@ -347,17 +347,17 @@ def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytes
 
 def test_weights_of_a_later_step_are_refused() -> None:
     async def check() -> None:
-        scene = Scene(Ranks(weights=(0, 1, 2)))
+        harness = Harness(Ranks(weights=(0, 1, 2)))
         with pytest.raises(RuntimeError, match="the weights are those after 3 steps, not after 2"):
-            await scene.at(2, "save")
-        assert scene.ranks.checkpoints == {}
+            await harness.at(2, "save")
+        assert harness.ranks.checkpoints == {}
 
     run(check())
 
 
 def test_one_piece_of_work_at_a_time() -> None:
     async def check() -> None:
-        scene = Scene(Ranks())
+        harness = Harness(Ranks())
         going_on = 0
 
         async def work() -> None:
@@ -367,8 +367,8 @@ def test_one_piece_of_work_at_a_time() -> None:
             assert going_on == 1
             going_on -= 1
 
-        await asyncio.gather(*(scene.trainer.save(2, work) for _ in range(5)))
-        assert scene.ranks.weights == (0, 1)
+        await asyncio.gather(*(harness.trainer.save(2, work) for _ in range(5)))
+        assert harness.ranks.weights == (0, 1)
 
     run(check())
 
@@ -388,14 +388,14 @@ def test_whatever_dies_when_the_weights_are_those_of_the_batches_in_order(data: 
         behind = data.draw(st.integers(0, 4))
         ranks = Ranks(tuple(range(data.draw(st.integers(0, behind)))), dies)
         ranks.checkpoints[len(ranks.weights)] = ranks.weights
-        scene = Scene(ranks)
+        harness = Harness(ranks)
         saved = {**ranks.checkpoints}
-        await scene.trainer.save(behind, lambda: ranks.call("look"))
+        await harness.trainer.save(behind, lambda: ranks.call("look"))
         for step in range(behind, behind + data.draw(st.integers(1, 5))):
-            await scene.trainer.train(batch(step))
+            await harness.trainer.train(batch(step))
             assert ranks.weights == tuple(range(step + 1))
             if data.draw(st.booleans()):
-                await scene.at(step + 1, "save")
+                await harness.at(step + 1, "save")
                 assert ranks.checkpoints[step + 1] == tuple(range(step + 1))
         assert ranks.checkpoints.items() >= saved.items()
 

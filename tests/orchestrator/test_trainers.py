@@ -1,4 +1,4 @@
-"""Trainer ranks are called alike and fall together: a death is told from an error, whichever comes first."""
+"""Trainer ranks are called alike and fail together: a death is distinguished from an error, whichever comes first."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Ranks:
         return self.made[-1]
 
 
-async def for_ever() -> Any:
+async def never() -> Any:
     """What a rank does whose peer is gone."""
     return await asyncio.get_running_loop().create_future()
 
@@ -113,7 +113,7 @@ def test_a_death_is_the_loss_of_all_though_the_others_never_end() -> None:
     async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         if rank.rank == 1:
             rank.die()
-        await for_ever()
+        await never()
 
     lost = raised_by(dies)
     assert isinstance(lost, TrainerLost)
@@ -147,13 +147,13 @@ def test_an_error_is_raised_as_it_is() -> None:
     assert str(error).startswith("checkpoint: the checkpoint is of another model")
 
 
-def test_an_error_on_one_rank_does_not_wait_for_the_others_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_one_rank_does_not_wait_for_the_others_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainers.GRACE_S", 0.01)
 
     async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         if rank.rank == 2:
             raise ValueError("loss is not finite")
-        await for_ever()
+        await never()
 
     error = raised_by(fails)
     assert isinstance(error, RunError)
@@ -162,7 +162,7 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others_for_ever(monkeypatch:
 
 def test_no_answer_in_time() -> None:
     async def hangs(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        await for_ever()
+        await never()
 
     error = raised_by(hangs, limit_s=0.01)
     assert isinstance(error, NoAnswer)
@@ -274,7 +274,7 @@ def test_a_rank_that_dies_while_the_model_is_made_is_lost(heard_of_in: str) -> N
         if method == heard_of_in:
             rank.die()
         if method == "prepare_model":
-            await for_ever()
+            await never()
         return await starts(rank, method, arguments)
 
     with pytest.raises(TrainerLost, match="trainer-0: the process died"):

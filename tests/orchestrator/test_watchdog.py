@@ -26,8 +26,8 @@ def _look_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.watchdog.LONGEST_LOOK_S", 0.0)
 
 
-class Scene:
-    """A watchdog that is warned to look, and what it said."""
+class Harness:
+    """A watchdog, and its warnings."""
 
     def __init__(self) -> None:
         self.warned: list[str] = []
@@ -53,21 +53,21 @@ def look(*waits: tuple[str, str, float]) -> list[str]:
     """What is warned of these waits; the numbers are parts of the limit that they have waited."""
 
     async def check() -> list[str]:
-        scene = Scene()
+        harness = Harness()
         with ExitStack() as stack:
             for who, what, part in waits:
-                stack.enter_context(scene.waiting(who, what, part * LIMIT_S))
-            await scene.look()
-        return scene.warned
+                stack.enter_context(harness.waiting(who, what, part * LIMIT_S))
+            await harness.look()
+        return harness.warned
 
     return asyncio.run(check())
 
 
-def test_short_waits_are_nobodys_business() -> None:
+def test_short_waits_are_ignored() -> None:
     assert look(("the trainer", "a batch", 0.4)) == []
 
 
-def test_half_the_limit_is_told_once() -> None:
+def test_half_the_limit_is_reported_once() -> None:
     (warned,) = look(("the trainer", "a batch", 0.6), ("the scorer", "a turn", 0.1))
     assert re.fullmatch(r"the trainer waits for a batch since \d\d:\d\d:\d\d \(60\d s\)", warned)
 
@@ -102,77 +102,77 @@ def test_a_wait_says_since_when() -> None:
 
 def test_a_wait_that_is_over_is_forgotten() -> None:
     async def check() -> None:
-        scene = Scene()
-        with scene.waiting("the trainer", "a batch", 2 * LIMIT_S):
+        harness = Harness()
+        with harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
             pass
-        with pytest.raises(ValueError, match="oh"), scene.waiting("the trainer", "a batch", 2 * LIMIT_S):
+        with pytest.raises(ValueError, match="oh"), harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
             raise ValueError("oh")
-        await scene.look()
-        assert scene.warned == []
+        await harness.look()
+        assert harness.warned == []
 
     asyncio.run(check())
 
 
-def test_progress_starts_the_clock_again_and_is_told_again() -> None:
+def test_progress_starts_the_clock_again_and_is_reported_again() -> None:
     async def check() -> None:
-        scene = Scene()
-        with scene.waiting("the trainer", "a batch", 0.6 * LIMIT_S) as wait:
-            await scene.look()
+        harness = Harness()
+        with harness.waiting("the trainer", "a batch", 0.6 * LIMIT_S) as wait:
+            await harness.look()
             wait.progress()
             wait.since -= 0.6 * LIMIT_S
-            await scene.look()
-            assert len(scene.warned) == 2
+            await harness.look()
+            assert len(harness.warned) == 2
 
     asyncio.run(check())
 
 
 def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
     async def check() -> None:
-        scene = Scene()
-        with scene.waiting(GENERATION, "a batch", 2 * LIMIT_S):
-            scene.dog.progress()
-            await scene.look()
-            assert scene.warned == []
-            with scene.waiting("the orchestrator", "every engine", 2 * LIMIT_S):
-                scene.dog.progress()
+        harness = Harness()
+        with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S):
+            harness.dog.progress()
+            await harness.look()
+            assert harness.warned == []
+            with harness.waiting("the orchestrator", "every engine", 2 * LIMIT_S):
+                harness.dog.progress()
                 with pytest.raises(RunError, match="no progress: the orchestrator waits for every engine"):
-                    await scene.look()
+                    await harness.look()
 
     asyncio.run(check())
 
 
 def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
     async def check() -> None:
-        scene = Scene()
-        with scene.waiting(GENERATION, "a batch", 2 * LIMIT_S), scene.waiting("the trainer", "a step", 2 * LIMIT_S):
-            scene.dog.caught_up()
-            await scene.look()
-            assert scene.warned == []
+        harness = Harness()
+        with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S), harness.waiting("the trainer", "a step", 2 * LIMIT_S):
+            harness.dog.caught_up()
+            await harness.look()
+            assert harness.warned == []
 
     asyncio.run(check())
 
 
 def test_what_is_waited_for_may_change_its_name() -> None:
     async def check() -> None:
-        scene = Scene()
-        with scene.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
+        harness = Harness()
+        with harness.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
             wait.what = "the batch of step 3 (only 1 of 2 groups have finished)"
             with pytest.raises(RunError, match=r"the trainer waits for the batch of step 3 \(only 1 of 2 groups"):
-                await scene.look()
+                await harness.look()
 
     asyncio.run(check())
 
 
 def test_work_is_watched_until_its_result() -> None:
     async def check() -> None:
-        scene = Scene()
+        harness = Harness()
         work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(scene.dog.until(work, "the orchestrator", "the trainer's step 1"))
-        await scene.look()
-        (wait,) = scene.dog._waits
+        waiting = asyncio.create_task(harness.dog.until(work, "the orchestrator", "the trainer's step 1"))
+        await harness.look()
+        (wait,) = harness.dog._waits
         assert str(wait).startswith("the orchestrator waits for the trainer's step 1 since ")
         work.set_result(7)
         assert await waiting == 7
-        assert scene.dog._waits == []
+        assert harness.dog._waits == []
 
     asyncio.run(check())
