@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,18 +25,6 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.mix import task_names
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What happened since the step before. Shares are of wall time, 0 to 1."""
-
-    seconds: float
-    generated_tokens: int
-    trainer_busy: float
-    engines_busy: float
-    engines_paused: float
-    journal_busy: float
-
-
 class StepClock:
     """Cuts the run's time into the windows between steps."""
 
@@ -47,22 +34,24 @@ class StepClock:
         self._totals = self._read()
         self._journal_s = 0.0
 
-    def lap(self, report: StepReport, journal_s: float) -> Window:
-        """The window that ends now, with the step of ``report`` in it; ``journal_s`` as in ``Taken``."""
+    def lap(self, report: StepReport, journal_s: float) -> dict[str, float]:
+        """Metrics of the window that ends now, with the step of ``report`` in it; ``journal_s`` as in ``Taken``."""
         now, totals = time.monotonic(), self._read()
         seconds = now - self._at
         tokens, busy, paused, wall = (new - old for new, old in zip(totals, self._totals, strict=True))
         self._at, self._totals = now, totals
         # A buffer that was started again counts from zero.
         written, self._journal_s = max(0.0, journal_s - self._journal_s), journal_s
-        return Window(
-            seconds=seconds,
-            generated_tokens=int(tokens),
-            trainer_busy=min(1.0, report.seconds / seconds),
-            engines_busy=(busy - paused) / wall if wall else 0.0,
-            engines_paused=paused / wall if wall else 0.0,
-            journal_busy=written / seconds,
-        )
+        return {
+            "tokens/generated": float(tokens),
+            "tokens/generated_per_s": tokens / seconds,
+            "time/step_s": seconds,
+            "time/train_s": report.seconds,
+            "share/trainer_busy": min(1.0, report.seconds / seconds),
+            "share/engines_busy": (busy - paused) / wall if wall else 0.0,
+            "share/engines_paused": paused / wall if wall else 0.0,
+            "share/journal_busy": written / seconds,
+        }
 
     def _read(self) -> tuple[float, float, float, float]:
         activities = [engine.activity for engine in self._client.engines]
@@ -148,18 +137,21 @@ def step_metrics(
     batch: TrainingBatch,
     report: StepReport,
     published: PublishRecord | None,
-    window: Window,
+    window: Mapping[str, float],
     counts: Counts,
     names: Sequence[str] = (),
 ) -> dict[str, float]:
-    """All metrics of one step. ``names`` are those of the tasks of a mix, in which a prompt's uid is ``TASK/UID``."""
+    """All metrics of one step, with those of its ``window`` (``StepClock.lap``).
+
+    ``names`` are those of the tasks of a mix, in which a prompt's uid is ``TASK/UID``.
+    """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     rewards = np.array([reward for group in batch.groups for reward in group.rewards])
     versions = [rollout.sampled_versions for rollout in rollouts]
     lengths = np.array([len(sampled) for sampled in versions])
     staleness = batch.version - np.concatenate(versions)
     crossed = [len(sampled) > 0 and sampled.min() != sampled.max() for sampled in versions]
-    metrics = _task_metrics(batch, names) | {
+    metrics = {**_task_metrics(batch, names), **window} | {
         "reward/mean": float(rewards.mean()),
         "reward/correct": float((rewards >= CORRECT).mean()),
         "response/tokens_mean": float(lengths.mean()),
@@ -171,14 +163,6 @@ def step_metrics(
         "staleness/tokens_max": float(staleness.max()),
         "staleness/rollouts_crossed": float(np.mean(crossed)),
         "tokens/trained": float(report.trained_tokens),
-        "tokens/generated": float(window.generated_tokens),
-        "tokens/generated_per_s": window.generated_tokens / window.seconds,
-        "time/step_s": window.seconds,
-        "time/train_s": report.seconds,
-        "share/trainer_busy": window.trainer_busy,
-        "share/engines_busy": window.engines_busy,
-        "share/engines_paused": window.engines_paused,
-        "share/journal_busy": window.journal_busy,
         "buffer/groups_running": float(counts.running),
         "buffer/groups_finished": float(counts.finished),
         "buffer/groups_taken": float(counts.taken),

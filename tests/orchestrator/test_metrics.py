@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from stand_ins import client_over, rollout
 
-from asyncrl_cli.orchestrator.metrics import StepClock, Window, batch_digest, step_metrics
+from asyncrl_cli.orchestrator.metrics import StepClock, batch_digest, step_metrics
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
 from asyncrl_cli.records.groups import Counts, PublishRecord
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
@@ -28,6 +28,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
+def window(
+    seconds: float, tokens: float, train_s: float, trainer: float, engines: float, paused: float, journal: float
+) -> dict[str, float]:
+    """Metrics of a window; the last four are shares."""
+    return {
+        "tokens/generated": tokens,
+        "tokens/generated_per_s": tokens / seconds,
+        "time/step_s": seconds,
+        "time/train_s": train_s,
+        "share/trainer_busy": trainer,
+        "share/engines_busy": engines,
+        "share/engines_paused": paused,
+        "share/journal_busy": journal,
+    }
+
+
 def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
     client = client_over(2)
     one, other = client.engines
@@ -36,19 +52,12 @@ def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
     clock.now += 10.0
     one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
     other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
-    assert steps.lap(StepReport(seconds=2.5), 3.0) == Window(
-        seconds=10.0,
-        generated_tokens=150,
-        trainer_busy=0.25,
-        engines_busy=pytest.approx((6.0 - 1.0 + 4.0 - 1.0) / 20.0),
-        engines_paused=pytest.approx(2.0 / 20.0),
-        journal_busy=pytest.approx(0.3),
-    )
+    engines = (6.0 - 1.0 + 4.0 - 1.0) / 20.0
+    found = steps.lap(StepReport(seconds=2.5), 3.0)
+    assert found == pytest.approx(window(10.0, 150, 2.5, 0.25, engines, 2.0 / 20.0, 0.3))
     clock.now += 4.0
     other.activity = EngineActivity(60, 8.0, 1.0, 14.0)
-    assert steps.lap(StepReport(seconds=5.0), 4.0) == Window(
-        seconds=4.0, generated_tokens=10, trainer_busy=1.0, engines_busy=1.0, engines_paused=0.0, journal_busy=0.25
-    )
+    assert steps.lap(StepReport(seconds=5.0), 4.0) == window(4.0, 10, 5.0, 1.0, 1.0, 0.0, 0.25)
 
 
 def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
@@ -56,14 +65,14 @@ def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
     busy = []
     for journal_s in (5.0, 1.0, 2.0):
         clock.now += 10.0
-        busy.append(steps.lap(StepReport(), journal_s).journal_busy)
+        busy.append(steps.lap(StepReport(), journal_s)["share/journal_busy"])
     assert busy == pytest.approx([0.5, 0.0, 0.1])
 
 
 def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
     steps = StepClock(client_over(1))
     clock.now += 1.0
-    assert steps.lap(StepReport(seconds=0.5), 0.0) == Window(1.0, 0, 0.5, 0.0, 0.0, 0.0)
+    assert steps.lap(StepReport(seconds=0.5), 0.0) == window(1.0, 0, 0.5, 0.5, 0.0, 0.0, 0.0)
 
 
 GROUPS = (
@@ -71,14 +80,7 @@ GROUPS = (
     TrainingGroup(6, "b", 2, (rollout("6-0", (3,)), rollout("6-1", (2, 2, 2))), (0.0, 1.5)),
 )
 BATCH = TrainingBatch(7, 3, GROUPS)
-WINDOW = Window(
-    seconds=2.0,
-    generated_tokens=500,
-    trainer_busy=0.5,
-    engines_busy=0.25,
-    engines_paused=0.125,
-    journal_busy=0.0625,
-)
+WINDOW = window(2.0, 500.0, 1.5, 0.5, 0.25, 0.125, 0.0625)
 
 
 COUNTS = Counts(0, 0, 0, 0, 0, 0)
