@@ -190,8 +190,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishRecord:
-    """A published version: the step it follows, the checksum of its bytes, and how it went. ``seconds`` and
-    ``stall_s`` are times; ``gap`` and ``change`` are nats (see ``pipeline.publisher.PublishReport``)."""
+    """A published version: the step it follows, the checksum of its bytes, and how it went.
+
+    ``seconds`` and ``stall_s`` are times. ``gap`` and ``change`` are nats: the largest difference between engine and
+    trainer, and between this version's probe and the last one's.
+    """
 
     version: int
     step: int

@@ -235,7 +235,10 @@ def test_a_log_that_is_cut_short_is_noticed_by_the_step_in_state_json(run: RunDi
     assert start(run).kind == "resume"
     run.update(step=7)
     error = refused(run)
-    assert "the journal ends at step 6, and state.json is of step 7: journal.db-wal is missing or cut" in error.message
+    assert (
+        "the journal ends at step 6, and state.json is of step 7: journal.db-wal is missing or truncated"
+        in error.message
+    )
     assert start(run, without_journal=True).checkpoint is None
     assert run.state.step == 0
     assert start(run, without_journal=True).kind == "resume"
