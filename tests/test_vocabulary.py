@@ -1,7 +1,7 @@
 """The words of the project: what users read is plain standard English with the field's terms, in one style.
 
-Words are looked for in the string literals of asyncrl_cli (also in f-strings), help texts, descriptions of spec keys,
-templates/, specs/, README.md, CONTRIBUTING.md and docs/ without the decisions; some also in the names of the code.
+Words are looked for in asyncrl_cli (messages, help texts, docstrings and comments), templates/, specs/, README.md,
+CONTRIBUTING.md, docs/ but the decisions, and names of tests; some more in the keys of JSON and in names of the code.
 Messages and hints of errors, problems and findings begin in lower case and have no full stop at the end.
 """
 
@@ -53,6 +53,8 @@ KEYS = {r"place": "index, location", r"cut": "truncated", r"stay": "request", r"
 NAMES = r"mend|befall|condemn|breach|conductor|follower|guardian|anew|see_off|take_back|give_up|giv(en|ing)_up|going_on"
 """What no function, class, argument or attribute is called, in part or whole."""
 ALLOWED = {
+    ("asyncrl_cli/tasks/sandbox/confine.py", "nobody"): "the user of this name",
+    ("asyncrl_cli/tasks/sandbox/process.py", "nobody"): "the user of this name",
     ("asyncrl_cli/journal/events.py", "cut"): "the name of a metric before schema 5, which older runs have",
     (
         "asyncrl_cli/journal/events.py",
@@ -97,27 +99,11 @@ def sources() -> list[tuple[str, list[ast.AST]]]:
     return [(path.relative_to(ROOT).as_posix(), list(ast.walk(tree))) for path, tree in zip(paths, trees, strict=True)]
 
 
-@cache
-def literals() -> list[Text]:
-    """String literals; docstrings only where a user reads them: in help texts and in descriptions of spec keys."""
-    shown = {"asyncrl_cli/cli/": ast.FunctionDef, "asyncrl_cli/spec/": ast.ClassDef}
-    found = []
-    for file, nodes in sources():
-        internal = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        for folder, kind in shown.items():
-            if file.startswith(folder):
-                inner = [node for outer in nodes if isinstance(outer, kind) for node in getattr(outer, "body", ())]
-                internal -= {id(node.value) for node in inner if isinstance(node, ast.Expr)}
-        for node in nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in internal:
-                found += [Text(file, node.lineno + offset, line) for offset, line in enumerate(node.value.splitlines())]
-    return found
-
-
-def pages() -> Iterator[Text]:
-    """The lines of the documentation, of the specs and of the templates."""
+def lines() -> Iterator[Text]:
+    """All lines of the package, the documentation, the specs and the templates."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "specs").glob("*")]
     paths += (path for path in (ROOT / "templates").rglob("*") if path.suffix in (".md", ".yaml", ".py"))
+    paths += PACKAGE.rglob("*.py")
     for path in sorted(path for path in paths if path.is_file()):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             yield Text(path.relative_to(ROOT).as_posix(), number, line)
@@ -135,10 +121,12 @@ def misused(texts: Iterable[Text], instead: dict[str, str]) -> Iterator[str]:
 
 
 def keys() -> Iterator[Text]:
-    """Literals that name something for programs, such as ``response/tokens_mean``, a word a line."""
-    for file, line, text in literals():
-        if re.fullmatch(r"[a-z]+([_/][a-z]+)*", text):
-            yield Text(file, line, re.sub(r"[_/]", " ", text))
+    """String literals that name something for programs, such as ``response/tokens_mean``, as words."""
+    for file, nodes in sources():
+        for node in nodes:
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if re.fullmatch(r"[a-z]+([_/][a-z]+)*", text):
+                yield Text(file, getattr(node, "lineno", 0), re.sub(r"[_/]", " ", text))
 
 
 def names() -> Iterator[Text]:
@@ -150,9 +138,22 @@ def names() -> Iterator[Text]:
                     yield Text(file, getattr(node, "lineno", 0), name)
 
 
+def titles() -> Iterator[Text]:
+    """The names of all tests, as words."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if found := re.match(r"\s*(?:async )?def (test_\w+)", line):
+                yield Text(path.relative_to(ROOT).as_posix(), number, found[1].replace("_", " "))
+
+
 def test_texts_use_standard_words() -> None:
-    found = [*misused(literals(), INSTEAD), *misused(pages(), INSTEAD)]
+    found = list(misused(lines(), INSTEAD))
     assert not found, f"{len(found)} to reword:\n" + "\n".join(found)
+
+
+def test_names_of_tests_use_standard_words() -> None:
+    found = list(misused(titles(), INSTEAD))
+    assert not found, "\n" + "\n".join(found)
 
 
 def test_keys_use_standard_words() -> None:

@@ -1,7 +1,7 @@
 """Tool calls in what a model wrote.
 
 A parser takes a reply's text and the request's tools, and gives the calls in it, or None where it finds none that are
-well formed: a function's name, and a JSON object of arguments that can be sent on as UTF-8. A malformed call is no
+well formed: a function's name, and a JSON object of arguments that can be sent on as UTF-8. A malformed call is not an
 error: the reply is then plain content, which the task scores.
 
 ``hermes`` reads exactly what vLLM's parser of that name does (tests/gateway/test_chat.py compares the two). It is

@@ -1,7 +1,7 @@
 """Ray for one run: started on this machine, or joined; and resources for its actors.
 
 A local cluster lives and dies with the driver. Ray's own processes end with a driver that ends in order; a
-reaper (``system.reaper``) sees to the rest.
+reaper (``system.reaper``) ends the rest.
 
 Whoever may call Ray runs code as this user, so a local cluster has a token of its own and listens on loopback alone.
 """

@@ -1,6 +1,6 @@
 """The actors that run episodes as one: slots for episodes, and actors that are replaced when they are lost.
 
-The actor sees to what agents and environments do. When it is lost itself, its episodes are to be continued.
+The actor handles what agents and environments do. When it is lost itself, its episodes are to be continued.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class _Sample:
 
     @property
     def reward(self) -> float:
-        """A response without a reward is no right answer."""
+        """A response without a reward is not a right answer."""
         return self.score.reward if isinstance(self.score, Scored) else 0.0
 
     @property

@@ -56,8 +56,8 @@ class Stop:
 def stop_on_signals() -> Iterator[Stop]:
     """Handle the signals for the length of the block, and until the process ends once one has come.
 
-    Before an event loop is attached, a signal raises ``KeyboardInterrupt``. What the process was told to ignore (SIGHUP
-    below nohup) stays ignored.
+    Before an event loop is attached, a signal raises ``KeyboardInterrupt``. What the process ignores from its
+    start (SIGHUP below nohup) stays ignored.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}

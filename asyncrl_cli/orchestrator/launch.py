@@ -144,7 +144,7 @@ class Experiment:
 def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, start: Start) -> Outcome:
     """Run to the last step. The run's state on disk says how it ended, in every case.
 
-    Raises ``UserError`` with the cause when it cannot go on, ``Interrupted`` after Ctrl-C or SIGTERM.
+    Raises ``UserError`` with the cause when it cannot continue, ``Interrupted`` after Ctrl-C or SIGTERM.
     """
     recorder = Recorder(run, console.warn)
     reporter = Reporter(recorder, console)

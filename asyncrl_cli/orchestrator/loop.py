@@ -97,7 +97,7 @@ class Orchestrator:
         parts.watchdog.on_stall = self._note_stall
 
     async def run(self) -> None:
-        """Train until the last step. Raises ``RunError`` with the first cause when the run cannot go on."""
+        """Train until the last step. Raises ``RunError`` with the first cause when the run cannot continue."""
         try:
             async with self._tasks as tasks:
                 endless = [

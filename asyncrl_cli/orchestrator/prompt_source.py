@@ -85,7 +85,7 @@ class PromptSource:
         prompt_filter: PromptFilter | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``prompt_filter`` says which prompts are left out; ``warn`` hears of what somebody should know."""
+        """``prompt_filter`` decides which prompts are skipped; ``warn`` gets warnings for the user."""
         self.loader = loader
         self.encoder = encoder
         self.filter = prompt_filter
@@ -147,7 +147,7 @@ class PromptSource:
         return Candidate(self._serial, prompt, ids, self.loader.state())
 
     def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
-        """Go on after the prompt ``serial``, from where the loader stood after it."""
+        """Continue after the prompt ``serial``, from where the loader stood after it."""
         self._serial = serial
         if loader is not None:
             self.loader.restore(dict(loader))

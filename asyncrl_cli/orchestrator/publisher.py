@@ -65,7 +65,7 @@ class Publisher:
     async def serve(self, version: int) -> PublishRecord:
         """Have the trainer write ``version``, and all engines that serve by then load and prove it.
 
-        An engine that cannot is marked dead and left out. When the very same weights are being served already, as after
+        An engine that cannot is marked dead and skipped. When the very same weights are being served already, as after
         a trainer's restart, the engines are not disturbed. Raises ``TrainerLost``.
         """
         async with self._lock:  # the mapping is not written while an engine that comes up reads it (decision 0002)

@@ -1,6 +1,6 @@
 """Scoring from the driver: every response gets a reward or a reason why it has none, whatever dies meanwhile.
 
-The scorer actor sees to what a reward function does. When the actor itself is killed or does not answer, it is
+The scorer actor handles what a reward function does. When the actor itself is killed or does not answer, it is
 replaced, and the responses that it had are scored again, one by one and with nothing else under way; one that loses the
 next actor as well has no reward.
 """

@@ -153,7 +153,7 @@ async def _serve(
         EngineProcess(spec, name, partial(factory.engine, name), model, budget, served.version)
         for name in (f"engine-{index}" for index in range(spec.rollout.engines))
     ]
-    # Below Ray's folder, which the reaper removes when nobody else can.
+    # Below Ray's folder, which the reaper removes when no other process can.
     with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:
         try:
             await until_stopped(work(Path(temporary)), stop)

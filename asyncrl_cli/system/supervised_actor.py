@@ -71,7 +71,7 @@ class RestartBudget:
 class SupervisedActor:
     """One Ray actor, and those that take its place.
 
-    Invariants: ``running`` and ``call`` give nobody an actor that has yet to start; however many callers lose the same
+    Invariants: ``running`` and ``call`` never give an actor that has yet to start; however many callers lose the same
     actor, it is ended and counted once.
 
     Attributes:

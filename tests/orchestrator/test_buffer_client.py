@@ -193,7 +193,7 @@ def test_a_buffer_that_never_comes_up_again_ends_the_run_though_it_records_the_r
         run(check())
 
 
-def test_a_fault_of_the_journal_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_journal_is_not_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(harness: Harness) -> None:
         def full(*_: object) -> None:
             raise JournalError("the journal failed: database or disk is full")

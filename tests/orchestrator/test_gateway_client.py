@@ -113,7 +113,7 @@ def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
     run(test())
 
 
-def test_a_session_that_is_given_up_leaves_nothing_and_its_name_can_be_used_again() -> None:
+def test_an_abandoned_session_leaves_nothing_and_its_name_can_be_used_again() -> None:
     async def test() -> None:
         async with running() as harness:
             harness.model.held.clear()

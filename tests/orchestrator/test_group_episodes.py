@@ -131,7 +131,7 @@ def test_a_failed_episode_takes_its_group_with_it(tmp_path: Path) -> None:
     play(tmp_path, test, rollout={"group_size": 3})
 
 
-def test_overdue_episodes_are_given_up(tmp_path: Path) -> None:
+def test_overdue_episodes_are_abandoned(tmp_path: Path) -> None:
     async def test(harness: Harness, episodes: Episodes) -> None:
         for group in (2, 3):
             for place in range(2):

@@ -71,11 +71,11 @@ def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
     assert ", 1 of them tried in 0.0 s" in str(check([FINE] * 9, AT_ONCE_S))
 
 
-def test_a_first_prompt_that_is_left_out_is_no_failure() -> None:
+def test_a_first_prompt_that_is_skipped_is_not_a_failure() -> None:
     assert first_prompt(prompts(BROKEN), ENCODER).startswith("skipped: ")
 
 
-def test_held_out_rows_that_cannot_be_encoded_are_left_out_as_in_training() -> None:
+def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> None:
     warned: list[str] = []
     found = _encoded(prompts(BROKEN, FINE, LONG, BROKEN), ENCODER, "data.eval", warned.append)
     assert [prompt.content for prompt, _ in found] == [FINE]

@@ -69,5 +69,5 @@ def test_a_cluster_must_have_what_the_run_wants_in_all() -> None:
     )
 
 
-def test_what_an_actor_does_not_want_is_left_out() -> None:
+def test_resources_that_an_actor_does_not_want_are_omitted() -> None:
     assert shortage({"CPU": 2, "GPU": 0}, {}, {"CPU": 1.0}) == "it wants 2 CPUs; free are 0 of 1 CPUs"

@@ -116,7 +116,7 @@ def test_what_is_skipped_is_warned_of_once() -> None:
     assert "prompt long is longer than rollout.max_prompt_tokens" in warnings[0]
 
 
-def test_solved_prompts_are_left_out_until_all_are() -> None:
+def test_solved_prompts_are_skipped_until_all_are_solved() -> None:
     warnings: list[str] = []
     rows = [Prompt(f"p{i}", "1") for i in range(4)]
     stream = PromptSource(
@@ -151,7 +151,7 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
         PromptEncoder(TOKENIZER, 10).encode(Prompt("empty", ""))
 
 
-def test_rows_that_cannot_be_used_are_left_out_counted_and_named() -> None:
+def test_rows_that_cannot_be_used_are_skipped_counted_and_named() -> None:
     warnings: list[str] = []
     rows = [Prompt("a", "1"), CHAT, Prompt("b", "2")]
 

@@ -155,7 +155,7 @@ def test_an_engine_that_keeps_weights_which_changed_little_is_reported() -> None
     assert list(harness.failed) == ["engine-1"]
 
 
-def test_weights_that_do_not_change_are_no_fault() -> None:
+def test_weights_that_do_not_change_are_not_a_fault() -> None:
     harness = Harness(Engine())
     harness.step = harness.engines[0][1].step = 0.0
     assert [report.change for report in publish(harness, versions=3)] == [0.0, 0.0, 0.0]

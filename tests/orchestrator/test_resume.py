@@ -229,7 +229,7 @@ def test_a_journal_that_ends_before_the_checkpoint_is_an_older_copy(run: RunDire
     assert "--without-journal" in error.hint
 
 
-def test_a_log_that_is_cut_short_is_noticed_by_the_step_in_state_json(run: RunDirectory) -> None:
+def test_a_truncated_log_is_noticed_by_the_step_in_state_json(run: RunDirectory) -> None:
     record(run, taken=6)
     run.update(step=6)
     assert start(run).kind == "resume"
@@ -350,7 +350,7 @@ def test_without_its_journal_a_run_continues_from_a_checkpoint_alone(run: RunDir
     assert (run.path / "damaged-1" / f"{FILE}-wal").read_bytes() == b"a log"
 
 
-def test_a_second_journal_is_set_aside_beside_the_first_with_its_own_log(run: RunDirectory) -> None:
+def test_a_second_damaged_journal_is_kept_beside_the_first_with_its_own_log(run: RunDirectory) -> None:
     save(run, 4)
     for number, files in ((1, [FILE]), (2, [FILE, f"{FILE}-wal"]), (3, [f"{FILE}-wal"])):
         for file in files:
@@ -366,7 +366,7 @@ def test_a_second_journal_is_set_aside_beside_the_first_with_its_own_log(run: Ru
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
-def test_a_kill_while_a_journal_is_set_aside_leaves_it_whole(
+def test_a_kill_while_a_journal_is_moved_leaves_it_complete(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
     save(run, 4)

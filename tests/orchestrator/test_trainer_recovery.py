@@ -283,7 +283,7 @@ def test_too_many_deaths_end_the_work() -> None:
     run(check())
 
 
-def test_an_error_that_is_no_death_comes_out() -> None:
+def test_an_error_that_is_not_a_death_is_raised() -> None:
     async def check() -> None:
         harness = Harness(Ranks())
 

@@ -244,7 +244,7 @@ def check_notify(spec: ExperimentSpec) -> str | Finding:
 
 
 def _missing_program(command: str) -> str | None:
-    """The program that a shell command begins with, if the shell finds none; None where that cannot be said."""
+    """The program that a shell command begins with, if the shell finds none; None where that is unknown."""
     first = re.match(r"\s*([\w./+-]+)(?=\s|$|[;|&<>])", command)
     if first is None:
         return None

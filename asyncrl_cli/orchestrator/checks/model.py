@@ -194,7 +194,7 @@ def check_prompts(
     """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
 
     How many those are depends on the load of the machine, so what a run leaves out is a warning here, too. Raises
-    ``DataError`` when all prompts are left out, or all of ``ENOUGH``, and ``RunError`` for a chat without a template.
+    ``DataError`` when all prompts are skipped, or all of ``ENOUGH``, and ``RunError`` for a chat without a template.
     """
     tried = too_long = 0
     unusable: list[DataError] = []
