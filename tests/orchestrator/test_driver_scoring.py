@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
+from stand_ins import Notes
 
 from asyncrl_cli.core.errors import RunError, TaskError
 from asyncrl_cli.orchestrator import scoring
 from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.workers.reward_actor import RewardActor
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
@@ -80,16 +80,6 @@ async def dies(texts: list[str]) -> list[Any]:
 
 async def dies_of(deadly: str, texts: list[str]) -> list[Any]:
     return await (dies if deadly in texts else lengths)(texts)
-
-
-class Notes(list[tuple[str, str, str]]):
-    """Faults that become durable."""
-
-    def budget(self, max_restarts: int = 10) -> RestartBudget:
-        return RestartBudget(max_restarts, self._record, lambda text: None)
-
-    async def _record(self, kind: str, part: str, message: str) -> None:
-        self.append((kind, part, message))
 
 
 def scoring_with(*actors: StandIn, max_restarts: int = 10, spec: TaskSpec = SPEC) -> tuple[Scoring, Notes]:

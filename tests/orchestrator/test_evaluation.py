@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stand_ins import StandInEngine, actors, client_over, collecting, prompts, remote, rollout, run, spec
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.base import EvaluationResult
-from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
+from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, mean_pass_at, pass_at
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
@@ -175,3 +178,19 @@ def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
     assert np.all(rollout("1-0", (CONTEXT,)).versions == CONTEXT)
     with pytest.raises(RunError, match="every evaluation episode failed; the first: nothing was sampled"):
         evaluated(parts, "x:greedy", 0)
+
+
+# -- pass@k against its definition: all ways to choose k of n responses
+
+
+@given(st.data(), st.integers(1, 8))
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(data: st.DataObject, samples: int) -> None:
+    correct, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    choices = list(combinations([index < correct for index in range(samples)], k))
+    assert pass_at(k, samples, correct) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_mean_pass_at_rises_with_k() -> None:
+    assert mean_pass_at(2, [0, 1, 2]) == pytest.approx((0.5, 2 / 3))
+    assert mean_pass_at(1000, [1])[-1] == 1.0
+    assert mean_pass_at(1000, [1])[0] == pytest.approx(0.001)
