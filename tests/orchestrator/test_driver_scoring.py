@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import tempfile
 import textwrap
@@ -216,9 +217,12 @@ def cluster() -> Iterator[None]:
     import ray
 
     folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie below it, and their paths must be short
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    # Killed actors remove nothing, so what they write is below the folder, too.
+    environment = {"env_vars": {"TMPDIR": folder}}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=environment)
     yield
     ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def actors(task: TaskSpec, folder: Path) -> Callable[[], Any]:
