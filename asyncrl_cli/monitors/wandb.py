@@ -67,10 +67,15 @@ class WeightsAndBiases(Monitor):
         self._run.log({STEP: result.step, **dict(evaluation_metrics(asdict(result)))})
 
     def finish(self, ending: Ending) -> str:
-        self._run.finish(exit_code=0 if ending.phase == "finished" else 1)
-        if self._spec.mode == "online":
-            return str(self._run.url)
-        return f"wandb sync {Path(self._run.settings.sync_dir)}"
+        import wandb
+
+        shown = (
+            f"wandb sync {Path(self._run.settings.sync_dir)}" if self._spec.mode == "offline" else str(self._run.url)
+        )
+        code = 0 if ending.phase == "finished" else 1
+        self._run.finish(exit_code=code)
+        wandb.teardown(code)  # its process is one of the run's, which are killed before an exit hook could end it
+        return note
 
 
 def check_key() -> None:

@@ -173,7 +173,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
         end(Ending("interrupted", reason="stopped by the user"))
         raise Interrupted from None
     except BaseException as error:
-        end(Ending("failed", hide(str(error)) or type(error).__name__, _cause(error)))
+        end(_failure(error))
         raise
     end(Ending("finished", _in_short(run, outcome)))
     return replace(outcome, notes=dict(reporter.notes))
@@ -181,6 +181,10 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
 
 def _cause(error: BaseException) -> str:
     return hide(f"{type(error).__name__}: {error}")
+
+
+def _failure(error: BaseException) -> Ending:
+    return Ending("failed", hide(str(error)) or type(error).__name__, _cause(error))
 
 
 def _in_short(run: RunDirectory, outcome: Outcome) -> str:
@@ -206,7 +210,6 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         orchestrator = await until_stopped(_start(experiment, recorder, start, reporter, closing), stop)
         recorder.update(phase="running", steps=spec.stop.steps)
         await until_stopped(orchestrator.run(), stop)
-        ending = Ending("finished")
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(
             seconds=time.monotonic() - started,
@@ -215,19 +218,21 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
             model=run.path / MODEL,
             checkpoint=checkpoints[-1].folder if checkpoints else None,
         )
+        ending = Ending("finished", _in_short(run, outcome))
     except Interrupted:
         ending = Ending("interrupted")
         recorder.update(phase="interrupted")  # for readers that do not wait for the end
         await _save_before_leaving(orchestrator, reporter)
         raise
     except BaseException as error:
-        ending = Ending("failed", reason=_cause(error))
+        ending = _failure(error)
         raise
     finally:
         if spec.tracking.mlflow:
             reporter.status("finishing MLflow's log")
             await asyncio.to_thread(recorder.wait)  # the log is made from these files
-        reporter.finish(ending, in_cluster)
+        # The spec's monitors, too: the cluster's end kills every process of the run, and so what they have started.
+        reporter.finish(ending, [*in_cluster, *experiment.monitors])
         await asyncio.gather(*(close() for close in closing), return_exceptions=True)
     return outcome
 
