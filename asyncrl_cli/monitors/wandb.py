@@ -69,9 +69,8 @@ class WeightsAndBiases(Monitor):
     def finish(self, ending: Ending) -> str:
         import wandb
 
-        shown = (
-            f"wandb sync {Path(self._run.settings.sync_dir)}" if self._spec.mode == "offline" else str(self._run.url)
-        )
+        offline = self._spec.mode == "offline"
+        note = f"wandb sync {Path(self._run.settings.sync_dir)}" if offline else str(self._run.url)
         code = 0 if ending.phase == "finished" else 1
         self._run.finish(exit_code=code)
         wandb.teardown(code)  # its process is one of the run's, which are killed before an exit hook could end it
