@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from buffer_stand_ins import (
     SETTINGS,
     candidates,
@@ -433,7 +434,7 @@ def _rollout_of(sequence_id: str) -> str:
     return training_rollout_id(*group_and_index(sequence_id))
 
 
-TestCrashes = Crashes.TestCase
+TestCrashes = pytest.mark.slow(Crashes.TestCase)
 TestCrashes.settings = settings(
     max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -55,6 +55,7 @@ def test_the_list_has_every_template_with_its_title(asyncrl) -> None:  # type: i
     assert all(row["what"] for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("init", template.name, "new/my task")

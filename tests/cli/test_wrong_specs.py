@@ -166,6 +166,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 def test_the_spec_itself_can_run(check: Callable[[str], None]) -> None:
     check("")
 
@@ -259,6 +260,7 @@ def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is another process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", [{"block_size": 0}, {"gpu_memory_utilization": 7}, {"quantization": "nosuch"}])
 def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
     argument: dict[str, object], tmp_path: Path

@@ -114,6 +114,7 @@ FLOODS: list[tuple[dict[str, Any], str | None, str]] = [
 """Requests that would take seconds and gigabytes to render; code and param of the error."""
 
 
+@pytest.mark.slow
 def test_nothing_is_rendered_without_a_bound() -> None:
     async def test() -> None:
         rendered: list[int] = []
@@ -141,6 +142,7 @@ def test_nothing_is_rendered_without_a_bound() -> None:
     in_time(test, 120)
 
 
+@pytest.mark.slow
 def test_requests_that_are_wrong() -> None:
     async def test() -> None:
         async with served(max_body_mb=16) as there:

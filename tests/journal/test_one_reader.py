@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import asyncrl_cli
 
 PACKAGE = Path(asyncrl_cli.__file__).parent
@@ -30,6 +32,7 @@ def test_no_other_package_runs_sql() -> None:
     assert {name for name in found if not name.startswith(("journal/", "buffer/"))} == {OWN_DATABASE}
 
 
+@pytest.mark.slow
 def test_readers_do_not_write() -> None:
     found = {
         name

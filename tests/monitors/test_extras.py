@@ -104,6 +104,7 @@ print(notes["W&B"], warnings)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="asyncrl[wandb] is not installed")
 def test_weights_and_biases_offline_has_steps_evaluations_and_the_spec(tmp_path: Path) -> None:
     """In a process of its own: the library keeps a process of its own, until this one exits."""

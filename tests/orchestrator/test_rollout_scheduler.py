@@ -516,6 +516,7 @@ def test_the_very_first_admission_may_be_lost(tmp_path: Path, does_it_first: boo
     play(tmp_path, test, rollout=small, dies_at="admit", does_it_first=does_it_first)
 
 
+@pytest.mark.slow
 @given(data=st.data(), slots=st.integers(2, 8), dies_at=st.sampled_from(["", "admit"]))
 @settings(deadline=None, max_examples=40)
 def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(

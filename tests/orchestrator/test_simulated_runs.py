@@ -232,6 +232,7 @@ def test_whatever_dies_when_the_promises_hold(
     simulated(tmp_path_factory.mktemp("runs"), of, Fate(Random(seed), faults, victims))
 
 
+@pytest.mark.slow
 @given(fate=fates, every=st.integers(1, 3), engines=st.integers(1, 3))
 @settings(EXHAUSTIVE, max_examples=20)
 def test_without_staleness_all_runs_are_the_same_run(

@@ -442,6 +442,7 @@ def test_a_dead_engine_is_found_by_its_collector() -> None:
 # -- all of it
 
 
+@pytest.mark.slow
 @given(
     data=st.data(),
     engines=st.integers(1, 3),

@@ -86,6 +86,7 @@ def test_an_undamaged_one_is_undamaged_also_with_other_files_beside_its_own(run:
     assert verify(checkpoint) == []
 
 
+@pytest.mark.slow
 @given(at=st.integers(0, len("shard of 40") - 1), bit=st.integers(0, 7))
 def test_a_single_bit_is_found(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
     checkpoint = make(RunDirectory.create(tmp_path_factory.mktemp("runs"), "test"), 40)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.spec.fuzz import fuzz
 
 
+@pytest.mark.slow
 def test_mutated_specs_are_accepted_or_refused() -> None:
     report = fuzz(200, seed=7)
     assert not report.faults, "\n\n".join(report.findings)

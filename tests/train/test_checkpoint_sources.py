@@ -59,6 +59,7 @@ def test_shards_that_cannot_be_read_are_refused(tmp_path: Path, saved: int, want
         find_source(checkpoint, TrainerSpec(zero_stage=saved, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_conversion_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     source = find_source(empty_checkpoint(tmp_path, 2, 3), TrainerSpec(ranks=1))
     with pytest.raises(RunError, match=r"FileNotFoundError: can't find \*_optim_states.pt.*.set trainer.ranks to 2"):

@@ -89,6 +89,7 @@ def expected(case: Matrices, correction: CorrectionSpec) -> tuple[dict[str, np.n
     return found, close
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(**SIZES, correction=CORRECTIONS)
 def test_weights_and_sums_match_their_definitions(

@@ -130,6 +130,7 @@ def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: An
     return TokenLosses(-advantages * logprobs, nothing, nothing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
 def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str, Any]) -> None:
     small, large = (
@@ -153,6 +154,7 @@ def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str,
     torch.testing.assert_close(gradient, turned, rtol=0, atol=1e-5 * float(size))
 
 
+@pytest.mark.slow
 def test_algorithms_differ(models: Any) -> None:
     """Each preset's two updates of a step end at different weights."""
     ends = {}
@@ -191,6 +193,7 @@ def recorded_by(policy: Policy, noise: float) -> TrainingBatch:
     return TrainingBatch(4, 4, tuple(groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(CORRECTION_PRESETS))
 def test_without_staleness_an_engines_last_bits_reach_no_weight(models: Any, preset: str) -> None:
     spec = experiment_of(

@@ -97,6 +97,7 @@ def test_a_second_mapping_has_the_same_tensors(tensors: Tensors, seed: int) -> N
         mapping.close()
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_same_tensors(mapping: WeightMapping) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -152,6 +153,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_after_the_owner_died(owner: tuple[subprocess.Popen[str], dict[str, Any], str]) -> None:
     process, description, checksum = owner
     mapped = WeightMapping.open(**description)
