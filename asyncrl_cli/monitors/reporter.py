@@ -36,13 +36,13 @@ class _Member:
         self.monitor = monitor
         self.name = monitor.name or type(monitor).__name__
         self.note = ""
-        self._off = self._ended = False
+        self._off = self.ended = False
         self._switched_off = switched_off
         self._thread = Background(f"monitor-{self.name}", CALLS) if in_thread else None
 
     def tell(self, call: Call) -> None:
         """Make a call, or have the thread make it."""
-        if self._ended:
+        if self.ended:
             return
         if self._thread is None:
             self._call(call)
@@ -56,7 +56,7 @@ class _Member:
             self.note = monitor.finish(ending) or ""
 
         self.tell(call)
-        self._ended = True
+        self.ended = True
 
     def close(self, patience_s: float) -> None:
         """Wait for the thread."""
@@ -102,7 +102,7 @@ class Reporter:
     def finish(self, ending: Ending, only: Collection[Monitor] | None = None) -> None:
         """The run has ended: make the last call of all monitors, or of those given. Takes as long as they wait
         themselves, and ``PATIENCE_S`` for those with threads together."""
-        ended = [member for member in self._members[1:] if only is None or member.monitor in only]
+        ended = [one for one in self._members[1:] if not one.ended and (only is None or one.monitor in only)]
         for member in ended:
             member.finish(ending)
         deadline = time.monotonic() + PATIENCE_S[ending.phase]

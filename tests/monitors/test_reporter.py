@@ -174,15 +174,16 @@ def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest
     wait.set()
 
 
-def test_named_monitors_finish_first_and_get_no_further_calls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_named_monitors_finish_first_and_get_no_further_calls(in_thread: bool, tmp_path: Path) -> None:
     recorder = Recorder(RunDirectory.create(tmp_path, "test"), pytest.fail)
     console, early = Heard(), Heard("nothing")
     reporter = Reporter(recorder, console)
-    reporter.join(early)
+    reporter.join(early, in_thread)
     reporter.finish(Ending("failed"), [early])
     assert reporter.notes == {early.name: "all is well"}
     reporter.status("stopping")
     reporter.finish(Ending("failed"))
     assert early.calls == ["started", "finish"]
-    assert console.calls == ["started", "status", "finish"]
+    assert console.calls == ["started", "status", "finish"], "and no warning of a thread that has ended"
     assert recorder.close() == ""
