@@ -23,7 +23,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 MANY = 100_000
-"""Calls that a runner takes at a time: as many as it is asked."""
+"""Calls that an episode worker takes at a time: as many as it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ActorFactory:
 
         return ray.remote(RewardActor).options(num_cpus=0).remote("scorer", task, str(self.search_path), self._logs)
 
-    def runner(self, task: TaskSpec, name: str) -> Any:
+    def episode_worker(self, task: TaskSpec, name: str) -> Any:
         import ray
 
         from asyncrl_cli.workers.episode_actor import EpisodeActor
@@ -88,7 +88,7 @@ class ActorFactory:
 
         from asyncrl_cli.gateway.actor import GatewayActor
 
-        # Where the driver is, there are the runners.
+        # Where the driver is, there are the episode workers.
         return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=_here()).remote(self._logs)
 
     def buffer(self) -> Any:

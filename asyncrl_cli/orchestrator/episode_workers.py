@@ -39,7 +39,7 @@ class EpisodeWorker:
     def __init__(self, name: str, make_actor: Callable[[str], Any], budget: RestartBudget) -> None:
         self.episodes = 0
         self._name = name
-        self._actor = SupervisedActor("runner", name, partial(make_actor, name), self._start, budget)
+        self._actor = SupervisedActor("episode-worker", name, partial(make_actor, name), self._start, budget)
 
     async def start(self) -> None:
         """Have an actor that has loaded the task. Raises ``UserError`` when it cannot be loaded."""
@@ -75,7 +75,7 @@ class EpisodeWorkers:
     """All workers of one task. ``make_actor(name)`` asks Ray for one's actor."""
 
     def __init__(
-        self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str = "runner"
+        self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str = "episode-worker"
     ) -> None:
         self._workers = [EpisodeWorker(f"{name}-{index}", make_actor, budget) for index in range(spec.workers)]
         self._slots = asyncio.Semaphore(spec.workers * spec.concurrency)

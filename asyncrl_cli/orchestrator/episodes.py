@@ -173,9 +173,9 @@ class EpisodeServices:
         self._workers: list[EpisodeWorkers] = []
         self._keeping: asyncio.Task[None] | None = None
 
-    def workers(self, task: TaskSpec, name: str = "runner") -> EpisodeWorkers:
+    def workers(self, task: TaskSpec, name: str = "episode-worker") -> EpisodeWorkers:
         """The workers of a task, not started; ``name`` is what their logs are called."""
-        workers = EpisodeWorkers(task.episode, partial(self._factory.runner, task), self._budget, name)
+        workers = EpisodeWorkers(task.episode, partial(self._factory.episode_worker, task), self._budget, name)
         self._workers.append(workers)
         return workers
 

@@ -307,7 +307,7 @@ async def _start(
         own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
         if name not in experiment.episodic:
             return HeldOut(encoded, own_scoring)
-        own_workers = services.workers(chosen.task, f"runner-{name}")
+        own_workers = services.workers(chosen.task, f"episode-worker-{name}")
         return HeldOut(
             encoded, own_scoring, services.episodes(chosen.task, own_workers, own_scoring, watchdog.progress)
         )

@@ -328,7 +328,7 @@ class RolloutScheduler:
             raise RunError(
                 message,
                 location="rollout",
-                hint="fix the cause (engine-*.log, scorer.log and runner-*.log in the run's logs say more), or "
+                hint="fix the cause (engine-*.log, scorer.log and episode-worker-*.log in the run's logs say more), or "
                 "raise rollout.max_failed_share",
             )
         if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:

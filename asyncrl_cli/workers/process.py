@@ -229,7 +229,7 @@ class WorkerProcess:
         try:
             answer: Loaded | TaskError = await self._ask(self._load, START_S)
         except ProcessLost as lost:
-            log = "runner-*.log" if self._load.work is Work.EPISODES else "scorer.log"
+            log = "episode-worker-*.log" if self._load.work is Work.EPISODES else "scorer.log"
             raise TaskError(f"loading {name} failed: {lost}", location=location, hint=f"see logs/{log}") from None
         except TimeoutError:
             reason = f"loading {name} took more than {START_S:.0f} s"

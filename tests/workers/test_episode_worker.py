@@ -74,12 +74,12 @@ class Harness:
 
 
 @asynccontextmanager
-async def runner(
+async def episode_worker(
     folder: Path, use: str = "agents:agent", blocked_s: float = 30.0, **limits: Any
 ) -> AsyncIterator[Harness]:
     (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
     with patch("asyncrl_cli.workers.actor.redirect_output"):
-        one = EpisodeActor("runner-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
+        one = EpisodeActor("episode-worker-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
     try:
         yield Harness(one)
     finally:
@@ -92,7 +92,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def run_in_actor(test: Callable[[Harness], Coroutine[Any, Any, None]], folder: Path, **settings: Any) -> None:
     async def started() -> None:
-        async with runner(folder, **settings) as one:
+        async with episode_worker(folder, **settings) as one:
             await test(one)
 
     run(started())
@@ -255,7 +255,7 @@ finally:
 
 def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     async def refused(use: str) -> None:
-        async with runner(tmp_path, use) as one:
+        async with episode_worker(tmp_path, use) as one:
             await one.actor.start()
 
     with pytest.raises(TaskError, match="has no 'absent'"):

@@ -221,7 +221,7 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
     assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
     for kind in ("prints", "leaves children", "plays fair"):
         assert "taken" in ended[kind] and not reasons[kind], kind
-    logs = sum(log.stat().st_size for log in run.glob("logs/runner-*.log"))
+    logs = sum(log.stat().st_size for log in run.glob("logs/episode-worker-*.log"))
     assert 16_000_000 < logs < 100_000_000, "16 MiB of each process, and there were few"
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
     assert left == []
