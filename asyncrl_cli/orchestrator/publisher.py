@@ -20,7 +20,7 @@ from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Publication
 from asyncrl_cli.rollout.client import EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import wait_for
+from asyncrl_cli.system.remote import ActorLost, wait_for
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference in nats between an engine's and the trainer's log-probs of the probe, by the coarser
@@ -121,6 +121,8 @@ class Publisher:
         name, actor = engine.name, engine.process.actor
         publication, last = self._current, self._last_probe
         assert publication is not None
+        if actor is None:  # lost since it was chosen; its keeper has another started
+            raise ActorLost("it was lost before the update", location=name)
         answer: Attestation = await wait_for(
             actor.update_weights.remote(
                 *(publication.version, publication.checksum, publication.source, self._policy, publication.probe_ids)

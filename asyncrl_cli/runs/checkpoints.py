@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -31,8 +32,9 @@ STATE = "state"
 """The trainer's part of a checkpoint."""
 RUN_FILE = "run.json"
 FILES_FILE = "files.json"
-ARCHIVING = ".archiving"
-"""In a run's ``checkpoints`` while some are archived: the step whose later ones no longer count."""
+ARCHIVING, ARCHIVING_BEFORE = ".archiving", ".setting-aside"
+"""In a run's ``checkpoints`` while some are archived: the step whose later ones no longer count. Earlier versions have
+the second name."""
 NAME = re.compile(r"step-(\d{6,})")
 PIECE_BYTES = 2**18
 Check = Callable[[], None]
@@ -123,10 +125,11 @@ def _all_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _last_kept(folder: Path) -> int | None:
     """The step whose later checkpoints were being archived when a kill interrupted it."""
-    try:
-        return int((folder / ARCHIVING).read_text())
-    except FileNotFoundError:
-        return None
+    marks = []
+    for name in (ARCHIVING, ARCHIVING_BEFORE):
+        with suppress(FileNotFoundError):
+            marks.append(int((folder / name).read_text()))
+    return min(marks, default=None)
 
 
 def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
@@ -273,9 +276,10 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
     """
     marks = [mark for mark in (step, _last_kept(folder)) if mark is not None] if folder.is_dir() else []
     later = [found.folder for found in _all_checkpoints(folder) if found.step > min(marks)] if marks else []
-    marker = folder / ARCHIVING
+    marker, marker_before = folder / ARCHIVING, folder / ARCHIVING_BEFORE
     if not later:
         marker.unlink(missing_ok=True)
+        marker_before.unlink(missing_ok=True)
         return None
     # Mark before the first rename: from here on they do not count, whatever moment a kill chooses.
     with atomic_write(marker, durable=True) as file:
@@ -287,6 +291,7 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
     sync(archive)
     sync(folder)
     marker.unlink()
+    marker_before.unlink(missing_ok=True)
     return archive
 
 

@@ -230,7 +230,9 @@ class RunDirectory:
         """The latest state on disk. A damaged or missing file reads as a fresh start."""
         if self._state is None:
             try:
-                return _state_type().validate_json((self.path / STATE).read_bytes(), strict=True)
+                # A reason may quote bytes of a path as half surrogate pairs, which JSON has and pydantic refuses.
+                text = json.dumps(json.loads((self.path / STATE).read_bytes()), ensure_ascii=False)
+                return _state_type().validate_json(text.encode(errors="replace"), strict=True)
             except (OSError, ValueError):
                 return RunState()
         return self._state

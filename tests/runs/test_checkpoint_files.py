@@ -193,6 +193,17 @@ def test_archiving_that_a_kill_interrupts(run: RunDirectory, monkeypatch: pytest
     assert len(list(folder.glob("archived-*/*"))) == 3
 
 
+def test_archiving_that_a_kill_interrupted_in_an_earlier_version(run: RunDirectory) -> None:
+    folder = run.path / "checkpoints"
+    for step in (10, 20):
+        make(run, step)
+    (folder / ".setting-aside").write_text("10")
+    assert [found.step for found in complete_checkpoints(folder)] == [10]
+    archive_later(folder, None)
+    make(run, 30)
+    assert [found.step for found in complete_checkpoints(folder)] == [10, 30]
+
+
 def test_what_is_sealed_is_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
 

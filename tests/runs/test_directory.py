@@ -278,6 +278,12 @@ def test_update_keeps_the_other_fields(run: RunDirectory) -> None:
     assert RunDirectory(run.path).state == after
 
 
+def test_a_reason_may_quote_bytes_that_are_not_text(run: RunDirectory) -> None:
+    run.update(phase="failed", step=3, reason="no such file: a\udcffb")
+    state = RunDirectory(run.path).state
+    assert (state.phase, state.step, state.reason) == ("failed", 3, "no such file: a?b")
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"step": 3', b"[1]", b"null", b"\xff\xfe", b'{"unknown": 1}'])
 def test_a_damaged_state_reads_as_a_fresh_start(run: RunDirectory, damage: bytes) -> None:
     (run.path / "state.json").write_bytes(damage)
