@@ -104,7 +104,7 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, t
     finally:
         server.stop()
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("sent     3 steps, 1 evaluations\nreport   none could be made: runs/")
+    assert done.stdout.startswith("sent     3 steps, 1 evaluations\nreport   cannot be made: runs/")
 
 
 def test_a_run_that_is_driven_is_refused(run: RunDirectory, tmp_path: Path) -> None:
