@@ -19,15 +19,11 @@ def is_replaceable(path: Path) -> bool:
 
 @contextmanager
 def atomic_write(path: Path, *, private: bool = False, durable: bool = False) -> Iterator[BinaryIO]:
-    """A file to write to, which replaces ``path`` when the block ends without an error.
+    """A file to write to, which replaces ``path``, also a link, when the block ends without an error.
 
     Only its owner can read a ``private`` file; a ``durable`` one is on disk when the block has ended. Raises
     ``OSError``.
     """
-    if not is_replaceable(path):
-        with path.open("wb") as file:
-            yield file
-        return
     unfinished = _unfinished(path)
     try:
         mode = 0o600 if private else 0o666
@@ -42,6 +38,15 @@ def atomic_write(path: Path, *, private: bool = False, durable: bool = False) ->
             sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)  # also on a full disk, which needs the space
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which a user has named; its folder is made. What ``is_replaceable`` is as by
+    ``atomic_write``. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) if is_replaceable(path) else path.open("wb") as file:
+        yield file
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.files import atomic_write
+from asyncrl_cli.core.files import output_file
 from asyncrl_cli.inspect.resolved import resolved_spec, setting
 from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Stall, Start, events
 from asyncrl_cli.journal.history import first_start
@@ -95,8 +95,7 @@ def write_timeline(run: RunDirectory, path: Path) -> int:
     Returns the number of events. Raises ``OSError``, and ``JournalError``.
     """
     events = spooled(run.path / FILE, lambda connection: timeline_events(run, connection))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as raw:
+    with output_file(path) as raw:
         if path.suffix == ".gz":
             with gzip.open(raw, "wb", compresslevel=5) as packed:
                 return _write(events, packed)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -158,6 +159,15 @@ def test_a_failed_write_leaves_the_old_file(run: RunDirectory) -> None:
     with pytest.raises(UnicodeEncodeError):
         run.write_text("spec.yaml", "\ud800")
     assert (run.path / "spec.yaml").read_bytes() == "name: é\n".encode()
+
+
+def test_a_link_in_a_run_is_replaced_and_not_followed(run: RunDirectory, tmp_path: Path) -> None:
+    target = tmp_path / "another.yaml"
+    target.write_text("kept")
+    (run.path / "spec.yaml").symlink_to(target)
+    run.write_text("spec.yaml", "name: a\n", private=True)
+    assert target.read_text() == "kept"
+    assert stat.S_IMODE((run.path / "spec.yaml").lstat().st_mode) == 0o600
 
 
 @given(

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.files import atomic_write
+from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.inspect.pages import moment, number
 from asyncrl_cli.inspect.report.charts import Chart, curve_charts, sections
@@ -82,8 +82,7 @@ def short_labels(run_ids: Sequence[str]) -> list[str]:
 
 def write(text: str, path: Path) -> None:
     """Write a page whole. Raises ``OSError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
+    with output_file(path) as file:
         file.write(text.encode())
 
 
