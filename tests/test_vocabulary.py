@@ -46,6 +46,8 @@ INSTEAD = {
     r"come(s)? (about|to pass)": "happen",
     r"cut short": "truncated",
     r"left out": "omitted, skipped; default",
+    r"(held|holds?) (it|them|the run|a run) back": "limit, delay",
+    r"runners?": "episode worker",
 }
 """What not to write, as regular expressions, and what to write instead."""
 KEYS = {r"place": "index, location", r"cut": "truncated", r"stay": "request", r"lag": "staleness", r"mend": "hint"}
@@ -60,6 +62,8 @@ ALLOWED = {
         "asyncrl_cli/journal/events.py",
         "stay",
     ): "the name of a kind before schema 5, which is refused with the present one",
+    ("asyncrl_cli/spec/rules/machine.py", "runner"): "the name of an argument of vLLM",
+    ("docs/journal.md", "runner"): "the kind of a fault in older runs",
     ("docs/journal.md", "spells"): "the name of a table before schema 5",
     ("asyncrl_cli/journal/schema.py", "spells"): "the name of a table before schema 5, which is migrated",
     ("asyncrl_cli/journal/schema.py", "place"): "the name of a column before schema 5, which is migrated",

@@ -19,7 +19,7 @@ def runs(
     runs_dir: RunsDir = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List runs, oldest first, with their state, step and held-out accuracy."""
+    """List runs, oldest first, with their phase, step and held-out accuracy."""
     from asyncrl_cli.runs.catalogue import all_runs
 
     rows = [_row(run) for run in all_runs(runs_dir)]

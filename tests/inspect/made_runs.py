@@ -1,4 +1,4 @@
-"""Made runs of which it is known what held them back."""
+"""Made runs of which it is known what limited their speed."""
 
 from __future__ import annotations
 

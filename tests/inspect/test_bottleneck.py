@@ -1,4 +1,4 @@
-"""What held a run back: the pure rule, and made runs of which it is known."""
+"""What limited the speed of a run: the pure rule, and made runs of which it is known."""
 
 from __future__ import annotations
 
@@ -213,13 +213,13 @@ def test_a_short_run_is_mostly_its_start() -> None:
     assert "Only" not in bottleneck(spent, circumstance(steps=10)).sentence
 
 
-def test_the_quickstart_was_held_back_by_its_bound(tmp_path: Path) -> None:
+def test_the_quickstart_was_limited_by_its_bound(tmp_path: Path) -> None:
     """The times of a real run of specs/quickstart.yaml, of its first 40 steps."""
     run = quickstart_run(tmp_path)
     found = summarize(run).bottleneck
     assert found is not None
     assert found.part == "due"
-    assert "The staleness bound held the run back" in found.sentence
+    assert "The staleness bound limited the speed" in found.sentence
     assert "max_staleness" in found.advice and "episode" not in found.advice
 
 

@@ -114,11 +114,11 @@ def test_the_page_answers_the_four_questions(run: RunDirectory) -> None:
     found = Elements(render([summarize(run)]))
     questions = found.text["dt"]
     assert questions.split("?")[:-1] == [
-        *("Did it learn", "What held it back", "Was it ever too stale", "What failed"),
+        *("Did it learn", "What limited its speed", "Was it ever too stale", "What failed"),
     ]
     answers = found.text["dd"]
     assert "held-out accuracy (greedy) rose from 0.250 (0.071 to 0.591, 8 prompts) at step 0" in answers
-    assert "Generation held the run back: the trainer waited for batches " in answers
+    assert "Generation limited the speed: the trainer waited for batches " in answers
     assert "No: all 24 groups kept the bound of 2 version(s)" in answers
     assert "Faults: 1 × engine; the first: engine-0: </script>" in answers
 

@@ -1,4 +1,4 @@
-"""What held a run back, from how the trainer's time was spent. Pure: shares and settings in, sentences out.
+"""What limited the speed of a run, from how the trainer's time was spent. Pure: shares and settings in, sentences out.
 
 The trainer's time is divided completely into ``PARTS``: it trains, or waits for exactly one thing. Training is what the
 run is for, so only the waits are ranked. Waits for a batch count together against other waits, as one remedy often
@@ -175,14 +175,14 @@ def _sentence(part: Part, spent: Mapping[Part, float], run: Circumstances) -> st
         f"the trainer waited for batches {_for_batches(spent):.0%} of its time, and the largest part of that ({share})"
     )
     return {
-        "training": f"The trainer held the run back: training took {of_time}.",
-        "publishing": f"Publishing weights held the run back: it took {of_time}.",
-        "generation": f"Generation held the run back: {waited} because fewer groups had finished than a batch needs.",
-        "due": f"The staleness bound held the run back: {waited} for groups that were due under "
+        "training": f"The trainer limited the speed: training took {of_time}.",
+        "publishing": f"Publishing weights limited the speed: it took {of_time}.",
+        "generation": f"Generation limited the speed: {waited} because fewer groups had finished than a batch needs.",
+        "due": f"The staleness bound limited the speed: {waited} for groups that were due under "
         f"max_staleness {run.max_staleness}, although enough others had finished.",
-        "reward": f"Rewards held the run back: {waited} for generated rollouts to be scored.",
-        "saving": f"Checkpoints held the run back: saving them took {of_time}.",
-        "between": f"Waits between steps held the run back: for {of_time}, the next batch was complete but the loop "
+        "reward": f"Rewards limited the speed: {waited} for generated rollouts to be scored.",
+        "saving": f"Checkpoints limited the speed: saving them took {of_time}.",
+        "between": f"Waits between steps limited the speed: for {of_time}, the next batch was complete but the loop "
         "was busy with something else.",
     }[part]
 
@@ -272,5 +272,5 @@ def _less_between(activity: Activity, run: Circumstances) -> list[str]:
         return ["The journal was being written most of the time: put the runs folder on a faster local disk."]
     if not value_at(run.spec, "evaluation.every"):
         return ["The timeline (`asyncrl timeline`) shows what ran between two steps."]
-    pin = " and switch evaluation.fix_version off" if value_at(run.spec, "evaluation.fix_version") else ""
-    return [f"Evaluate less often or on fewer prompts (evaluation.every, evaluation.prompts){pin}."]
+    unfixed = " and switch evaluation.fix_version off" if value_at(run.spec, "evaluation.fix_version") else ""
+    return [f"Evaluate less often or on fewer prompts (evaluation.every, evaluation.prompts){unfixed}."]

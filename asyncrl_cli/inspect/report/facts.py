@@ -67,7 +67,7 @@ def _run(of: Sources) -> dict[str, str]:
     started = str(manifest.get("started", UNKNOWN)).replace("T", " ").replace("+00:00", " UTC")
     again = len([start for start in of.past.starts if start.process == "resume"])
     return {
-        "state": of.phase,
+        "phase": of.phase,
         "steps trained": f"{work.steps:,} of {of.past.progress.settings.total_steps:,}",
         "started": f"{started} on {manifest.get('host', UNKNOWN)}",
         "wall time": wall + (f", stops before {again} resume(s) included" if again else ""),

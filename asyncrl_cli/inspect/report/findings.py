@@ -1,4 +1,4 @@
-"""What a report says first, in sentences: did the run learn, what held it back, was it ever too stale, what failed.
+"""What a report says first, in sentences: did the run learn, what limited its speed, was it ever too stale, what failed.
 
 Learning: held-out accuracy decides where there is any; training reward otherwise. Held-out accuracy is a share of
 prompts, so its uncertainty follows from their number: intervals are Wilson's, differences of two evaluations
@@ -33,9 +33,9 @@ class Answer:
     more: tuple[str, ...] = ()
 
 
-def held_back(found: Bottleneck | None) -> Answer:
-    """What bounded the speed, and what to change."""
-    question = "What held it back?"
+def limited(found: Bottleneck | None) -> Answer:
+    """What limited the speed, and what to change."""
+    question = "What limited its speed?"
     if found is None:
         return Answer(question, "No step is trained yet.", "plain")
     return Answer(question, found.sentence, "plain", (found.breakdown, found.advice))
