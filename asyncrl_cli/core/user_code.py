@@ -18,6 +18,13 @@ from asyncrl_cli.core.errors import ConfigError
 FIRST_NOTICE_S = 5.0
 """Seconds before the first notice; the time to the next one doubles each time."""
 
+MOVED = {
+    "asyncrl_cli.data.prompts": "asyncrl_cli.records.prompt",
+    "asyncrl_cli.tasks.splits": "asyncrl_cli.tasks.prompts",
+    "asyncrl_cli.train.surrogates": "asyncrl_cli.train.algorithms.policy_loss",
+}
+"""Modules that templates and documentation of earlier versions import in user code, and their present names."""
+
 CODE_S = 120.0
 """Seconds that importing and constructing what a spec names may take."""
 
@@ -102,9 +109,15 @@ def _line(lines: list[tuple[str, int]]) -> str:
 
 
 def import_user_module(name: str, folder: Path) -> ModuleType:
-    """The module ``name``, searched in ``folder`` before Python's path. Raises whatever the import raises."""
+    """The module ``name``, searched in ``folder`` before Python's path. Raises whatever the import raises, and
+    ``ImportError`` with the present name of a module of asyncrl that has moved."""
     location = str(folder.resolve())
     if location not in sys.path:
         sys.path.insert(0, location)
     importlib.invalidate_caches()
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in MOVED:
+            raise
+        raise ImportError(f"{error.name} has moved: import {MOVED[error.name]} instead") from error

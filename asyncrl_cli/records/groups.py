@@ -163,7 +163,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Why there is no batch yet. ``overdue``: running groups that alone hold it back, to be requeued."""
+    """Why there is no batch yet. ``overdue``: running groups that alone delay it, to be requeued."""
 
     reason: str
     overdue: tuple[int, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import signal
 import threading
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.user_code import import_user_module, user_code
+from asyncrl_cli.core.user_code import MOVED, import_user_module, user_code
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,17 @@ def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, shown: str
         f"{tmp_path}/leaving.py:3",
         f"importing the task called {shown}",
     )
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_module_that_has_moved_is_named_with_its_present_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "older.py").write_text(f"import {name}\n")
+    present = MOVED[name]
+    with pytest.raises(ImportError, match=re.escape(f"{name} has moved: import {present} instead")) as raised:
+        import_user_module("older", tmp_path)
+    assert not isinstance(raised.value, ModuleNotFoundError), "which would be reported as not installed"
+    assert importlib.util.find_spec(name.rpartition(".")[0]), "its package is still there"
+    assert importlib.util.find_spec(present)
 
 
 def test_other_errors_pass_and_other_threads_have_no_limit() -> None:
