@@ -1,4 +1,5 @@
-"""What a report says first, in sentences: did the run learn, what limited its speed, was it ever too stale, what failed.
+"""What a report says first, in sentences: did the run learn, what limited its speed, was it ever too stale, and what
+failed.
 
 Learning: held-out accuracy decides where there is any; training reward otherwise. Held-out accuracy is a share of
 prompts, so its uncertainty follows from their number: intervals are Wilson's, differences of two evaluations
