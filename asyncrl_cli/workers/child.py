@@ -14,6 +14,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -74,11 +75,11 @@ def main(descriptor: int, pulse: int, owner_pid: int) -> None:
     except TaskError as error:
         owner.send((number, error))
         return
-    owner.send((number, loaded))
     if loaded.work is Work.PLAIN:
+        owner.send((number, loaded))
         _score_in_turn(task, owner)
     else:
-        asyncio.run(_serve(task, loaded.work, load, owner, pulse))
+        asyncio.run(_serve(task, loaded.work, load, owner, pulse, lambda: owner.send((number, loaded))))
 
 
 def _load(load: Load) -> tuple[object, Loaded]:
@@ -112,13 +113,16 @@ def _score_in_turn(task: object, owner: Connection[Any, Any]) -> None:
             orphans.reap()
 
 
-async def _serve(task: object, work: Work, load: Load, owner: Connection[Any, Any], pulse: int) -> None:
-    """Do what is asked, in the event loop."""
+async def _serve(
+    task: object, work: Work, load: Load, owner: Connection[Any, Any], pulse: int, ready: Callable[[], None]
+) -> None:
+    """Do what is asked, in the event loop. ``ready`` is called when everything for it is imported and started."""
     loop = asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
     player = EpisodePlayer(task, load.spec.episode.timeout_s) if work is Work.EPISODES else None
     blocked_by = player.traces.holder if player is not None else None
     Pulse(pulse, load.blocked_s, blocked_by, Orphans().reap).start()
+    ready()  # only now: what fails until here, such as an import without memory, is an error of the start
 
     async def answer(number: int, message: Score | Play) -> None:
         if isinstance(message, Play):

@@ -24,6 +24,8 @@ from asyncrl_cli.workers.scoring import RewardFailure, Scored
 AGENTS = """
     import asyncio, ctypes, os, subprocess, sys, time
 
+    BEGUN = []
+
     async def agent(row, model):
         names = {"row": row, "model": model}
         body = "\\n    ".join(row["prompt"].splitlines())
@@ -40,6 +42,11 @@ AGENTS = """
             raise NotImplementedError
 """
 WAITS = "await asyncio.sleep(600)"
+WAITS_FOR_100 = """
+BEGUN.append(row["uid"])
+while len(BEGUN) < 100: await asyncio.sleep(0.01)
+return 1
+"""
 SOON = "await asyncio.sleep(1.5); return 0.5"
 ACCESS = ModelAccess("http://127.0.0.1:9/sessions/1-0/v1", "key", "policy", "1-0")
 PID = "return os.getpid()"
@@ -116,9 +123,7 @@ def test_many_episodes_run_in_one_process_and_each_has_its_own_result(tmp_path: 
         assert none == Played(None)
         assert "returned 'a lot'" in reason(wrong)
         assert [one.retry for one in (raises, leaves, wrong)] == [Retry.RESTART] * 3
-        many = await actor.play(*["await asyncio.sleep(0.01); return len(asyncio.all_tasks())"] * 100)
-        assert all(isinstance(one.score, Scored) for one in many)
-        assert max(one.score.reward for one in many if isinstance(one.score, Scored)) > 100, "at the same time"
+        assert await actor.play(*[WAITS_FOR_100] * 100) == [Played(Scored(1.0))] * 100, "at the same time"
         assert await actor.pid() == pid
 
     run_in_actor(test, tmp_path)
@@ -263,3 +268,7 @@ def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
     with pytest.raises(TaskError, match=r"loading leaves:agent failed: its process ended \(exit status 9\)"):
         run(refused("leaves:agent"))
+    # What the process imports beside the task, which may fail within its memory limit.
+    (tmp_path / "lean.py").write_text("import sys; sys.modules['aiohttp'] = None\nasync def agent(row, model): ...")
+    with pytest.raises(TaskError, match=r"loading lean:agent failed: its process ended \(exit status 1\)"):
+        run(refused("lean:agent"))
