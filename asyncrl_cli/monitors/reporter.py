@@ -25,6 +25,8 @@ CALLS = 1000
 """Calls that may wait for a monitor's thread."""
 PATIENCE_S: Mapping[str, float] = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
 """Seconds that the end of a run waits for the threads of monitors, by how it ended."""
+GRACE_S = 0.5
+"""Seconds that each thread has at least, when those before it have taken all: one that has finished can say so."""
 
 Call = Callable[[Monitor], object]
 
@@ -61,7 +63,7 @@ class _Member:
     def close(self, patience_s: float) -> None:
         """Wait for the thread."""
         thread, self._thread = self._thread, None  # once: a thread that has ended would be waited for in vain
-        if thread is not None and not thread.close(patience_s) and not self._off:
+        if thread is not None and not thread.close(patience_s):
             self._switch_off("it has not finished in time")
 
     def _call(self, call: Call) -> None:
@@ -73,8 +75,9 @@ class _Member:
             self._switch_off(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _switch_off(self, reason: str, trace: str = "") -> None:
-        self._off = True  # first: the warning goes to all monitors
-        self._switched_off(self.name, reason, trace)
+        if not self._off:  # a call that has hung may fail in the end
+            self._off = True  # first: the warning goes to all monitors
+            self._switched_off(self.name, reason, trace)
 
 
 class Reporter:
@@ -108,7 +111,7 @@ class Reporter:
             member.finish(ending)
         deadline = time.monotonic() + PATIENCE_S[ending.phase]
         for member in ended:
-            member.close(max(0.0, deadline - time.monotonic()))
+            member.close(max(GRACE_S, deadline - time.monotonic()))
         if only is None:
             self._members[0].finish(ending)  # the console, last: it shows what is wrong with the others
         self.notes |= {member.name: member.note for member in ended if member.note}

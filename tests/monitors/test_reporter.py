@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.core.background import Background
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.monitors.console import PlainView
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
@@ -160,18 +161,29 @@ def test_a_monitor_that_raises_is_switched_off_with_one_warning_and_a_row(
 def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.monitors.reporter.PATIENCE_S", {"failed": 0.1})
     monkeypatch.setattr("asyncrl_cli.monitors.reporter.CALLS", 3)
+    threads: list[Background] = []
+
+    class Thread(Background):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            threads.append(self)
+
+    monkeypatch.setattr("asyncrl_cli.monitors.reporter.Background", Thread)
     run, out, wait = RunDirectory.create(tmp_path, "test"), io.StringIO(), Event()
     recorder = Recorder(run, pytest.fail)
     reporter = Reporter(recorder, PlainView(10, out))
     reporter.join(Heard(wait=wait), in_thread=True)
     tell_everything(reporter)
     assert out.getvalue().count("it does not keep up: 3 calls wait for it") == 1
-    slow = Heard(wait=wait)
-    reporter.join(slow, in_thread=True)
+    sound = Heard("nothing")
+    for monitor in (Heard("started", wait), sound):
+        reporter.join(monitor, in_thread=True)
     reporter.finish(Ending("failed"))
-    assert out.getvalue().count("it has not finished in time") == 1
-    assert not reporter.notes
+    assert out.getvalue().count("it has not finished in time") == 1, "and not for the one that has finished"
+    assert reporter.notes == {sound.name: "all is well"}
     wait.set()
+    assert all(thread.wait(30) for thread in threads[:2])
+    assert out.getvalue().count("is switched off") == 2, "one warning each, also for one that fails in the end"
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
