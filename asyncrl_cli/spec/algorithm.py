@@ -88,8 +88,8 @@ class _Named:
 
     def check(self, text: str) -> str:
         if text not in self.names and not re.fullmatch(MODULE_NAME, text):
-            known = ", ".join(self.names)
-            raise PydanticCustomError("named", "must be {known}, or module:function", {"known": known})
+            expected = ", ".join([*self.names, "module:function"])
+            raise PydanticCustomError("named", "must be {expected}", {"expected": expected})
         return text
 
 

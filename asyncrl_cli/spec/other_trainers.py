@@ -40,6 +40,7 @@ _KEYS = {
     "task.episode.workers": "agent.num_workers",
     "task.use": "agent_func_path env env_id environment",
     "algorithm.advantage algorithm.preset": "adv_estimator advantage_estimator",
+    "algorithm.advantage algorithm.whiten_advantages": "normalize_advantages",
     "algorithm.loss algorithm.aggregation": "loss_type",
     "algorithm.loss": "policy_loss.loss_mode",
     "algorithm.aggregation": "loss_agg_mode",

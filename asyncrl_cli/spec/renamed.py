@@ -27,7 +27,7 @@ def successor(path: str) -> tuple[str, str] | None:
     section, _, _ = path.rpartition(".")
     if path in REPLACED:
         present = f"{section}.{REPLACED[path]}"
-        return present, f"replaced by `{present}`"
+        return present, f"replaced by `{present}`, whose values have another meaning: see docs/spec.md"
     if path not in RENAMED:
         return None
     present = f"{section}.{RENAMED[path]}"

@@ -144,7 +144,7 @@ def _message(detail: ErrorDetails, words: str = "") -> str:
         return _MESSAGES[kind].format(**detail.get("ctx", {}), shown=_shown(value), length=len(str(value)))
     if kind == "format":
         return f"{detail['msg']}, not {_shown(value)}"
-    if kind == "literal_error":
+    if kind in ("literal_error", "named"):
         return f"must be {_choice(_allowed(detail))}, not {_shown(value)}"
     if kind in _KINDS:
         return f"must be {f'{words} or ' if words else ''}{_KINDS[kind]}, not {_shown(value)}"
@@ -153,7 +153,11 @@ def _message(detail: ErrorDetails, words: str = "") -> str:
 
 def _hint(detail: ErrorDetails, key: Key | None) -> str:
     value = detail["input"]
-    if detail["type"] == "literal_error" and isinstance(value, str) and (hint := did_you_mean(value, _allowed(detail))):
+    if (
+        detail["type"] in ("literal_error", "named")
+        and isinstance(value, str)
+        and (hint := did_you_mean(value, _allowed(detail)))
+    ):
         return hint
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "put it in quotes"
