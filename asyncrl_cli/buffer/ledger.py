@@ -148,7 +148,7 @@ class Blocked:
             return "the next weight version must be published first"
         if self.kind == "groups":
             return f"only {self.finished} of {self.needed} groups have finished"
-        return "waits for groups that would miss their deadline: " + ", ".join(map(str, self.missing))
+        return "groups that would miss their deadline have not finished: " + ", ".join(map(str, self.missing))
 
 
 class Ledger:

@@ -98,7 +98,7 @@ class PromptLoader:
         stage, within = self._stage_of(max(0, epoch))
         if epoch < 0 or not 0 <= position <= stage.length(within):
             raise DataError(
-                f"{len(self._prompts)} training prompts cannot be at position {position} of epoch {epoch}",
+                f"there is no position {position} in epoch {epoch} of {len(self._prompts)} training prompts",
                 hint="resume with the data the run was started with",
             )
         if epoch != self._epoch:

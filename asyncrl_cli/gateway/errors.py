@@ -68,7 +68,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, GenerationFailed):
         return ApiError(503, f"the generation failed: {error}", code="generation_failed")
     log.error("a request failed", exc_info=error)
-    return ApiError(500, f"{type(error).__name__} in the gateway; its log says more", code="internal_error")
+    return ApiError(500, f"{type(error).__name__} in the gateway; see logs/gateway.log", code="internal_error")
 
 
 TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")

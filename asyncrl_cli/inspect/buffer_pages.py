@@ -188,7 +188,12 @@ def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: 
         raise RunError(str(error), location=run.run_id, hint="ids are GROUP-INDEX, from 0") from None
     rollouts = tuple(rollout for rollout in record.rollouts if rollout.rollout_id == rollout_id)
     if not rollouts:
-        raise RunError(f"nothing is recorded of rollout {rollout_id} yet", location=run.run_id)
+        group_id = record.row.group_id
+        raise RunError(
+            f"nothing is recorded of rollout {rollout_id} yet",
+            location=run.run_id,
+            hint=f"`asyncrl inspect buffer --group {group_id}` shows what is recorded of its group",
+        )
     return _group_page(run, connection, replace(record, rollouts=rollouts))
 
 

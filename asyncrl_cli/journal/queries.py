@@ -62,7 +62,7 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
         connection.execute("BEGIN")
         if not connection.execute("SELECT 1 FROM meta WHERE key = 'settings'").fetchone():
             raise JournalError(
-                "the journal is empty", location=str(path), hint="the run has not got as far as its first group"
+                "the journal is empty", location=str(path), hint="wait until the run has started its first group"
             )
         yield connection
 

@@ -169,7 +169,7 @@ def explained(path: Path) -> Iterator[None]:
         elif any(sign in text for sign in _SIGNS_OF_DAMAGE):
             hint = DAMAGED
         else:
-            hint = "look at the file and its folder"
+            hint = "check the file, its permissions and those of its folder"
         raise JournalError(f"the journal failed: {text}", location=str(path), hint=hint) from error
 
 

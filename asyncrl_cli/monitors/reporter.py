@@ -159,4 +159,4 @@ class Reporter:
     def _switched_off(self, name: str, reason: str, trace: str) -> None:
         row = {"time": time.time(), "monitor": name, "reason": hide(reason), "traceback": hide(trace)}
         self._recorder.append(LOG, row)
-        self.warn(hide(f"the monitor {name} is switched off: {reason}; the run continues ({LOG} says more)"))
+        self.warn(hide(f"the monitor {name} is switched off: {reason}; the run continues (see {LOG})"))

@@ -173,11 +173,11 @@ def check_resources(spec: ExperimentSpec, total: Resources) -> str:
     there = _amounts({kind: total.get(kind, 0) for kind in wanted})
     if any(amount > total.get(kind, 0) for kind, amount in wanted.items()):
         raise RunError(
-            f"the run wants {_amounts(wanted)}, and the cluster has {there}",
+            f"the run needs {_amounts(wanted)}, and the cluster has {there}",
             location="cluster.address",
             hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
         )
-    return f"{_amounts(wanted)} wanted, {there} in the cluster"
+    return f"{_amounts(wanted)} needed, {there} in the cluster"
 
 
 async def placed(

@@ -161,7 +161,7 @@ class Orchestrator:
             published = None
             if self._publish_due:
                 if self._fixed_version:
-                    await self._finish_evaluation("the evaluation of the present weights")
+                    await self._finish_evaluation("the evaluation of the current weights")
                 published = await self._publish()
             self._steps.report(taken, report, published, self._trainer.version)
             self._spawn(self._steps.flush())
@@ -199,7 +199,7 @@ class Orchestrator:
     async def _stop_generation(self) -> None:
         """The batch is full: what has not ended keeps its tokens, and continues when engines may generate again."""
         if self._fixed_version:
-            await self._finish_evaluation("the evaluation of the present weights")
+            await self._finish_evaluation("the evaluation of the current weights")
         await self._watchdog.until(self._client.pause(), ORCHESTRATOR, "engines to stop generating")
 
     async def _train(self, taken: Taken) -> StepReport:

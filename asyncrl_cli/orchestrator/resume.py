@@ -103,7 +103,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         raise RunError(
             f"the run has taken {taken} steps, more than {spec.stop.steps}",
             location=run.run_id,
-            hint="choose a later step",
+            hint=f"pass a larger --steps: asyncrl resume {run.argument} --steps {2 * taken}",
         )
     # A batch is in the journal before it is trained, so nothing else can know of a later step (decision 0013).
     known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}

@@ -328,7 +328,7 @@ class RolloutScheduler:
             raise RunError(
                 message,
                 location="rollout",
-                hint="fix the cause (engine-*.log, scorer.log and episode-worker-*.log in the run's logs say more), or "
+                hint="fix the cause (see engine-*.log, scorer.log and episode-worker-*.log in the run's logs), or "
                 "raise rollout.max_failed_share",
             )
         if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
@@ -336,7 +336,7 @@ class RolloutScheduler:
                 f"the last {self.rejected_in_a_row} groups were all rejected, so no batch can be made: "
                 "the rewards in each group are all equal",
                 location="algorithm.uniform_groups",
-                hint="use a task that the model solves sometimes, or set it to skip, or raise "
+                hint="use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
                 "pipeline.max_rejected_in_a_row",
             )
 

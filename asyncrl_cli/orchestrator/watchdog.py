@@ -38,7 +38,7 @@ class Wait:
     def __str__(self) -> str:
         ago = time.monotonic() - self.since
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
-        return f"{self.who} waits for {self.what} since {clock} ({ago:.0f} s)"
+        return f"{self.who} has waited for {self.what} since {clock} ({ago:.0f} s)"
 
 
 class Watchdog:

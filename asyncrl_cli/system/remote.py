@@ -32,7 +32,7 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
     """
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
-    hint = f"the log says more: logs/{who}.log in the run's folder"
+    hint = f"see logs/{who}.log in the run's folder"
     try:
         async with asyncio.timeout(timeout_s):  # in Python 3.11 asyncio.wait_for may lose a cancellation
             return await call

@@ -59,7 +59,7 @@ class RestartBudget:
         raise RunError(
             f"restarted {count - 1} times in {hours}, and it failed again; the first cause: {first}",
             location=name,
-            hint=f"fix the cause (logs/{name}.log says more), or raise pipeline.max_restarts",
+            hint=f"fix the cause (see logs/{name}.log), or raise pipeline.max_restarts",
         )
 
     async def note(self, kind: str, name: str, message: str) -> None:

@@ -78,7 +78,7 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
     if callable(found):
         return _wrap(found, use, options)
     raise TaskError(
-        f"{target} is neither a class nor a function but {type(found).__name__}", location=USE, hint=ANY_KIND
+        f"{target} is neither a class nor a function (got {type(found).__name__})", location=USE, hint=ANY_KIND
     )
 
 

@@ -340,6 +340,7 @@ def test_unknown_groups_and_rollouts(run: RecordedRun, asyncrl: Any) -> None:
     assert (
         asyncrl("inspect", "buffer", "--rollout", "0-9")[2]
         == "error: nothing is recorded of rollout 0-9 yet\n --> run-1\n"
+        "hint: `asyncrl inspect buffer --group 0` shows what is recorded of its group\n"
     )
 
 

@@ -126,7 +126,7 @@ def test_an_empty_journal_is_refused(path: Path) -> None:
         pass
     open_for_writing(path).close()
     with (
-        pytest.raises(JournalError, match=r"the journal is empty \(the run has not got as far"),
+        pytest.raises(JournalError, match=r"the journal is empty \(wait until the run has started"),
         queries.snapshot(path),
     ):
         pass

@@ -41,7 +41,7 @@ METRICS = {
     "buffer/groups_finished": 3.0,
 }
 COUNTS = Counts(running=31, finished=3, taken=1000, rejected=5, requeued=6, late=0)
-LONG = "waiting: waits for groups that would miss their deadline: " + ", ".join(map(str, range(60)))
+LONG = "waiting: groups that would miss their deadline have not finished: " + ", ".join(map(str, range(60)))
 
 
 def evaluated(kind: EvaluationKind, step: int, accuracy: float) -> EvaluationResult:
@@ -133,7 +133,7 @@ def test_the_panel_is_that_of_watch_under_what_the_loop_does(
     shown = lines()
     assert all(len(line) <= width for line in shown)
     assert [label for line in shown if (label := re.split(r"  +", line)[0])] == LABELS
-    assert shown[0].startswith("now" + " " * (LABEL_WIDTH - 1) + "waiting: waits for groups"), "of this moment"
+    assert shown[0].startswith("now" + " " * (LABEL_WIDTH - 1) + "waiting: groups that would"), "of this moment"
     text = "\n".join(shown)
     assert re.search(r"^step +40 of 1000, weight version 40", text, re.MULTILINE)
     assert re.search(rf"^reward +0\.51\d  [{BARS}]{{{TREND_STEPS}}}$", text, re.MULTILINE)

@@ -62,10 +62,10 @@ def test_a_cluster_must_have_what_the_run_wants_in_all() -> None:
     wanting = spec()
     rollout = wanting.rollout.model_copy(update={"engines": 3, "gpus_per_engine": 2})
     wanting = wanting.model_copy(update={"rollout": rollout})
-    with pytest.raises(RunError, match="the run wants 4 CPUs and 6 GPUs, and the cluster has 16 CPUs and no GPUs"):
+    with pytest.raises(RunError, match="the run needs 4 CPUs and 6 GPUs, and the cluster has 16 CPUs and no GPUs"):
         check_resources(wanting, {"CPU": 16.0})
     assert check_resources(wanting, {"CPU": 4.0, "GPU": 6.0}) == (
-        "4 CPUs and 6 GPUs wanted, 4 CPUs and 6 GPUs in the cluster"
+        "4 CPUs and 6 GPUs needed, 4 CPUs and 6 GPUs in the cluster"
     )
 
 

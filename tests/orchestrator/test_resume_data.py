@@ -119,8 +119,8 @@ def test_data_that_was_accepted_is_accepted_from_then_on(run: RunDirectory, coun
 @pytest.mark.parametrize("accept", [True, False])
 def test_data_without_the_place_of_the_run_is_refused_before_anything_starts(run: RunDirectory, accept: bool) -> None:
     admit(run, with_data(run, ROWS), 7)
-    with pytest.raises(DataError, match="5 training prompts cannot be at position 7 of epoch 0"):
+    with pytest.raises(DataError, match="there is no position 7 in epoch 0 of 5 training prompts"):
         check_data(run, with_data(run, ROWS[:5]), PLAN, accept)
     checkpoint = Start("resume", base={"loader": {"epoch": 0, "position": 7}})
-    with pytest.raises(DataError, match="cannot be at position 7"):
+    with pytest.raises(DataError, match="there is no position 7"):
         check_data(run, with_data(run, ROWS[:5]), Plan(checkpoint, 0, again=True, without_journal=True))

@@ -157,7 +157,7 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others_without_end(monkeypat
 
     error = raised_by(fails)
     assert isinstance(error, RunError)
-    assert str(error).startswith("trainer-2: ValueError: loss is not finite (the log says more: logs/trainer-2.log")
+    assert str(error).startswith("trainer-2: ValueError: loss is not finite (see logs/trainer-2.log")
 
 
 def test_no_answer_in_time() -> None:

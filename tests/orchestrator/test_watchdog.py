@@ -69,7 +69,7 @@ def test_short_waits_are_ignored() -> None:
 
 def test_half_the_limit_is_reported_once() -> None:
     (warned,) = look(("the trainer", "a batch", 0.6), ("the scorer", "a turn", 0.1))
-    assert re.fullmatch(r"the trainer waits for a batch since \d\d:\d\d:\d\d \(60\d s\)", warned)
+    assert re.fullmatch(r"the trainer has waited for a batch since \d\d:\d\d:\d\d \(60\d s\)", warned)
 
 
 def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
@@ -82,11 +82,11 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
     assert error.value.location == "pipeline"
     first, *others = error.value.message.split("; ")
     assert re.fullmatch(
-        r"no progress: the trainer waits for the batch of step 7 since \d\d:\d\d:\d\d \(120\d s\)", first
+        r"no progress: the trainer has waited for the batch of step 7 since \d\d:\d\d:\d\d \(120\d s\)", first
     )
     assert sorted(other.split(" since ")[0] for other in others) == [
-        "the orchestrator waits for every engine",
-        "the scorer waits for a turn",
+        "the orchestrator has waited for every engine",
+        "the scorer has waited for a turn",
     ]
     assert "asyncrl resume" in error.value.hint
 
@@ -135,7 +135,7 @@ def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
             assert harness.warned == []
             with harness.waiting("the orchestrator", "every engine", 2 * LIMIT_S):
                 harness.dog.progress()
-                with pytest.raises(RunError, match="no progress: the orchestrator waits for every engine"):
+                with pytest.raises(RunError, match="no progress: the orchestrator has waited for every engine"):
                     await harness.look()
 
     asyncio.run(check())
@@ -157,7 +157,7 @@ def test_what_is_waited_for_may_change_its_name() -> None:
         harness = Harness()
         with harness.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
             wait.what = "the batch of step 3 (only 1 of 2 groups have finished)"
-            with pytest.raises(RunError, match=r"the trainer waits for the batch of step 3 \(only 1 of 2 groups"):
+            with pytest.raises(RunError, match=r"the trainer has waited for the batch of step 3 \(only 1 of 2 groups"):
                 await harness.look()
 
     asyncio.run(check())
@@ -170,7 +170,7 @@ def test_work_is_watched_until_its_result() -> None:
         waiting = asyncio.create_task(harness.dog.until(work, "the orchestrator", "the trainer's step 1"))
         await harness.look()
         (wait,) = harness.dog._waits
-        assert str(wait).startswith("the orchestrator waits for the trainer's step 1 since ")
+        assert str(wait).startswith("the orchestrator has waited for the trainer's step 1 since ")
         work.set_result(7)
         assert await waiting == 7
         assert harness.dog._waits == []

@@ -54,14 +54,14 @@ def test_user_errors_are_unchanged(cause: Exception) -> None:
 def test_a_bug_in_an_actor_names_actor_cause_and_log() -> None:
     error = failure(raised_in_an_actor(ValueError("\n  bad shape\nand much more")))
     assert isinstance(error, RunError)
-    assert str(error) == ("engine-0: ValueError: bad shape (the log says more: logs/engine-0.log in the run's folder)")
+    assert str(error) == ("engine-0: ValueError: bad shape (see logs/engine-0.log in the run's folder)")
     assert str(failure(raised_in_an_actor(KeyError()))).startswith("engine-0: KeyError: no message (")
 
 
 def test_a_dead_actor_is_named() -> None:
     error = failure(ActorDiedError())
     assert isinstance(error, ActorDied)
-    assert str(error).startswith("engine-0: the process died (the log says more")
+    assert str(error).startswith("engine-0: the process died (see logs/engine-0.log")
 
 
 def test_no_answer_in_time() -> None:

@@ -136,7 +136,7 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         (CLASS, "Echo", {"bonsu": 1}, "did you mean `bonus`"),
         (CLASS, "Echo", {"bonus": -1}, "bonus must not be negative"),
         ("class C: pass", "C", {}, "no method reward"),
-        ("x = 3", "x", {}, "neither a class nor a function but int"),
+        ("x = 3", "x", {}, r"neither a class nor a function \(got int\)"),
         ("def f(prompt, response): return 1", "f", {"a": 1}, "takes no options"),
         ("def f(prompt): return 1", "f", {}, r"f\(prompt, response\)"),
         ("def f(prompt, model): return 1", "f", {}, "is an agent, and is not async"),

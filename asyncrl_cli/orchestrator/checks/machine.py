@@ -123,7 +123,7 @@ def check_devices(spec: ExperimentSpec) -> str:
     if there < wanted:
         hidden = f" (CUDA_VISIBLE_DEVICES={visible} hides some)" if there < len(installed) else ""
         raise ConfigError(
-            f"the spec wants {gpus(wanted)} ({_gpu_sum(spec)}), and this machine has {gpus(there)}{hidden}",
+            f"the run needs {gpus(wanted)} ({_gpu_sum(spec)}), and this machine has {gpus(there)}{hidden}",
             location="rollout.gpus_per_engine" if spec.rollout.gpus_per_engine else "trainer.gpus_per_rank",
             hint="set rollout.gpus_per_engine and trainer.gpus_per_rank to 0 to run on CPU, lower rollout.engines or "
             "trainer.ranks, or name a Ray cluster with enough GPUs in cluster.address",
