@@ -62,8 +62,7 @@ class _Member:
 
     def close(self, patience_s: float) -> None:
         """Wait for the thread."""
-        thread, self._thread = self._thread, None  # once: a thread that has ended would be waited for in vain
-        if thread is not None and not thread.close(patience_s):
+        if self._thread is not None and not self._off and not self._thread.close(patience_s):
             self._switch_off("it has not finished in time")
 
     def _call(self, call: Call) -> None:
