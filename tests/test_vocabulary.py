@@ -1,7 +1,7 @@
 """The words of the project: what users read is plain standard English with the field's terms, in one style.
 
 Words are looked for in asyncrl_cli (messages, help texts, docstrings and comments), templates/, specs/, README.md,
-CONTRIBUTING.md, docs/ but the decisions, and names of tests; some more in the keys of JSON and in names of the code.
+CONTRIBUTING.md, docs/, and names of tests; some more in the keys of JSON and in names of the code.
 Messages and hints of errors, problems and findings begin in lower case and have no full stop at the end.
 """
 
@@ -106,7 +106,7 @@ def sources() -> list[tuple[str, list[ast.AST]]]:
 
 def lines() -> Iterator[Text]:
     """All lines of the package, the documentation, the specs and the templates."""
-    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "specs").glob("*")]
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "specs").glob("*")]
     paths += (path for path in (ROOT / "templates").rglob("*") if path.suffix in (".md", ".yaml", ".py"))
     paths += PACKAGE.rglob("*.py")
     for path in sorted(path for path in paths if path.is_file()):

@@ -8,7 +8,7 @@
                 the requests that the engine had, from being sent to leaving it
 
 The journal does not say which engine's pause was the longest: every engine's load is drawn with the longest one. It
-knows of a request's stay with an engine once it has ended.
+knows of an engine's request once it has ended.
 
 Invariants: slices of one track never overlap, whatever the clocks did; events are made and written one at a time, and
 nothing is held of a rollout or a request but the end of its lane.

@@ -1,4 +1,4 @@
-"""A run from start to end: folder, cluster, fleet, loop, results.
+"""A run from start to end: folder, cluster, actors, loop, results.
 
 Everything that can be refused is refused before the first process starts; whatever was started is gone when
 ``run_experiment`` returns or raises.
