@@ -359,7 +359,7 @@ async def _save_before_leaving(orchestrator: Orchestrator | None, reporter: Repo
     """Save a checkpoint if there is time: resuming takes less then. The journal has everything else already."""
     if orchestrator is None:
         return
-    reporter.status("stopping: saving where the run is")
+    reporter.status("stopping: saving a checkpoint if there is time")
     try:
         async with asyncio.timeout(INTERRUPT_S):
             await orchestrator.settle()

@@ -30,7 +30,7 @@ from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
-from asyncrl_cli.orchestrator.watchdog import GENERATION, ORCHESTRATOR, Wait, Watchdog
+from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Wait, Watchdog
 from asyncrl_cli.records.groups import Opening, PublishRecord, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
@@ -200,7 +200,7 @@ class Orchestrator:
         """The batch is full: what has not ended keeps its tokens, and continues when engines may generate again."""
         if self._fixed_version:
             await self._finish_evaluation("the evaluation of the current weights")
-        await self._watchdog.until(self._client.pause(), ORCHESTRATOR, "engines to stop generating")
+        await self._watchdog.until(self._client.pause(), DRIVER, "engines to stop generating")
 
     async def _train(self, taken: Taken) -> StepReport:
         self._reporter.doing("training", taken.counts)
@@ -208,13 +208,13 @@ class Orchestrator:
         self._in_flight = (taken, training)
         # Shielded: Ctrl-C does not stop the ranks, and ``settle`` waits for what they do.
         work = asyncio.shield(training)
-        report = await self._watchdog.until(work, ORCHESTRATOR, f"the trainer's step {self._step + 1}")
+        report = await self._watchdog.until(work, DRIVER, f"the trainer's step {self._step + 1}")
         self._step += 1
         return report
 
     async def _publish(self) -> PublishRecord:
         what = f"every engine to load version {self._trainer.version + 1}"
-        record = await self._watchdog.until(self._trainer.publish(), ORCHESTRATOR, what)
+        record = await self._watchdog.until(self._trainer.publish(), DRIVER, what)
         # After all engines have proved it: a group that is admitted at a version holds no older token (decision 0001).
         await self._buffer.publish(record)
         self._scheduler.fill()

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
-from asyncrl_cli.orchestrator.watchdog import ORCHESTRATOR, Watchdog
+from asyncrl_cli.orchestrator.watchdog import DRIVER, Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Publication
@@ -72,9 +72,7 @@ class Publisher:
             started = time.monotonic()
             try:
                 writing = self._ranks.publish(version)
-                publication = await self._watchdog.until(
-                    writing, ORCHESTRATOR, f"the trainer to write version {version}"
-                )
+                publication = await self._watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
             except BaseException:
                 self.lost()  # the mapping may be half written
                 raise

@@ -99,7 +99,7 @@ class Watchdog:
                     self.on_stall(wait)
 
 
-ORCHESTRATOR = "the orchestrator"
+DRIVER = "the driver"
 """Who waits for the trainer and for engines."""
 GENERATION = "the trainer"
 """Who waits for rollouts."""

@@ -227,10 +227,10 @@ def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Pa
     done = asyncrl("train", "spec.yaml", *wanting, cwd=tmp_path, environment=hidden)
     assert done.returncode == 2
     found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert "wants 1 GPU (1 engines × 0 + 1 ranks × 1), and this machine has no GPU" in found["devices"]["found"]
+    assert "needs 1 GPU (1 engines × 0 + 1 ranks × 1), and this machine has no GPU" in found["devices"]["found"]
     assert found["task and data"]["found"].startswith(f"{tmp_path}/leaves.py:1: importing the task called sys.exit(3)")
     assert "model 'org/model'" in found["model files"]["found"] or "'org/model'" in found["model files"]["found"]
-    assert found["tokenizer"]["found"] == "not checked: it needs model files"
+    assert found["tokenizer"]["found"] == "not checked, as it needs model files, which failed"
     failures = {name for name, finding in found.items() if finding["status"] == "failure"}
     assert failures == {"devices", "task and data", "model files"}
     assert all(found[name]["hint"] for name in failures)

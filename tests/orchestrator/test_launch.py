@@ -127,7 +127,7 @@ def test_an_interrupted_run_saves_if_it_can(
     run(_save_before_leaving(orchestrator, view))  # type: ignore[arg-type]
     assert orchestrator.saved == saves
     assert (getattr(view, "warned", "") != "") == (settle is full_disk)
-    assert view.shown == "stopping: saving where the run is"
+    assert view.shown == "stopping: saving a checkpoint if there is time"
 
 
 def test_before_anything_has_started_there_is_nothing_to_save() -> None:

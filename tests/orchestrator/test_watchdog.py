@@ -77,7 +77,7 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
         look(
             ("the scorer", "a turn", 0.1),
             ("the trainer", "the batch of step 7", 1.2),
-            ("the orchestrator", "every engine", 1.1),
+            ("the driver", "every engine", 1.1),
         )
     assert error.value.location == "pipeline"
     first, *others = error.value.message.split("; ")
@@ -85,7 +85,7 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
         r"no progress: the trainer has waited for the batch of step 7 since \d\d:\d\d:\d\d \(120\d s\)", first
     )
     assert sorted(other.split(" since ")[0] for other in others) == [
-        "the orchestrator has waited for every engine",
+        "the driver has waited for every engine",
         "the scorer has waited for a turn",
     ]
     assert "asyncrl resume" in error.value.hint
@@ -133,9 +133,9 @@ def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
             harness.dog.progress()
             await harness.look()
             assert harness.warned == []
-            with harness.waiting("the orchestrator", "every engine", 2 * LIMIT_S):
+            with harness.waiting("the driver", "every engine", 2 * LIMIT_S):
                 harness.dog.progress()
-                with pytest.raises(RunError, match="no progress: the orchestrator has waited for every engine"):
+                with pytest.raises(RunError, match="no progress: the driver has waited for every engine"):
                     await harness.look()
 
     asyncio.run(check())
@@ -167,10 +167,10 @@ def test_work_is_watched_until_its_result() -> None:
     async def check() -> None:
         harness = Harness()
         work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(harness.dog.until(work, "the orchestrator", "the trainer's step 1"))
+        waiting = asyncio.create_task(harness.dog.until(work, "the driver", "the trainer's step 1"))
         await harness.look()
         (wait,) = harness.dog._waits
-        assert str(wait).startswith("the orchestrator has waited for the trainer's step 1 since ")
+        assert str(wait).startswith("the driver has waited for the trainer's step 1 since ")
         work.set_result(7)
         assert await waiting == 7
         assert harness.dog._waits == []

@@ -184,7 +184,9 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
         )
     longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
     if tokens < spec.rollout.group_size * longest:
-        return Finding("engine cache", "warning", f"{found}: less than a group of longest rollouts", "raise it")
+        return Finding(
+            "engine cache", "warning", f"{found}: less than a group of longest rollouts", "raise rollout.kv_cache_mb"
+        )
     return found
 
 

@@ -106,7 +106,9 @@ class StartChecks:
         for check in self._checks():
             if missing := failed.intersection(check.needs):
                 failed.add(check.name)
-                yield Finding(check.name, "warning", f"not checked: it needs {', '.join(sorted(missing))}")
+                yield Finding(
+                    check.name, "warning", f"not checked, as it needs {', '.join(sorted(missing))}, which failed"
+                )
                 continue
             try:
                 found = _result(check)
