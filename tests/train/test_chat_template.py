@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,10 @@ def test_model_stub_and_model_have_it_whatever_the_model_is_made_from(tmp_path: 
 def test_an_invalid_template_is_named_with_its_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
-    with pytest.raises(ChatTemplateError, match=r"broken\.jinja is not a chat template: line 2"):
+    with pytest.raises(ChatTemplateError, match=r"broken\.jinja is not a chat template: line 2") as raised:
         model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
+    again = pickle.loads(pickle.dumps(raised.value))  # as an actor's error comes to the driver
+    assert (type(again), str(again)) == (ChatTemplateError, str(raised.value))
     # One that takes no lone message is a template all the same.
     broken.write_text("{{ raise_exception('a system message comes first') }}")
     model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")

@@ -66,10 +66,6 @@ _MARK = "the-message-of-the-user"
 class ChatTemplateError(ConfigError):
     """A ``model.chat_template`` that is not a chat template."""
 
-    def __init__(self, path: str, why: str) -> None:
-        hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"
-        super().__init__(f"{path} is not a chat template: {why}", location="model.chat_template", hint=hint)
-
 
 def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
     """The tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``, if any.
@@ -109,12 +105,18 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        raise ChatTemplateError(chat_template, f"{line}{error}") from error
+        raise _not_a_template(chat_template, f"{line}{error}") from error
     except TemplateError:
         return tokenizer  # a sound template may refuse this conversation
     if _MARK not in rendered:
-        raise ChatTemplateError(chat_template, "its output does not contain the messages")
+        raise _not_a_template(chat_template, "its output does not contain the messages")
     return tokenizer
+
+
+def _not_a_template(path: str, why: str) -> ChatTemplateError:
+    # Not in the class: an actor's error is pickled, and made again from its message alone.
+    hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"
+    return ChatTemplateError(f"{path} is not a chat template: {why}", location="model.chat_template", hint=hint)
 
 
 PROBE_TOKENS = 24
