@@ -210,7 +210,7 @@ def shortage(wants: Resources, free: Resources, total: Resources) -> str:
     """What an actor wants, and how much of that is free."""
     kinds = [kind for kind, amount in wants.items() if amount]
     there = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in kinds)
-    return f"it wants {_amounts({kind: wants[kind] for kind in kinds})}; free are {there}"
+    return f"it needs {_amounts({kind: wants[kind] for kind in kinds})}; free are {there}"
 
 
 def _amounts(resources: Resources) -> str:

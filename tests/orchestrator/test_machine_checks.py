@@ -40,7 +40,7 @@ def test_gpus_that_are_there_are_counted(two_gpus: None) -> None:
 def test_hidden_gpus_do_not_count(two_gpus: None, monkeypatch: pytest.MonkeyPatch, visible: str, there: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(
-        ConfigError, match=rf"wants 2 GPUs .*this machine has {there} \(CUDA_VISIBLE_DEVICES={visible} "
+        ConfigError, match=rf"needs 2 GPUs .*this machine has {there} \(CUDA_VISIBLE_DEVICES={visible} "
     ):
         machine.check_devices(changed("rollout", gpus_per_engine=2))
 

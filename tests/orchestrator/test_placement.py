@@ -36,13 +36,13 @@ def test_what_is_missing_is_reported_until_there_is_room(monkeypatch: pytest.Mon
     reported: list[str] = []
     run(waits(600.0, monkeypatch, reported, answered=True))
     assert reported == [
-        "engine-0 waits until Ray has room for it: it wants 1 CPU and 2 GPUs; free are 3 of 8 CPUs, 0 of 4 GPUs"
+        "engine-0 waits until Ray has room for it: it needs 1 CPU and 2 GPUs; free are 3 of 8 CPUs, 0 of 4 GPUs"
     ]
 
 
 def test_a_wait_for_room_ends_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        RunError, match=r"Ray found no room for engine-0 .*: it wants 1 CPU and 2 GPUs; free are"
+        RunError, match=r"Ray found no room for engine-0 .*: it needs 1 CPU and 2 GPUs; free are"
     ) as error:
         run(waits(0.0, monkeypatch, [], answered=False))
     assert error.value.location == "cluster"
@@ -70,4 +70,4 @@ def test_a_cluster_must_have_what_the_run_wants_in_all() -> None:
 
 
 def test_resources_that_an_actor_does_not_want_are_omitted() -> None:
-    assert shortage({"CPU": 2, "GPU": 0}, {}, {"CPU": 1.0}) == "it wants 2 CPUs; free are 0 of 1 CPUs"
+    assert shortage({"CPU": 2, "GPU": 0}, {}, {"CPU": 1.0}) == "it needs 2 CPUs; free are 0 of 1 CPUs"
