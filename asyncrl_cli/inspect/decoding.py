@@ -76,7 +76,7 @@ def _candidates(run: RunDirectory) -> Iterator[Path]:
     yield run.model_stub / "tokenizer.json"
     import yaml
 
-    try:  # a saved model is used where it lies, and has no model stub
+    try:  # a saved model is used from its own folder, and has no model stub
         saved = yaml.safe_load((run.path / "spec.yaml").read_text())["model"]["path"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return

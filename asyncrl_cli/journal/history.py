@@ -22,7 +22,7 @@ class Work:
 
     Args:
         steps: how many were trained.
-        seconds: their windows together, which is the run's time without what lies between two starts.
+        seconds: their windows together, which is the run's time without the time between two starts.
         trained_tokens, generated_tokens: as docs/metrics.md defines them.
         shares: means of the ``SHARES``, weighted by the length of the windows.
     """

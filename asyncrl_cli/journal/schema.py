@@ -1,6 +1,6 @@
 """The journal's tables, and how its file is opened.
 
-    groups       one row per admitted group: its prompt with its serial number and where the data loader stood after
+    groups       one row per admitted group: its prompt with its serial number and the position of the data loader after
                  it (NULL for a prompt that runs again), what became of it
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight

@@ -189,7 +189,7 @@ class _Link:
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
-    """How the model in a folder speaks. Raises ``UserError``: for its tool parser, or the chat template."""
+    """The chat format of the model in a folder. Raises ``UserError``: for its tool parser, or the chat template."""
     from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(model_folder, spec.model.chat_template)

@@ -61,7 +61,7 @@ class Start:
 
     Args:
         kind: of the start, as the journal records it.
-        note: what the journal shall say about it.
+        note: what the journal records about it.
         checkpoint: where the trainer starts from; None for the initial model.
         base: where the history begins without the old journal (``DurableLedger.fallback`` of a checkpoint).
     """
@@ -261,7 +261,7 @@ async def _start(
     services = EpisodeServices(spec, factory, budget)
     closing += [services.stop, *(engine.stop for engine in engines)]
     buffer = BufferClient(factory.buffer, limit_s, budget)
-    # The watchdog knows since when a call takes too long, so it speaks first.
+    # The watchdog knows since when a call takes too long, so its message comes first.
     ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s, rank_wants(spec))
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None

@@ -147,7 +147,7 @@ class PromptSource:
         return Candidate(self._serial, prompt, ids, self.loader.state())
 
     def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
-        """Continue after the prompt ``serial``, from where the loader stood after it."""
+        """Continue after the prompt ``serial``, from the position of the loader after it."""
         self._serial = serial
         if loader is not None:
             self.loader.restore(dict(loader))

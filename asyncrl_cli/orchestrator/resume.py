@@ -1,4 +1,4 @@
-"""From what lies on disk to how a run is resumed.
+"""From the files of a run to how it is resumed.
 
 Invariant: nothing is changed on disk before it is clear that the run can be resumed.
 """

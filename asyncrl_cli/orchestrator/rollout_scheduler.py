@@ -87,9 +87,9 @@ class RecentFailures:
 
 
 class RolloutScheduler:
-    """Starts groups while the buffer has room and the engines have slots, and sees their rollouts through.
+    """Starts groups while the buffer has room and the engines have slots, and follows their rollouts to their end.
 
-    ``failures`` knows of groups lately lost to failed rollouts; ``rejected_in_a_row`` counts rejections since a group
+    ``failures`` counts groups recently lost to failed rollouts, ``rejected_in_a_row`` rejections since a group
     finished.
     """
 

@@ -1,4 +1,4 @@
-"""One actor that is kept running: it is started again when it is lost, and too many restarts lately end the run."""
+"""One actor that is kept running: it is started again when it is lost, and too many recent restarts end the run."""
 
 from __future__ import annotations
 

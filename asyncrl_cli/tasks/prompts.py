@@ -83,7 +83,7 @@ def load_prompts(
             hint=f"set {location}.path to a file or data set, or give the task a method prompts(split, size)",
         )
     if split_spec.size is None:
-        raise DataError(f"{location}.size is not given", hint="say how many prompts the task shall make")
+        raise DataError(f"{location}.size is not given", hint="set it to the number of prompts that the task makes")
     prompts = task.prompts(split_name, split_spec.size)
     form = RowForm(check=check)
     for number, prompt in enumerate(_check_first(prompts), start=1):

@@ -23,7 +23,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where one named tensor lies in the mapping; ``offset`` in bytes."""
+    """The position of one named tensor in the mapping; ``offset`` in bytes."""
 
     name: str
     dtype: str

@@ -48,7 +48,7 @@ class Retry(StrEnum):
     RESTART = "restart"
     """From its start: its own code failed, and may succeed another time."""
     RESUME = "resume"
-    """From what was generated: the cause lies outside the episode."""
+    """From what was generated: the cause is outside the episode."""
     ISOLATED = "isolated"
     """From what was generated, in a process of its own: it may have been the cause."""
 

@@ -1,4 +1,4 @@
-"""The ready task ``command``: any program that speaks to an OpenAI-compatible server is an agent.
+"""The ready task ``command``: any program that calls an OpenAI-compatible server is an agent.
 
 It finds in its environment where the policy is (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL``), its prompt
 (``ASYNCRL_PROMPT``: the row as JSON; ``ASYNCRL_PROMPT_FILE``: a file with the same, however long), its rollout's id

@@ -34,7 +34,7 @@ PATTERN = (
     r"(?:^|\b(?:score|rating)[\s*_`]*[:=])[\s*_`]*([-+]?\d+(?:\.\d+)?)"
     r"(?:\s*(?:/|out of)\s*(?P<of>\d+(?:\.\d+)?))?[\s.*_`]*$"
 )
-"""The number stands alone on the line or follows the label; in "7,5", ".5" or "10 - 3" it is ambiguous."""
+"""The number is alone on the line or follows the label; in "7,5", ".5" or "10 - 3" it is ambiguous."""
 AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
 LONGEST_LINE = 1_000
 """Characters at the end of an answer in which the score is sought: a pattern may take the square of them in steps."""

@@ -113,7 +113,7 @@ class MathAnswers:
             yield from self._in_prose(response)
 
     def _in_prose(self, response: str) -> Iterator[str]:
-        """What follows the last "answer is", or else the last expression; nothing where that is taken back."""
+        """What follows the last "answer is", or else the last expression; nothing where the response retracts that."""
         tail = response[-LONGEST_SEARCHED:]
         phrase = deque(_PHRASE.finditer(tail), maxlen=1)
         if phrase:

@@ -143,7 +143,7 @@ def _restrict_files(readable: Sequence[str], folder: str, remove: int) -> None:
         _allow(rules, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
     for path in DEVICES:
         _allow(rules, path, write)
-    # No folders: how much lies in one can be seen at a glance.
+    # No folders, so that one listing gives the size of all files.
     _allow(rules, folder, write | READ_DIR | remove | MAKE_REG | MAKE_SYM)
     _call("landlock_restrict_self", _libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
     os.close(rules)
