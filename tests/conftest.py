@@ -1,4 +1,4 @@
-"""What holds for every test: signals are as in a shell, and no test leaves a process behind."""
+"""What holds for every test: signals are as in a shell, no time is measured, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # A suite that a shell started in the background has SIGINT ignored, one under nohup SIGHUP, and so would everything
 # that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# An example that takes long on a busy machine is not a failure.
+settings.register_profile("asyncrl", deadline=None)
+settings.load_profile("asyncrl")
 
 SESSION = "ASYNCRL_TEST_SESSION"
 """Environment variable that processes inherit from the tests of one pytest process; each of xdist's has its own."""
