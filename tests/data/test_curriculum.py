@@ -88,7 +88,7 @@ def test_a_state_that_no_epoch_has_is_refused() -> None:
     prompts = rows([1, 2, 3])
     loader = PromptLoader(prompts, 0, True, stages_of(prompts, curriculum((5, 1, 3))))
     loader.restore({"epoch": 1, "position": 2})
-    with pytest.raises(DataError, match="position 3 of epoch 1"):
+    with pytest.raises(DataError, match="no position 3 in epoch 1"):
         loader.restore({"epoch": 1, "position": 3})
 
 
