@@ -14,11 +14,12 @@ $(STAMP): requirements/cpu.lock requirements/install.sh pyproject.toml
 	bash requirements/install.sh $(VENV)
 	touch $@
 
-# Tests share the machine, a process a core; those of killed and stalled parts have it to themselves, as they judge time.
+# Tests share the machine, a process a core. The quickstart, and the runs with killed and stalled parts, have it to themselves.
+ALONE := tests/e2e/test_quickstart.py tests/e2e/faults
 test: install
 	$(BIN)/python -m pytest --ignore tests/e2e -n logical
-	$(BIN)/python -m pytest tests/e2e --ignore tests/e2e/faults -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/e2e/faults
+	$(BIN)/python -m pytest tests/e2e $(ALONE:%=--ignore %) -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(ALONE)
 
 # Pure logic and small real parts, in a minute and a half.
 test-fast: install

@@ -139,22 +139,3 @@ def test_mlflow_has_parameters_metrics_and_artifacts(two_ranks: Path) -> None:
     with tracking_at(f"sqlite:///{two_ranks.parent}/mlflow.db"):
         table = client.load_table(run.info.experiment_id, "evaluations/step-000060-greedy.json", [run_id])
     assert len(table) == len(rows(two_ranks, "evaluations/step-000060-greedy.jsonl")) - 1
-
-
-@pytest.mark.slow
-def test_the_quickstart_learns(shared_runs: Runs) -> None:
-    spec = ROOT / "specs/quickstart.yaml"
-    ended = shared_runs.run("train", spec, "--set", f"runs_dir={shared_runs.folder}")
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    run = shared_runs.newest()
-    last = rows(run, "metrics.jsonl")[-1]["step"]
-    accuracy = {
-        (kind, when): rows(run, f"evaluations/step-{step:06d}-{kind}.jsonl")[0]
-        for kind in ("greedy", "sampled")
-        for when, step in (("before", 0), ("after", last))
-    }
-    assert accuracy["greedy", "before"]["accuracy"] < 0.25
-    assert accuracy["greedy", "after"]["accuracy"] >= 0.95
-    assert accuracy["sampled", "before"]["accuracy"] < 0.35
-    assert accuracy["sampled", "after"]["accuracy"] >= 0.85
-    assert accuracy["greedy", "after"]["mean_length"] > 2 * accuracy["greedy", "before"]["mean_length"]
