@@ -154,8 +154,9 @@ def mark_of(pid: int) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _temporary_folder() -> Iterator[None]:
+def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A temporary folder for this process alone: tests that run beside each other do not see each other's files."""
+    tmp_path_factory.getbasetemp()  # before: pytest keeps its own folders, to look at after a failure
     folder = tempfile.mkdtemp(prefix="e2e-")  # short: Ray makes sockets below it, whose paths have a limit
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
