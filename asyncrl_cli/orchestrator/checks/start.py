@@ -128,7 +128,7 @@ class StartChecks:
         yield Check("packages", partial(machine_checks.check_packages, spec))
         yield Check("tracking", partial(machine_checks.check_tracking, spec, self._thorough))
         yield Check("notify", partial(machine_checks.check_notify, spec))
-        yield Check("engine names", self._engine_names)
+        yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)
         episodic = self._experiment is not None and bool(self._experiment.episodic)
         yield Check("gateway", partial(machine_checks.check_gateway, spec, episodic))
