@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
 from asyncrl_cli.spec.load import dump_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.reaper import running_reaper
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Seconds for trying the prompts of one split."""
@@ -78,9 +80,14 @@ class StartChecks:
         self._size = memory_checks.ModelSize(0, 0)
 
     def __enter__(self) -> StartChecks:
-        # In this order: a signal, which ends a process at once otherwise, must not leave the folder behind.
+        # In this order: neither a signal, which ends a process at once otherwise, nor a kill must leave the folder
+        # behind (decision 0008).
         self._open.enter_context(stop_on_signals())
-        self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-check-")))
+        mark = secrets.token_hex(8)
+        folder = Path(tempfile.gettempdir(), f"asyncrl-check-{mark}")
+        self._open.enter_context(running_reaper(mark, folder, Path(os.devnull)))
+        folder.mkdir(mode=0o700)
+        self._folder = folder
         return self
 
     def __exit__(self, *_: object) -> None:
