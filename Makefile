@@ -67,4 +67,4 @@ lock:
 	  --index-strategy unsafe-best-match --python-version 3.11 --no-annotate --no-header -o requirements/cpu.lock
 
 clean:
-	rm -rf $(VENV) $(VENV)-parity .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-parity .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
