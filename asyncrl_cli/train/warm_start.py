@@ -25,8 +25,7 @@ from asyncrl_cli.records.prompt import Message, normalized
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
-from asyncrl_cli.train.model.initial import without_progress_bars
-from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
+from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer, without_progress_bars
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""

@@ -169,8 +169,8 @@ class StartChecks:
         )
 
     def _load_tokenizer(self) -> str:
-        from asyncrl_cli.train.model.initial import model_stub, without_progress_bars
-        from asyncrl_cli.train.model.tokenizer import load_tokenizer
+        from asyncrl_cli.train.model.initial import model_stub
+        from asyncrl_cli.train.model.tokenizer import load_tokenizer, without_progress_bars
 
         model = self._spec.model
 

@@ -62,8 +62,8 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from asyncrl_cli.train.model.initial import without_progress_bars
     from asyncrl_cli.train.model.lora import merge
+    from asyncrl_cli.train.model.tokenizer import without_progress_bars
 
     dtype = getattr(torch, checkpoint.trainer().dtype)
     weights = consolidate(checkpoint)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,13 @@ from asyncrl_cli.spec.inputs import ModelInit, ModelSpec
 from asyncrl_cli.spec.rules.model import SIZES, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
-from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer, load_tokenizer, with_chat_template
+from asyncrl_cli.train.model.tokenizer import (
+    CHAT_TEMPLATE,
+    character_tokenizer,
+    load_tokenizer,
+    with_chat_template,
+    without_progress_bars,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -174,20 +180,6 @@ def write_weights(directory: Path, seed: int) -> None:
             ) from error
     with without_progress_bars():
         model.save_pretrained(directory)
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars, which would run through a live view, off while it loads or saves."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _saved_tokenizer(path: str) -> Any:

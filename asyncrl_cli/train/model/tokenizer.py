@@ -9,6 +9,8 @@ come first, so that the ids of characters do not move when a special token is re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,3 +137,17 @@ def probe_ids(tokenizer: Any, vocabulary: int, length: int) -> tuple[int, ...]:
     if not known:
         raise ValueError("the model's tokenizer finds no token of the model in an English text")
     return tuple((known * (length // len(known) + 1))[:length])
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars, which would run through a live view, off while it loads or saves."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
