@@ -21,7 +21,7 @@ test: install
 	$(BIN)/python -m pytest tests/e2e $(ALONE:%=--ignore %) -n 2 --dist loadfile
 	$(BIN)/python -m pytest $(ALONE)
 
-# Pure logic and small real parts, in a minute and a half.
+# Pure logic and small real parts: two and a half minutes on two cores.
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow and not stack and not nightly" -n logical
 
