@@ -4,7 +4,7 @@ ranges of steps, counted in SQL."""
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -61,21 +61,19 @@ def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram |
     width = -(-(high - low + 1) // BINS) if whole else (high - low) / (BINS - 1) or 1.0
     origin = low if whole else low - width / 2
     bins = int((high - origin) / width) + 1
-    size = -(-(last - first + 1) // COLUMNS)
-    columns = (last - first) // size + 1
-    counts = [[0] * columns for _ in range(bins)]
+    size, steps = _ranges(first, last)
+    counts = [[0] * len(steps) for _ in range(bins)]
     for column, at, count in connection.execute(
         f"SELECT (g.step - :first) / :size, CAST(({value} - :origin) / :width AS INTEGER), count(*) "
         f"FROM {_TRAINED} AND {value} {_FINITE} GROUP BY 1, 2",
         {"first": first, "size": size, "origin": origin, "width": width},
     ):
         counts[min(at, bins - 1)][column] += count
-    totals = [sum(row[column] for row in counts) or 1 for column in range(columns)]
     middle = (width - 1) / 2 if whole else width / 2
     return Histogram(
         values=tuple(origin + width * at + middle for at in range(bins)),
-        steps=tuple(min(first + size * (column + 1), last + 1) for column in range(columns)),
-        shares=tuple(tuple(count / total for count, total in zip(row, totals, strict=True)) for row in counts),
+        steps=steps,
+        shares=_of_column(counts),
     )
 
 
@@ -112,21 +110,26 @@ def _shares(connection: sqlite3.Connection, rows: str, named: Callable[[float], 
     first, last = connection.execute(f"SELECT min(step), max(step) FROM ({rows})").fetchone()
     if first is None:
         return None
-    size = -(-(last - first + 1) // COLUMNS)
+    size, steps = _ranges(first, last)
     counts: dict[float, list[int]] = {}
-    columns = (last - first) // size + 1
     for column, name, count in connection.execute(
         f"SELECT (step - {first}) / {size}, name, count(*) FROM ({rows}) GROUP BY 1, 2 ORDER BY 2"
     ):
-        counts.setdefault(name, [0] * columns)[column] = count
-    totals = [sum(row[column] for row in counts.values()) or 1 for column in range(columns)]
-    return Shares(
-        steps=tuple(min(first + size * (column + 1), last + 1) for column in range(columns)),
-        shares={
-            named(name): tuple(count / total for count, total in zip(row, totals, strict=True))
-            for name, row in counts.items()
-        },
-    )
+        counts.setdefault(name, [0] * len(steps))[column] = count
+    return Shares(steps, dict(zip(map(named, counts), _of_column(counts.values()), strict=True)))
+
+
+def _ranges(first: int, last: int) -> tuple[int, tuple[int, ...]]:
+    """Steps in a range, and the last step (from 1) of each range, so that the steps from ``first`` to ``last`` (from 0)
+    are in at most ``COLUMNS`` ranges."""
+    size = -(-(last - first + 1) // COLUMNS)
+    return size, tuple(min(end, last + 1) for end in range(first + size, last + 1 + size, size))
+
+
+def _of_column(counts: Collection[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+    """Every count as a share of its column's sum; 0 in a column of zeros."""
+    totals = [sum(column) or 1 for column in zip(*counts, strict=True)]
+    return tuple(tuple(count / total for count, total in zip(row, totals, strict=True)) for row in counts)
 
 
 def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, int]]:

@@ -76,18 +76,17 @@ def test_loss_and_gradient_match_the_formula(
     np.testing.assert_allclose(gradients["entropies"], -0.05 * scale, rtol=1e-5)
 
 
+def chosen(aggregation: Aggregation, loss: str, kl: str) -> dict[str, Any]:
+    return {"aggregation": aggregation, "denominator": 7.0, "loss": POLICY_LOSSES[loss], "kl": KL[kl]}
+
+
 @settings(deadline=None)
 @given(**EVERYTHING, cuts=st.sets(st.integers(1, 4)))
 def test_microbatches_add_up_to_the_minibatch(
     seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation, loss: str, kl: str, cuts: set[int]
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
-    options: dict[str, Any] = {
-        "aggregation": aggregation,
-        "denominator": 7.0,
-        "loss": POLICY_LOSSES[loss],
-        "kl": KL[kl],
-    }
+    options = chosen(aggregation, loss, kl)
     whole, summary, gradients = evaluated(case, **options)
     found, total, parts = 0.0, None, []
     for start, end in pairwise([0, *sorted(cut for cut in cuts if cut < rows), rows]):
@@ -109,12 +108,7 @@ def test_order_of_rows_padding_and_garbage_in_it_change_nothing(
     seed: int, rows: int, tokens: int, spread: float, aggregation: Aggregation, loss: str, kl: str, columns: int
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
-    options: dict[str, Any] = {
-        "aggregation": aggregation,
-        "denominator": 7.0,
-        "loss": POLICY_LOSSES[loss],
-        "kl": KL[kl],
-    }
+    options = chosen(aggregation, loss, kl)
     whole, summary, gradients = evaluated(case, **options)
     order = np.random.default_rng(seed).permutation(rows)
     dirty = {name: array[order] for name, array in with_garbage(case, columns).items()}
