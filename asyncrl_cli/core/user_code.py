@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
+from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.suggest import did_you_mean
 
 FIRST_NOTICE_S = 5.0
 """Seconds before the first notice; the time to the next one doubles each time."""
@@ -108,16 +110,44 @@ def _line(lines: list[tuple[str, int]]) -> str:
     return f"{file}:{line}"
 
 
-def import_user_module(name: str, folder: Path) -> ModuleType:
-    """The module ``name``, searched in ``folder`` before Python's path. Raises whatever the import raises, and
-    ``ImportError`` with the present name of a module of asyncrl that has moved."""
-    location = str(folder.resolve())
-    if location not in sys.path:
-        sys.path.insert(0, location)
+def import_named(
+    target: str, folder: Path | None, location: str, hint: str, error_type: type[ConfigError] = ConfigError
+) -> Any:
+    """What a spec calls ``module:name``; names of attributes may have dots.
+
+    The module is searched in ``folder``, if that is given, before Python's path. Raises ``error_type`` at ``location``
+    when it cannot be imported or has no such name; ``hint`` says what may be named there.
+    """
+    module_name, _, path = target.partition(":")
+    found: Any = _module(module_name, folder and folder.resolve(), location, error_type)
+    where = getattr(found, "__file__", None) or module_name
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            public = [known for known in vars(found) if not known.startswith("_")]
+            message = f"module {module_name} ({where}) has no {path!r}"
+            raise error_type(message, location=location, hint=did_you_mean(name, public, hint)) from None
+    return found
+
+
+def _module(name: str, folder: Path | None, location: str, error_type: type[ConfigError]) -> ModuleType:
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name not in MOVED:
-            raise
-        raise ImportError(f"{error.name} has moved: import {MOVED[error.name]} instead") from error
+    except Exception as error:
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        beside = f" in {folder}" if folder else ""
+        message = f"importing module {name} failed: {type(error).__name__}: {error}"
+        hint = f"fix the import; full traceback: python -c 'import {name}'{beside}"
+        if missing in MOVED:
+            hint = f"{missing} has moved: import {MOVED[missing]} instead"
+        elif missing and f"{name}.".startswith(f"{missing}."):
+            message = f"no module {name!r}{beside and f'{beside} or'} on Python's path"
+            hint = f"put {name.replace('.', '/')}.py beside the spec file, or install the package that has it"
+        elif missing:
+            message = f"module {name} needs {missing!r}, which is not installed"
+            hint = "install it in this environment"
+        raise error_type(message, location=location, hint=hint) from error

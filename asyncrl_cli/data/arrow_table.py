@@ -6,12 +6,11 @@ the table is opened, its columns are checked as a whole.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.lazy_prompts import LazyPrompts
 from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid, unreadable
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import template_columns
@@ -43,7 +42,7 @@ def read_parquet(path: Path, size: int | None = None, form: RowForm | None = Non
     return ArrowPrompts(table, str(path), size, form or RowForm())
 
 
-class ArrowPrompts(Sequence[Prompt]):
+class ArrowPrompts(LazyPrompts):
     """The first ``size`` rows of a table as prompts, without columns of bytes (images, sounds): fields are JSON.
 
     ``source`` is the location in errors; rows are counted from 1.
@@ -56,18 +55,9 @@ class ArrowPrompts(Sequence[Prompt]):
         self._form = form
         self._table = _readable(table.slice(0, size))
         self._check_columns()
+        super().__init__(len(self._table), self._row)
 
-    def __len__(self) -> int:
-        return len(self._table)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(len(self))[index]]
-        row = range(len(self))[operator.index(index)]
+    def _row(self, row: int) -> Prompt:
         values = self._table.slice(row, 1).to_pylist()[0]
         content = values.get(self._form.prompt_column)
         if isinstance(content, list):  # Arrow gives each message the keys of all.

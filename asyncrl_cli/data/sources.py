@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.core.user_code import import_user_module
+from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
 from asyncrl_cli.data.rows import RowForm, collect, kind
 from asyncrl_cli.data.text_files import read_csv, read_jsonl
@@ -135,15 +135,7 @@ def _function_rows(rows: Iterable[Any], target: str, size: int | None, form: Row
 
 
 def _function(target: str, base: Path) -> Any:
-    module_name, _, name = target.partition(":")
-    try:
-        function = getattr(import_user_module(module_name, base), name)
-    except Exception as error:
-        raise DataError(
-            f"cannot be imported: {type(error).__name__}: {error}",
-            location=target,
-            hint=f"put {module_name.replace('.', '/')}.py with the function {name} beside the spec",
-        ) from error
+    function = import_named(target, base, target, "name a function f(split, size) that yields rows", DataError)
     try:
         inspect.signature(function).bind("train", None)
     except (TypeError, ValueError) as error:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.user_code import import_user_module
+from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.spec.sections import TrackingSpec
 
@@ -46,18 +46,8 @@ def _require(package: str, location: str) -> None:
 
 def _own(name: str, search_path: Path, location: str) -> Monitor:
     """The user's monitor that a spec calls ``module:Class``."""
-    module_name, _, path = name.partition(":")
     hint = f"name a subclass of {PROTOCOL} whose constructor needs no argument"
-    try:
-        found = import_user_module(module_name, search_path)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        raise ConfigError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}",
-            location=location,
-            hint=f"see `python -c 'import {module_name}'` in {search_path.resolve()}",
-        ) from error
+    found = import_named(name, search_path, location, hint)
     if not (isinstance(found, type) and issubclass(found, Monitor)):
         raise ConfigError(f"{name} is not a subclass of {PROTOCOL}", location=location, hint=hint)
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.core.user_code import import_user_module
+from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
 from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments
@@ -72,7 +72,7 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
     if not (module_name and colon and name):
         known = f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
         raise TaskError(f"there is no ready task {use!r}", location=USE, hint=did_you_mean(use, READY_TASKS, known))
-    found = _attribute(_module(module_name, search_path), module_name, name)
+    found = import_named(target, search_path, USE, ANY_KIND, TaskError)
     if isinstance(found, type):
         return _construct(found, use, options)
     if callable(found):
@@ -80,41 +80,6 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
     raise TaskError(
         f"{target} is neither a class nor a function (got {type(found).__name__})", location=USE, hint=ANY_KIND
     )
-
-
-def _module(name: str, search_path: Path) -> Any:
-    folder = search_path.resolve()
-    try:
-        return import_user_module(name, folder)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise TaskError(
-                f"no module {name!r} in {folder} or on Python's path",
-                location=USE,
-                hint=f"put {name.replace('.', '/')}.py beside the spec file, or install the package that has it",
-            ) from None
-        raise TaskError(
-            f"module {name} needs {error.name!r}, which is not installed",
-            location=USE,
-            hint="install it in this environment",
-        ) from error
-    except Exception as error:
-        raise TaskError(
-            f"importing module {name} failed: {type(error).__name__}: {error}",
-            location=USE,
-            hint=f"fix the import; full traceback: python -c 'import {name}' in {folder}",
-        ) from error
-
-
-def _attribute(module: Any, module_name: str, name: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        public = [known for known in vars(module) if not known.startswith("_")]
-        where = getattr(module, "__file__", None) or module_name
-        raise TaskError(
-            f"module {module_name} ({where}) has no {name!r}", location=USE, hint=did_you_mean(name, public, ANY_KIND)
-        ) from None
 
 
 def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.lazy_prompts import LazyPrompts as LazyPrompts  # tasks of users import it from here
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.records.prompt import Prompt
@@ -30,35 +29,6 @@ def is_held_out(text: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % one_in == 0
-
-
-class LazyPrompts(Sequence[Prompt]):
-    """``size`` prompts; row ``i`` is made by ``make(i)`` at each access.
-
-    So a hundred thousand prompts cost nothing until they are used, and every process sees the same ones.
-    """
-
-    def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
-        if size < 1:
-            raise ValueError(f"a split needs at least one prompt, not {size}")
-        self._size = size
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self._make(row) for row in range(self._size)[index]]
-        try:
-            row = range(self._size)[operator.index(index)]
-        except IndexError:
-            raise IndexError(f"row {index} of {self._size} prompts") from None
-        return self._make(row)
 
 
 def load_prompts(

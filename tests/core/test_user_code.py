@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.user_code import MOVED, import_user_module, user_code
+from asyncrl_cli.core.errors import ConfigError, TaskError
+from asyncrl_cli.core.user_code import MOVED, import_named, user_code
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_an_import_that_hangs_is_stopped_and_named(tmp_path: Path, hang: str) ->
     handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     with pytest.raises(ConfigError, match="importing the task took more than 0 s") as error:  # noqa: SIM117
         with user_code("importing the task", notices.append, limit_s=0.2):
-            import_user_module("hanging", tmp_path)
+            import_named("hanging:task", tmp_path, "task.use", "name a task")
     assert error.value.location.startswith(f"{tmp_path}/hanging.py:")
     assert error.value.exit_code == 2
     assert signal.getsignal(signal.SIGALRM) == handler
@@ -41,7 +41,7 @@ def test_slow_code_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "waiting.py").write_text("def wait(notices):\n    while not notices:\n        pass\n")
     notices: list[str] = []
     with user_code("opening the data", notices.append):
-        import_user_module("waiting", tmp_path).wait(notices)
+        import_named("waiting:wait", tmp_path, "task.use", "name a task")(notices)
     assert notices[0].startswith("opening the data takes long: 0 s, now at ")
     assert f"{tmp_path}/waiting.py:" in notices[0]
 
@@ -50,7 +50,7 @@ def test_slow_code_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest
 def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, shown: str) -> None:
     (tmp_path / "leaving.py").write_text(f"import sys\n\n{call}\n")
     with pytest.raises(ConfigError) as error, user_code("importing the task", print):
-        import_user_module("leaving", tmp_path)
+        import_named("leaving:task", tmp_path, "task.use", "name a task")
     assert (error.value.location, error.value.message) == (
         f"{tmp_path}/leaving.py:3",
         f"importing the task called {shown}",
@@ -61,11 +61,29 @@ def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, shown: str
 def test_a_module_that_has_moved_is_named_with_its_present_name(tmp_path: Path, name: str) -> None:
     (tmp_path / "older.py").write_text(f"import {name}\n")
     present = MOVED[name]
-    with pytest.raises(ImportError, match=re.escape(f"{name} has moved: import {present} instead")) as raised:
-        import_user_module("older", tmp_path)
-    assert not isinstance(raised.value, ModuleNotFoundError), "which would be reported as not installed"
+    with pytest.raises(ConfigError, match=re.escape(f"{name} has moved: import {present} instead")):
+        import_named("older:task", tmp_path, "task.use", "name a task")
     assert importlib.util.find_spec(name.rpartition(".")[0]), "its package is still there"
     assert importlib.util.find_spec(present)
+
+
+def test_a_name_may_have_dots_and_one_that_is_missing_is_described(tmp_path: Path) -> None:
+    (tmp_path / "naming.py").write_text("class Outer:\n    class Inner:\n        reward = 3\n")
+
+    def named(target: str, folder: Path | None = tmp_path) -> object:
+        return import_named(target, folder, "task.use", "name a task", TaskError)
+
+    assert named("naming:Outer.Inner.reward") == 3
+    for target, message, hint in (
+        ("naming:Outer.Iner", r"module naming \(.*naming.py\) has no 'Outer.Iner'", "did you mean `Inner`?"),
+        ("naming:absent", "has no 'absent'", "name a task"),
+        ("absent_module.part:f", f"no module 'absent_module.part' in {tmp_path} or on Python's path", "absent_module/"),
+    ):
+        with pytest.raises(TaskError, match=message) as error:
+            named(target)
+        assert hint in error.value.hint and error.value.location == "task.use"
+    with pytest.raises(TaskError, match="no module 'absent_module' on Python's path"):
+        named("absent_module:f", None)
 
 
 def test_other_errors_pass_and_other_threads_have_no_limit() -> None:

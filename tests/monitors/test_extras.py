@@ -165,8 +165,8 @@ def test_one_that_raises_is_switched_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_monitors:A", "cannot be imported: ModuleNotFoundError"),
-        ("my_broken_monitors:Gone", "cannot be imported: AttributeError"),
+        ("no_such_monitors:A", "no module 'no_such_monitors'"),
+        ("my_broken_monitors:Gone", "module my_broken_monitors"),
         ("my_broken_monitors:Other", "is not a subclass of asyncrl_cli.monitors.base.Monitor"),
         ("my_broken_monitors:NeedsMore", "() failed: TypeError"),
     ],
@@ -175,7 +175,7 @@ def test_invalid_monitors_are_refused_before_the_start(name: str, message: str, 
     (tmp_path / "my_broken_monitors.py").write_text(BROKEN)
     with pytest.raises(ConfigError) as refused:
         load_monitors(TrackingSpec(monitors=[name]), tmp_path)
-    assert refused.value.message.startswith(name) and message in refused.value.message
+    assert message in refused.value.message
     assert refused.value.location == "tracking.monitors.0" and refused.value.hint
 
 

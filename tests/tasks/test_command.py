@@ -100,7 +100,7 @@ def test_a_function_can_score_the_last_reply_instead(tmp_path: Path, monkeypatch
     task = Command("echo whatever", reward="verifier_of_command:right")
     assert run(task.run(PROMPT, ACCESS)) is None
     assert [task.reward(PROMPT, text, True) for text in ("it is 42", "43")] == [1.0, 0.0]
-    with pytest.raises(TaskError, match="cannot be imported"):
+    with pytest.raises(TaskError, match=r"module verifier_of_command .* has no 'absent'"):
         Command("true", reward="verifier_of_command:absent")
 
 

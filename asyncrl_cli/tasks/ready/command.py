@@ -13,7 +13,6 @@ keeper (``system.keeper``) breaks it; what it leaves ends with the process that 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import shlex
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.system.keeper import with_keeper
 from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
@@ -193,18 +193,9 @@ def _check_program(program: str, cwd: str | None, path: str | None) -> None:
 
 
 def _function(name: str) -> Callable[[dict[str, Any], str], Any]:
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise TaskError(
-            f"{name} cannot be imported: {error}",
-            location="task.options.reward",
-            hint="name a function as module:function, in a file beside the spec",
-        ) from None
+    location, hint = "task.options.reward", "name a function as module:function, in a file beside the spec"
+    found = import_named(name, None, location, hint, TaskError)
     if not callable(found):
-        raise TaskError(
-            f"{name} is not a function", location="task.options.reward", hint="name a function as module:function"
-        )
+        raise TaskError(f"{name} is not a function", location=location, hint=hint)
     checked: Callable[[dict[str, Any], str], Any] = found
     return checked

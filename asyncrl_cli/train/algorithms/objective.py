@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.user_code import import_user_module
+from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
 from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, AdvantageFunction
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
@@ -49,20 +49,13 @@ def _function(
 ) -> Function:
     if name in known:
         return known[name]
-    module, _, attribute = name.partition(":")
-    try:
-        function: Any = getattr(import_user_module(module, search_path), attribute)
-    except Exception as error:
-        raise ConfigError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}",
-            location=location,
-            hint=f"put {module.replace('.', '/')}.py with the function {attribute} beside the spec file",
-        ) from error
+    hint = f"name a function f({', '.join(arguments)})"
+    function = import_named(name, search_path, location, hint)
     if not callable(function):
         raise ConfigError(
             f"{name} is not a function (got {type(function).__name__})",
             location=location,
-            hint="give the name of a function",
+            hint=hint,
         )
     try:
         inspect.signature(function).bind(*arguments)
