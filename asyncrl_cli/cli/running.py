@@ -55,6 +55,7 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
 
 
 def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool, terminal: Terminal) -> None:
+    from asyncrl_cli.inspect.pages import count_range
     from asyncrl_cli.monitors.console import open_view
     from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.orchestrator.launch import run_experiment
@@ -71,7 +72,8 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
             f"run      {run.run_id}",
             f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
             f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
-            f"{spec.rollout.engines} engine(s), {spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}",
+            f"{count_range(spec.rollout.min_engines, spec.rollout.max_engines)} engine(s), "
+            f"{spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}",
             f"where    {_shown(run.path)}",
         )
     try:

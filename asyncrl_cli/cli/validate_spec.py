@@ -92,9 +92,12 @@ def _standard_input() -> bytes:
 
 def summary(loaded: LoadedSpec) -> str:
     """What the spec runs, in one line."""
+    from asyncrl_cli.inspect.pages import count_range
+
     spec = loaded.spec
     pipeline, rollout, trainer = spec.pipeline, spec.rollout, spec.trainer
-    engines = f"{_count(rollout.engines, 'engine')} on {'GPU' if rollout.gpus_per_engine else 'CPU'}"
+    number = count_range(rollout.min_engines, rollout.max_engines)
+    engines = f"{number} engine{'s' if number != '1' else ''} on {'GPU' if rollout.gpus_per_engine else 'CPU'}"
     ranks = f"{_count(trainer.ranks, 'trainer rank')} on {'GPU' if trainer.gpus_per_rank else 'CPU'}"
     return (
         f"{spec.name} runs {_count(spec.stop.steps, 'step')} of {_count(pipeline.groups_per_step, 'group')} of "

@@ -68,6 +68,11 @@ def moment(at: float) -> str:
     return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
 
 
+def count_range(least: int, most: int) -> str:
+    """A number that may change within bounds: ``2``, or ``1 to 4``."""
+    return str(least) if least == most else f"{least} to {most}"
+
+
 def number(value: float) -> str:
     """A number as short as it is: whole ones with thousands apart, others with three significant digits or more."""
     if not math.isfinite(value):

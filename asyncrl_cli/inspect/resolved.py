@@ -39,6 +39,13 @@ def value_at(spec: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def engine_counts(spec: Mapping[str, Any]) -> tuple[int, int]:
+    """How many engines a run has at least and at most; 1 where the spec does not say."""
+    least, most = (setting(spec, f"rollout.engines.{bound}", 0) for bound in ("min", "max"))
+    fixed = setting(spec, "rollout.engines", 1)
+    return (least, most) if least and most else (fixed, fixed)
+
+
 def setting(spec: Mapping[str, Any], path: str, default: int) -> int:
     """The whole number under a dotted key, or ``default`` where there is none."""
     value = value_at(spec, path)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.files import output_file
-from asyncrl_cli.inspect.resolved import resolved_spec, setting
+from asyncrl_cli.inspect.resolved import engine_counts, resolved_spec, setting
 from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Stall, Start, events
 from asyncrl_cli.journal.history import first_start
 from asyncrl_cli.journal.progress import progress
@@ -117,9 +117,7 @@ def _write(events: Iterable[TraceEvent], raw: Any) -> int:
 def timeline_events(run: RunDirectory, connection: sqlite3.Connection) -> Iterator[TraceEvent]:
     """A run's events, in no particular order. Times are microseconds since the run's first start."""
     spec = resolved_spec(run)
-    trace = _Trace(
-        connection, first_start(connection), setting(spec, "trainer.ranks", 1), setting(spec, "rollout.engines", 1)
-    )
+    trace = _Trace(connection, first_start(connection), setting(spec, "trainer.ranks", 1), engine_counts(spec)[0])
     return chain(trace.steps(), trace.milestones(), trace.rollouts(), trace.requests(), trace.names(run.run_id))
 
 

@@ -79,7 +79,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         try:
             needed = (
                 spec.trainer.ranks * spec.trainer.threads_per_rank
-                + spec.rollout.engines * spec.rollout.threads_per_engine
+                + spec.rollout.max_engines * spec.rollout.threads_per_engine
             )
             try:
                 ray.init(
@@ -168,7 +168,7 @@ def rank_wants(spec: ExperimentSpec) -> dict[str, float]:
 def check_resources(spec: ExperimentSpec, total: Resources) -> str:
     """The nodes of a joined cluster have what all engines and ranks want together. Raises ``RunError``."""
     engine, rank = engine_wants(spec), rank_wants(spec)
-    sums = {kind: spec.rollout.engines * engine[kind] + spec.trainer.ranks * rank[kind] for kind in engine}
+    sums = {kind: spec.rollout.min_engines * engine[kind] + spec.trainer.ranks * rank[kind] for kind in engine}
     wanted = {kind: amount for kind, amount in sums.items() if amount}
     there = _amounts({kind: total.get(kind, 0) for kind in wanted})
     if any(amount > total.get(kind, 0) for kind, amount in wanted.items()):

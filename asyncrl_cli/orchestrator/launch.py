@@ -256,7 +256,7 @@ async def _start(
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
     engines = [
         EngineProcess(spec, name, partial(factory.engine, name), stub, budget)
-        for name in (f"engine-{index}" for index in range(spec.rollout.engines))
+        for name in (f"engine-{index}" for index in range(spec.rollout.min_engines))
     ]
     services = EpisodeServices(spec, factory, budget)
     closing += [services.stop, *(engine.stop for engine in engines)]

@@ -151,7 +151,7 @@ async def _serve(
     model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     engines = [
         EngineProcess(spec, name, partial(factory.engine, name), model, budget, served.version)
-        for name in (f"engine-{index}" for index in range(spec.rollout.engines))
+        for name in (f"engine-{index}" for index in range(spec.rollout.min_engines))
     ]
     # Below Ray's folder, which the reaper removes when no other process can.
     with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.base import (
@@ -60,11 +61,32 @@ class GatewaySpec(Section):
     """Largest body of a request in MiB."""
 
 
+class EngineRange(Section):
+    """How many engines a run has. It starts with `min`, and takes more as Ray has room for them."""
+
+    min: Count
+    """Engines that the run starts with, and asks for again when it loses one."""
+    max: Count
+    """The most engines."""
+
+
+def _number_or_range(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """One mistake gives one problem: pydantic would report what is wrong as a number, and as a mapping."""
+    if isinstance(value, dict):
+        return EngineRange.model_validate(value)
+    try:
+        return validate(value)
+    except ValidationError:
+        raise PydanticCustomError("format", "must be a whole number from 1 on, or a mapping with min and max") from None
+
+
 class RolloutSpec(Section):
     """The vLLM engines and what they generate."""
 
-    engines: Count = 1
-    """vLLM engines, each in a Ray actor of its own."""
+    engines: Annotated[Count | EngineRange, WrapValidator(_number_or_range)] = 1
+    """vLLM engines, each in a Ray actor of its own: a number, or `{min: 1, max: 4}`. The run starts with `min`. More
+    engines join as Ray has room for them, and others take their requests when they leave (docs/elastic.md). `asyncrl
+    serve` has `min` engines."""
     threads_per_engine: Count = 1
     """CPU threads of an engine (ignored on GPU)."""
     gpus_per_engine: NonNegative = 0
@@ -98,6 +120,16 @@ class RolloutSpec(Section):
     ..., "arguments": {...}}</tool_call>`."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the vLLM engine, passed on unchanged."""
+
+    @property
+    def min_engines(self) -> int:
+        """Engines that the run starts with."""
+        return self.engines.min if isinstance(self.engines, EngineRange) else self.engines
+
+    @property
+    def max_engines(self) -> int:
+        """Engines that the run has at most."""
+        return self.engines.max if isinstance(self.engines, EngineRange) else self.engines
 
 
 class OptimizerSpec(Section):

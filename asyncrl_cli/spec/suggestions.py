@@ -175,9 +175,9 @@ def _hint(detail: ErrorDetails, key: Key | None) -> str:
 def _default_hint(key: Key | None) -> str:
     if key is None:
         return ""
-    if key.opens:
-        return f"write its keys below it: {', '.join(key.opens.model_fields)}"
     default = key.default
+    if key.opens and not isinstance(default, int):  # that one may be a number as well
+        return f"write its keys below it: {', '.join(key.opens.model_fields)}"
     return "" if default is PydanticUndefined or default == {} else f"default: {_shown(default)}"
 
 

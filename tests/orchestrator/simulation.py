@@ -425,7 +425,7 @@ class Simulation:
         watchdog = Watchdog(600.0, reporter.warn)
         processes: list[Any] = [
             StandInProcess(f"engine-{index}", lambda: self._noted(Engine(self.fate)), budget)
-            for index in range(spec.rollout.engines)
+            for index in range(spec.rollout.min_engines)
         ]
         client = GenerationClient(
             processes,

@@ -235,3 +235,24 @@ def test_threads_are_counted_on_this_machine_only(write: Write, monkeypatch: pyt
 def test_the_specs_of_this_repository_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert load_spec(ROOT / "specs/quickstart.yaml").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("engines", "path", "message"),
+    [
+        ("0", "rollout.engines", "must be a whole number from 1 on, or a mapping with min and max, not 0"),
+        ("two", "rollout.engines", "must be a whole number from 1 on, or a mapping with min and max, not 'two'"),
+        ("{min: 0, max: 2}", "rollout.engines.min", "must be at least 1, not 0"),
+        ("{max: 2}", "rollout.engines.min", "missing"),
+        ("{min: 3, max: 2}", "rollout.engines.max", "2 is less than rollout.engines.min 3"),
+    ],
+)
+def test_wrong_numbers_of_engines_are_one_problem_each(engines: str, path: str, message: str) -> None:
+    problems = findings(ROOT / "specs/quickstart.yaml", f"rollout.engines={engines}")
+    assert [(problem.path, problem.message) for problem in problems if problem.severity == "error"] == [(path, message)]
+
+
+@pytest.mark.parametrize(("engines", "bounds"), [("2", (2, 2)), ("{min: 1, max: 3}", (1, 3))])
+def test_engines_are_a_number_or_a_range(engines: str, bounds: tuple[int, int]) -> None:
+    rollout = load_spec(ROOT / "specs/quickstart.yaml", [f"rollout.engines={engines}"]).spec.rollout
+    assert (rollout.min_engines, rollout.max_engines) == bounds

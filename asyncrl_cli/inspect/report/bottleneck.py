@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from asyncrl_cli.inspect.resolved import value_at
+from asyncrl_cli.inspect.resolved import engine_counts, value_at
 
 Part = Literal["training", "publishing", "generation", "due", "reward", "saving", "between"]
 """Waits: ``generation``: fewer groups had finished than a batch needs. ``due``: enough had finished, but groups that
@@ -259,10 +259,10 @@ def _faster_engines(activity: Activity, run: Circumstances) -> list[str]:
             return [f"{idle} look at environments and agents (task.episode.workers, task.episode.concurrency)."]
         return [f"{idle} look for faults, and for groups that were rejected."]
     slots = value_at(run.spec, "rollout.max_running_rollouts")
-    engines = value_at(run.spec, "rollout.engines") or 1
+    _, engines = engine_counts(run.spec)
     own = ["Add engines (rollout.engines) or give them more devices; lower rollout.max_response_tokens if responses "
            "are too long."]  # fmt: skip
-    if isinstance(slots, int) and isinstance(engines, int) and run.most_rollouts >= slots * engines:
+    if isinstance(slots, int) and run.most_rollouts >= slots * engines:
         own.append(f"All {slots * engines} slots were in use: raise rollout.max_running_rollouts if memory allows it.")
     return own
 

@@ -9,12 +9,12 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from asyncrl_cli.inspect.pages import number
+from asyncrl_cli.inspect.pages import count_range, number
 from asyncrl_cli.inspect.report.bottleneck import Activity
 from asyncrl_cli.inspect.report.curves import mean
 from asyncrl_cli.inspect.report.findings import leading_series, with_interval
 from asyncrl_cli.inspect.report.recorded_files import GPU, GPU_MEMORY, MEMORY, PROCESSOR, EvaluationFile, MachineSample
-from asyncrl_cli.inspect.resolved import value_at
+from asyncrl_cli.inspect.resolved import engine_counts, value_at
 from asyncrl_cli.journal.history import History
 from asyncrl_cli.journal.step_timeline import StepSpan
 from asyncrl_cli.runs.directory import RunDirectory
@@ -97,7 +97,7 @@ def _setup(spec: Mapping[str, Any]) -> dict[str, str]:
         "learning rate": f"{at('trainer.optimizer.learning_rate')}, {kind}",
         "pipeline": f"{at('pipeline.mode')}, staleness at most {at('pipeline.max_staleness')} "
         f"({at('pipeline.on_stale')}), a version every {at('pipeline.publish_every')} step(s)",
-        "engines": f"{at('rollout.engines')}, each with {engine}",
+        "engines": f"{count_range(*engine_counts(spec))}, each with {engine}",
         "trainer ranks": f"{at('trainer.ranks')}, each with {rank}",
         "training in": f"{at('trainer.dtype')}, ZeRO stage {at('trainer.zero_stage')}",
     }

@@ -53,7 +53,7 @@ def check_memory(spec: ExperimentSpec) -> str:
 
 def memory_without_weights(spec: ExperimentSpec) -> int:
     """Bytes that the processes of a run take, without weights and caches."""
-    return spec.rollout.engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
+    return spec.rollout.max_engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
 
 
 def check_run_folder(spec: ExperimentSpec) -> str:
@@ -107,8 +107,8 @@ def package_problem(versions: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def wanted_gpus(spec: ExperimentSpec) -> int:
-    """GPUs of all engines and trainer ranks."""
-    return spec.rollout.engines * spec.rollout.gpus_per_engine + spec.trainer.ranks * spec.trainer.gpus_per_rank
+    """GPUs of the engines and trainer ranks that a run starts with."""
+    return spec.rollout.min_engines * spec.rollout.gpus_per_engine + spec.trainer.ranks * spec.trainer.gpus_per_rank
 
 
 def check_devices(spec: ExperimentSpec) -> str:
@@ -156,7 +156,9 @@ def gpus(count: int) -> str:
 
 def _gpu_sum(spec: ExperimentSpec) -> str:
     rollout, trainer = spec.rollout, spec.trainer
-    return f"{rollout.engines} engines × {rollout.gpus_per_engine} + {trainer.ranks} ranks × {trainer.gpus_per_rank}"
+    return (
+        f"{rollout.min_engines} engines × {rollout.gpus_per_engine} + {trainer.ranks} ranks × {trainer.gpus_per_rank}"
+    )
 
 
 def installed_gpus() -> tuple[str, ...]:

@@ -30,7 +30,7 @@ def check_weights_memory(spec: ExperimentSpec, config: Any, size: ModelSize) -> 
     """The CPU parts of a local run fit into memory with their weights and caches. Raises ``ConfigError``."""
     if spec.cluster.address is not None:
         return "the cluster's"
-    engines = 0 if spec.rollout.gpus_per_engine else spec.rollout.engines
+    engines = 0 if spec.rollout.gpus_per_engine else spec.rollout.max_engines
     cache = engines * _cache_bytes(spec, config) if engines else 0
     parts = {
         "key-value caches": cache,

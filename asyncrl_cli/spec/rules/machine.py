@@ -78,7 +78,7 @@ def threads(spec: ExperimentSpec) -> Iterator[Problem]:
     trainer, rollout, cores = spec.trainer, spec.rollout, os.cpu_count()
     if spec.cluster.address is not None or trainer.gpus_per_rank or rollout.gpus_per_engine or cores is None:
         return
-    parts = (trainer.ranks * trainer.threads_per_rank, rollout.engines * rollout.threads_per_engine)
+    parts = (trainer.ranks * trainer.threads_per_rank, rollout.max_engines * rollout.threads_per_engine)
     needed = max(parts) if spec.pipeline.mode == "sync" else sum(parts)
     if needed > cores:
         message = f"trainer and engines need {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"

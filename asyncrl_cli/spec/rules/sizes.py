@@ -51,6 +51,14 @@ def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def engine_range(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`rollout.engines.min` is at most `rollout.engines.max`."""
+    least, most = spec.rollout.min_engines, spec.rollout.max_engines
+    if least > most:
+        yield Problem("rollout.engines.max", f"{most} is less than rollout.engines.min {least}", f"use {least} or more")
+
+
+@rule
 def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
     """`trainer.minibatches` divides `pipeline.groups_per_step`."""
     parts, groups = spec.trainer.minibatches, spec.pipeline.groups_per_step
@@ -124,11 +132,11 @@ def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
     """Engines can run at most the rollouts that staleness admits: (max_staleness + 1) · publish_every ·
     groups_per_step · group_size."""
     pipeline, rollout = spec.pipeline, spec.rollout
-    capacity = rollout.engines * rollout.max_running_rollouts
+    capacity = rollout.max_engines * rollout.max_running_rollouts
     admitted = (pipeline.max_staleness + 1) * pipeline.publish_every * pipeline.groups_per_step * rollout.group_size
     if capacity > admitted:
         message = f"the engines can run {capacity} rollouts, but staleness admits at most {admitted}"
-        share = -(-admitted // rollout.engines)
+        share = -(-admitted // rollout.max_engines)
         staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
         hint = f"lower it to {max(share, rollout.group_size)}"
         hint += f", or raise pipeline.max_staleness to {staleness}" if pipeline.mode == "async" else ""
