@@ -109,29 +109,36 @@ def panel(shown: Shown) -> RenderableType:
 
 
 def _rows(shown: Shown) -> Iterator[tuple[str, str]]:
+    """Rows of the newest step. A step of another version of asyncrl may lack any metric."""
     m = shown.metrics
 
     def trend(name: str) -> str:
         return sparkline(shown.trends.get(name, ())[-TREND_STEPS:])
 
-    yield "reward", f"{m['reward/mean']:.3f}  {trend('reward/mean')}"
+    if "reward/mean" in m:
+        yield "reward", f"{m['reward/mean']:.3f}  {trend('reward/mean')}"
     for kind, values in shown.accuracy.items():
         label = kind if ":" in kind else f"held-out, {kind}"
         yield label, f"{values[-1]:.3f}  {sparkline(values[-TREND_STEPS:])}  (first {values[0]:.3f})"
-    yield "response", f"{m['response/tokens_mean']:.1f} tokens  {trend('response/tokens_mean')}"
+    if "response/tokens_mean" in m:
+        yield "response", f"{m['response/tokens_mean']:.1f} tokens  {trend('response/tokens_mean')}"
     if "train/loss" in m:
         yield "loss", f"{m['train/loss']:+.3f}  {trend('train/loss')}"
-    mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
-    bound = f"mean {mean:.2f}, max {worst:.0f} of {shown.max_staleness} versions"
-    yield "staleness", f"{bound}  {trend('staleness/groups_mean')}"
+    if "staleness/groups_mean" in m and "staleness/groups_max" in m:
+        mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
+        bound = f"mean {mean:.2f}, max {worst:.0f} of {shown.max_staleness} versions"
+        yield "staleness", f"{bound}  {trend('staleness/groups_mean')}"
     if "correction/logprob_gap_mean" in m:
         gap = number(m["correction/logprob_gap_mean"])
         yield "log-prob gap", f"{gap} nats  {trend('correction/logprob_gap_mean')}"
-    yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
-    does = f", {shown.trainer}" if shown.trainer else ""
-    yield "trainer", f"busy {m['share/trainer_busy']:.0%}{does}"
-    paused = f", paused {m['share/engines_paused']:.0%}" if "share/engines_paused" in m else ""
-    yield "engines", f"busy {m['share/engines_busy']:.0%}{paused}"
+    if "tokens/generated_per_s" in m:
+        yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
+    busy = [f"busy {m['share/trainer_busy']:.0%}"] if "share/trainer_busy" in m else []
+    if trainer := ", ".join([*busy, *filter(None, [shown.trainer])]):
+        yield "trainer", trainer
+    shares = {"busy": "share/engines_busy", "paused": "share/engines_paused"}
+    if engines := ", ".join(f"{does} {m[name]:.0%}" for does, name in shares.items() if name in m):
+        yield "engines", engines
 
 
 def _buffer(shown: Shown) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.spec.base import NUL
@@ -73,8 +74,16 @@ def load_spec(
 
 
 def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
-    """``load_spec`` of the spec in a run's folder, which an earlier version may have written."""
-    return load_spec(run / "spec.yaml", overrides, recorded=True)
+    """``load_spec`` of the spec in a run's folder, which an earlier version may have written. Raises
+    ``ConfigError`` when there is none."""
+    file = run / "spec.yaml"
+    if not file.exists():
+        raise ConfigError(
+            "the run's folder has no spec.yaml, in which the start of the run recorded its spec",
+            location=str(run),
+            hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` do without it",
+        )
+    return load_spec(file, overrides, recorded=True)
 
 
 def _without_secrets(problem: Problem) -> Problem:

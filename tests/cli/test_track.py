@@ -76,11 +76,15 @@ def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: 
 def test_a_finished_run_becomes_a_version_of_a_model_when_asked(run: RunDirectory, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    (run.path / "model").mkdir()
-    run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
     early = track("--register", "speller", cwd=tmp_path)
     assert (early.returncode, early.stdout.splitlines()[-1]) == (0, "model    none: the run has not finished")
     run.update(phase="finished", reason="")
+    missing = track("--register", "speller", cwd=tmp_path)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert missing.stderr.startswith("error: there is no final model to register; everything else is in MLflow\n")
+    assert "checkpoint export" in missing.stderr and "try again" not in missing.stderr
+    (run.path / "model").mkdir()
+    run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
     done = track("--register", "speller", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "model    speller, version 1"
@@ -113,6 +117,14 @@ def test_a_run_that_is_driven_is_refused(run: RunDirectory, tmp_path: Path) -> N
     assert refused.returncode == 1
     assert f"being driven by pid {os.getpid()}" in refused.stderr
     assert not (run.path / "mlflow.json").exists()
+
+
+def test_a_run_without_its_spec_is_refused_with_what_is_missing(run: RunDirectory, tmp_path: Path) -> None:
+    (run.path / "spec.yaml").unlink()
+    refused = track(cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: the run's folder has no spec.yaml")
+    assert "check the path" not in refused.stderr and "restore the file" in refused.stderr
 
 
 def test_there_is_no_run(tmp_path: Path) -> None:

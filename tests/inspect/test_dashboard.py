@@ -115,3 +115,11 @@ def test_the_last_faults_are_a_line_each_and_text() -> None:
     shown = lines(replace(SHOWN, faults=[f"fault {at} [/red]\nof several lines" for at in range(FAULTS + 2)]))
     assert [line[19:] for line in shown[-FAULTS:]] == [f"fault {at} [/red] of several lines" for at in (2, 3, 4)]
     assert shown[-FAULTS].startswith("last faults")
+
+
+@pytest.mark.parametrize("missing", METRICS)
+def test_a_metric_that_is_missing_costs_its_row_only(missing: str) -> None:
+    complete = lines(SHOWN)
+    fewer = lines(replace(SHOWN, metrics={name: value for name, value in METRICS.items() if name != missing}))
+    assert len(fewer) == len(complete) - 1
+    assert set(fewer) < set(complete)

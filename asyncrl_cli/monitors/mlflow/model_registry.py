@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.mlflow.outbox import Outbox
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 
@@ -42,11 +43,21 @@ UPLOAD_S = 600
 
 
 def register(client: Any, outbox: Outbox, run: RunDirectory, name: str) -> None:
-    """Make the run's model a version of the registered model ``name``, unless it is one. Raises what MLflow raises."""
+    """Make the run's model a version of the registered model ``name``, unless it is one.
+
+    Raises what MLflow raises, and ``RunError`` when the folder of the run has no model.
+    """
     path = f"models/step-{run.state.step:06d}"
     key = f"{name}, {path}"
     if key in outbox.sent.registered:
         return
+    config = run.path / MODEL / "config.json"
+    if not config.is_file():
+        raise RunError(
+            "there is no final model to register; everything else is in MLflow",
+            location=str(config),
+            hint=f"restore it: asyncrl checkpoint export {run.argument} --to {run.path / MODEL}",
+        )
     with _patience():
         _upload(client, outbox, run.path / MODEL, path)
     version = _find(client, run, name) or _create(client, outbox.sent.run_id, run, name, path)

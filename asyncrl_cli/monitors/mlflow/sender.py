@@ -249,6 +249,8 @@ def send_rest(run: RunDirectory, target: Target) -> Sender:
     ended = run if phase in STATUS else run.as_if(phase="failed", reason="its process died")
     try:
         sender.send(STATUS.get(phase, "FAILED"), ended)
+    except RunError:  # what is missing is not MLflow's fault, and trying again later would not help
+        raise
     except Exception as error:
         raise RunError(
             f"MLflow did not take everything: {failure(error, target.uri)}",
