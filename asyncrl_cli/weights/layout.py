@@ -1,0 +1,123 @@
+"""Where the bytes of a weight version lie in a host's memory, and the chunks in which they travel between hosts.
+
+Pure functions of the tensors and the number of trainer ranks: every host computes the same layout. Importing this
+module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 64
+"""Bytes. Tensors start on cache-line boundaries."""
+CHUNK_BYTES = 4 * 2**20
+"""The largest chunk: small enough to ask another holder for soon, large enough that a request costs little."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """The position of one named tensor; ``offset`` and ``itemsize`` in bytes, ``dtype`` as torch names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    itemsize: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+class ByteRange(NamedTuple):
+    """Bytes ``start`` to ``stop`` (exclusive) of a version's memory."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """At most ``CHUNK_BYTES`` that one trainer rank has written, in ranges of ascending position."""
+
+    index: int
+    rank: int
+    ranges: tuple[ByteRange, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+def plan_slots(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[TensorSlot, ...]:
+    """Lay tensors out one after another, each on an ``ALIGNMENT`` boundary."""
+    slots, offset = [], 0
+    for name, dtype, shape in tensors:
+        slot = TensorSlot(name, str(dtype).removeprefix("torch."), tuple(shape), offset, dtype.itemsize)
+        slots.append(slot)
+        offset = _aligned(offset + slot.nbytes)
+    return tuple(slots)
+
+
+def size_of(slots: tuple[TensorSlot, ...]) -> int:
+    """Bytes that the tensors need, up to the alignment boundary after the last one."""
+    return _aligned(slots[-1].offset + slots[-1].nbytes) if slots else 0
+
+
+def shard_of(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements ``start`` to ``stop`` (exclusive) of a flat tensor that ``rank`` of ``ranks`` writes.
+
+    DeepSpeed's ZeRO-3 partition, used for every ZeRO stage. Of a tensor with fewer elements than ranks, some ranks have
+    none.
+    """
+    share = -(-numel // ranks)
+    return min(rank * share, numel), min((rank + 1) * share, numel)
+
+
+@lru_cache(maxsize=4)
+def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
+    """All chunks, rank by rank: together they have every byte of every tensor once, and no other byte."""
+    chunks: list[Chunk] = []
+    for rank in range(ranks):
+        ranges: list[ByteRange] = []
+        room = CHUNK_BYTES
+        for slot in slots:
+            first, last = shard_of(slot.numel, rank, ranks)
+            start, stop = slot.offset + first * slot.itemsize, slot.offset + last * slot.itemsize
+            while start < stop:
+                end = min(stop, start + room)
+                if ranges and ranges[-1].stop == start:
+                    ranges[-1] = ByteRange(ranges[-1].start, end)
+                else:
+                    ranges.append(ByteRange(start, end))
+                room -= end - start
+                start = end
+                if room == 0:
+                    chunks.append(Chunk(len(chunks), rank, tuple(ranges)))
+                    ranges, room = [], CHUNK_BYTES
+        if ranges:
+            chunks.append(Chunk(len(chunks), rank, tuple(ranges)))
+    return tuple(chunks)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

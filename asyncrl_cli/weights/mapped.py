@@ -1,0 +1,66 @@
+"""A version's tensors in a process of the host that has it: a trainer rank that writes, an engine that loads."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from asyncrl_cli.weights.layout import TensorSlot, size_of
+from asyncrl_cli.weights.replica import VERSION_BYTES
+
+
+class MappedReplica:
+    """Maps the two buffers of the host's replica, each once: mapping them again costs more than a copy."""
+
+    def __init__(self, slots: tuple[TensorSlot, ...]) -> None:
+        self._slots = slots
+        self._nbytes = size_of(slots)
+        self._mapped: dict[int, tuple[int, torch.Tensor]] = {}  # by inode, with the descriptor that keeps it
+
+    @contextmanager
+    def open(self, path: str, version: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of ``version`` by name, as views of the shared memory. It is not used for another version before
+        the context ends; a path that is outdated raises ``RuntimeError``."""
+        descriptor, memory = self._memory(path)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # the agent holds its own lock for microseconds (replica.py)
+        try:
+            found = int.from_bytes(bytes(memory[self._nbytes : self._nbytes + VERSION_BYTES].tolist()), "little")
+            if found != version:
+                raise RuntimeError(f"the memory of weight version {version} has been used for version {found}")
+            yield {slot.name: _tensor(memory, slot) for slot in self._slots}
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Give the descriptors back; the memory goes with the last tensor."""
+        for descriptor, _ in self._mapped.values():
+            os.close(descriptor)
+        self._mapped.clear()
+
+    def _memory(self, path: str) -> tuple[int, torch.Tensor]:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RuntimeError(f"the weights at {path} are gone: {error.strerror}") from None
+        status = os.fstat(descriptor)
+        if status.st_ino in self._mapped:
+            os.close(descriptor)
+            return self._mapped[status.st_ino]
+        needed = self._nbytes + VERSION_BYTES
+        if status.st_size < needed:  # mapping it would make it larger
+            os.close(descriptor)
+            raise RuntimeError(f"the weights at {path} have {status.st_size} bytes, expected are at least {needed}")
+        if len(self._mapped) == 2:  # the agent has replaced one, or is another process than before
+            old, _ = self._mapped.pop(next(iter(self._mapped)))
+            os.close(old)
+        memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=needed, dtype=torch.uint8)
+        self._mapped[status.st_ino] = descriptor, memory
+        return self._mapped[status.st_ino]
+
+
+def _tensor(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
+    return memory[slot.offset : slot.offset + slot.nbytes].view(slot.torch_dtype).view(slot.shape)
