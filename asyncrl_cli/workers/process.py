@@ -26,7 +26,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,6 +35,7 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.tasks.mix import task_name
+from asyncrl_cli.workers.folder import WorkerFolder
 from asyncrl_cli.workers.messages import (
     BEAT_S,
     BLOCKED,
@@ -106,7 +106,7 @@ class WorkerProcess:
         """Start the process and have it load the task. Raises ``TaskError`` when the task cannot be loaded."""
         self._loop = asyncio.get_running_loop()
         # Its own, so that what a killed process leaves there is removed during the run.
-        self._temporary = tempfile.TemporaryDirectory(prefix="asyncrl-worker-", ignore_cleanup_errors=True)
+        self._folder = WorkerFolder()
         mine, theirs = socket.socketpair()
         pulse, their_pulse = os.pipe()
         their_output: int | None = None  # rewards print to the log themselves, as much as they like
@@ -123,7 +123,7 @@ class WorkerProcess:
             | {
                 # The task is looked for where this process would find it.
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "TMPDIR": self._temporary.name,
+                "TMPDIR": str(self._folder.path),
             },
             start_new_session=True,  # with what it starts itself, it is one group to kill
         )
@@ -208,7 +208,7 @@ class WorkerProcess:
             self._process.wait(EXIT_S)
         # First the descendants, then the folder: they may still write to it.
         self._on_close()
-        self._temporary.cleanup()
+        self._folder.remove()
         if self._output:
             with suppress(OSError):  # what it printed last
                 while self._copy_output(self._output):
