@@ -1,0 +1,402 @@
+"""Hosts on one machine: each has its own network, processes, /tmp, /dev/shm, IPC and name, as a machine has.
+
+    with Network(folder) as network:
+        one, other = network.host("one"), network.host("other")
+        one.run("sh", "-c", "hostname > /dev/shm/mine")
+        other.kill()
+
+Namespaces without names hold all of it: those of a host live as long as its first process, the switch that connects
+the hosts is one more namespace, and both get SIGKILL from the kernel when the process that made them ends, however it
+ends. So nothing can be left behind, and the machine's own network is neither used nor changed.
+
+``folder`` is the hosts' shared file system, at the same path everywhere, also outside. Everything else below /tmp and
+/dev/shm is a host's own and lost with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SUBNET = "10.213.77"
+"""The hosts' addresses. Only the namespaces made here know them."""
+START_S = 120.0
+COMMAND_S = 120.0
+
+SWITCH = "ip link add switch type bridge && ip link set switch up && echo ready && exec sleep infinity"
+FIRST_PROCESS = """
+import os, time
+print("ready", flush=True)
+while True:  # what a process leaves behind when it ends comes here
+    try:
+        os.wait()
+    except ChildProcessError:
+        time.sleep(0.1)
+"""
+
+
+class HostError(Exception):
+    """A command that makes, changes or asks a host has failed."""
+
+
+@cache
+def why_not() -> str | None:
+    """Why this machine cannot have hosts; None when it can."""
+    limit = "tc qdisc add dev veth0 root tbf rate 5mbps burst 128kb latency 1s"
+    probe = f"ip link add veth0 type veth peer name veth1 && {limit}"
+    try:
+        found = subprocess.run(
+            [*_unshared("--net", "--mount", "--pid", "--ipc", "--uts", "--mount-proc"), "sh", "-c", probe],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    except FileNotFoundError as error:
+        return f"test hosts need {error.filename} (util-linux, iproute2)"
+    if found.returncode:
+        return f"test hosts need namespaces, and root to make them: {found.stderr.strip().splitlines()[-1:]}"
+    return None
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    """The first true answer. Raises ``HostError`` when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if answer := condition():
+            return answer
+        time.sleep(0.05)
+    raise HostError(f"waited {seconds:.0f} s for {what}")
+
+
+@dataclass(slots=True)
+class Command:
+    """A command that runs on a host. Its output goes to ``output``."""
+
+    argv: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def pid(self) -> int:
+        """Its process id as this machine counts; the process that the command is itself, not nsenter's."""
+        return until(lambda: next(iter(_children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, if it has ended."""
+        return self.process.poll()
+
+    def said(self) -> str:
+        """What it has printed."""
+        return self.output.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command. One that has ended gets none."""
+        with suppress(ProcessLookupError, HostError):
+            if self.code is None:
+                os.kill(self.pid, number)
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code. Raises ``HostError`` when it does not end in time."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise HostError(
+                f"{shlex.join(self.argv)} still runs after {seconds:.0f} s\n{self.said()[-3000:]}"
+            ) from None
+
+
+@dataclass(slots=True)
+class Host:
+    """One host. ``index`` is the last part of its address."""
+
+    network: Network
+    name: str
+    index: int
+    shell: subprocess.Popen[bytes] | None = None
+    pid: int = 0
+    commands: int = 0
+
+    @property
+    def address(self) -> str:
+        """Its IP address."""
+        return f"{SUBNET}.{self.index}"
+
+    @property
+    def card(self) -> str:
+        """The address of its network card. A machine that restarts has its old one."""
+        return f"02:00:00:00:00:{self.index:02x}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is on."""
+        return self.shell is not None and self.shell.poll() is None
+
+    # -- on and off
+
+    def boot(self) -> None:
+        """Turn it on. A host that was killed comes back as it was at its first start, without a process."""
+        if self.alive:
+            raise HostError(f"{self.name} is on")
+        network = self.network
+        self.shell = subprocess.Popen(
+            [
+                *_unshared("--net", "--mount", "--pid", "--ipc", "--uts", "--mount-proc"),
+                *("sh", "-ec", self._boot_script()),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=(network.folder / f"{self.name}.boot").open("ab"),
+            env=network.environment(),
+        )
+        _await_ready(self.shell, self.name)
+        (self.pid,) = _children(self.shell.pid)
+        network.at_switch(f"ip link add {self.name} type veth peer name eth0 netns {self.pid}")
+        network.at_switch(f"ip link set {self.name} master switch up")
+        self._configure(f"ip link set eth0 address {self.card}")
+        self._configure("ip link set lo up")
+        self._configure(f"ip addr add {self.address}/24 dev eth0")
+        self._configure("ip link set eth0 up")
+        # Libraries ask for the interface of the default route.
+        self._configure("ip route add default dev eth0")
+
+    def kill(self, *, silent: bool = False) -> None:
+        """Its end, with all its processes. ``silent``: as without power, others get no reset of their connections."""
+        if silent:
+            self.partition()
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: int) -> None:
+        shell = self.shell
+        if shell is None:
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)  # the kernel ends every process of the pid namespace with its first
+        shell.wait(START_S)
+        # A dead host's name may be plugged in again at once; without this the kernel takes its time.
+        self.network.at_switch(f"ip link delete {self.name}", check=False)
+        self.shell, self.pid = None, 0
+
+    def _boot_script(self) -> str:
+        network = self.network
+        kept = " ".join(shlex.quote(str(path)) for path in network.kept)
+        # What lies below /tmp and is shared goes aside, and returns into the host's own /tmp.
+        return f"""
+            mount -t tmpfs shm /dev/shm
+            mkdir /dev/shm/aside
+            n=0; for path in {kept}; do
+                n=$((n+1)); mkdir /dev/shm/aside/$n; mount --bind "$path" /dev/shm/aside/$n
+            done
+            mount -t tmpfs tmp /tmp; chmod 1777 /tmp /dev/shm
+            n=0; for path in {kept}; do
+                n=$((n+1)); mkdir -p "$path"; mount --move /dev/shm/aside/$n "$path"; rmdir /dev/shm/aside/$n
+            done
+            rmdir /dev/shm/aside
+            mount --bind {shlex.quote(str(network.names))} /etc/hosts
+            mount --bind /dev/null /etc/resolv.conf
+            hostname {self.name}
+            exec {shlex.quote(sys.executable)} -IS -c {shlex.quote(FIRST_PROCESS)}
+        """
+
+    # -- what its network does
+
+    def partition(self) -> None:
+        """Nobody reaches it, and it reaches nobody. Connections stay open."""
+        self.network.at_switch(f"ip link set {self.name} down")
+
+    def heal(self) -> None:
+        """End of a partition."""
+        self.network.at_switch(f"ip link set {self.name} up")
+
+    def slow(self, bytes_per_second: int) -> None:
+        """Limit what it sends, and what is sent to it, to so many bytes a second each."""
+        limit = f"root tbf rate {bytes_per_second}bps burst 128kb latency 1s"
+        self.network.at_switch(f"tc qdisc replace dev {self.name} {limit}")
+        self._configure(f"tc qdisc replace dev eth0 {limit}")
+
+    def fast(self) -> None:
+        """End of ``slow``."""
+        self.network.at_switch(f"tc qdisc delete dev {self.name} root", check=False)
+        if self.alive:
+            self._configure("tc qdisc delete dev eth0 root", check=False)
+
+    def lose(self, other: Host) -> None:
+        """What it sends to another host is lost without a word; the other way and all other hosts are not concerned."""
+        self._configure(f"ip neigh replace {other.address} lladdr 02:00:00:00:00:99 dev eth0 nud permanent")
+
+    def find(self, other: Host) -> None:
+        """End of ``lose``."""
+        self._configure(f"ip neigh replace {other.address} lladdr {other.card} dev eth0 nud reachable")
+
+    def _configure(self, command: str, *, check: bool = True) -> None:
+        _call(["nsenter", "--target", str(self.pid), "--net", *command.split()], check=check)
+
+    # -- commands
+
+    def start(self, *argv: str | Path, **environment: str) -> Command:
+        """Start a command on it, in the shared folder. It ends with the host."""
+        if not self.alive:
+            raise HostError(f"{self.name} is off")
+        self.commands += 1
+        output = self.network.folder / f"{self.name}-{self.commands}.out"
+        words = tuple(map(str, argv))
+        entered = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--pid", "--ipc", "--uts"]
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                [*entered, f"--wdns={self.network.folder}", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=self.network.environment() | environment,
+            )
+        return Command(words, process, output)
+
+    def run(self, *argv: str | Path, seconds: float = COMMAND_S, check: bool = True, **environment: str) -> str:
+        """Run a command on it to its end; returns what it printed. Raises ``HostError`` when it fails."""
+        command = self.start(*argv, **environment)
+        try:
+            code = command.wait(seconds)
+        except HostError:
+            command.signal(signal.SIGKILL)
+            raise
+        if check and code:
+            raise HostError(f"{shlex.join(command.argv)} on {self.name}: exit {code}\n{command.said()[-3000:]}")
+        said = command.said()
+        command.output.unlink()
+        return said
+
+    def python(self, code: str, *argv: str, **settings: Any) -> str:
+        """Run Python code on it; returns what it printed."""
+        return self.run(sys.executable, "-c", code, *argv, **settings)
+
+    def processes(self) -> list[int]:
+        """Its processes, as this machine counts them, in the order of their ids."""
+        try:
+            namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        except OSError:
+            return []
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if os.readlink(entry / "ns/pid") == namespace:
+                    found.append(int(entry.name))
+        return sorted(found)
+
+    def processes_titled(self, title: str) -> list[int]:
+        """Those whose command line begins with ``title``."""
+        return [pid for pid in self.processes() if _title(pid).startswith(title)]
+
+
+@dataclass(slots=True)
+class Network:
+    """Hosts that reach each other. A context manager; at its end every host is off.
+
+    Args:
+        folder: the hosts' shared file system. It must be there.
+        kept: other folders below /tmp that every host must see at their path.
+        variables: of the environment of every process on a host.
+    """
+
+    folder: Path
+    kept: list[Path] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, Host] = field(default_factory=dict)
+    _switch: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Network:
+        self.folder = self.folder.resolve()
+        wanted = [self.folder, ROOT, Path(sys.prefix).resolve(), *self.kept]
+        self.kept = sorted({path for path in wanted if path.is_relative_to("/tmp")})
+        self.names.write_text("127.0.0.1 localhost\n")
+        self._switch = subprocess.Popen(
+            [*_killed_with_us(), "unshare", "--net", "sh", "-c", SWITCH],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env={**os.environ},
+        )
+        _await_ready(self._switch, "switch")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts.values():
+            host.kill()
+        if self._switch is not None:
+            self._switch.kill()
+            self._switch.wait()
+
+    @property
+    def names(self) -> Path:
+        """The file that is every host's /etc/hosts."""
+        return self.folder / "names"
+
+    def environment(self) -> dict[str, str]:
+        """The environment of every process on a host."""
+        without = {"RAY_AUTH_TOKEN", "RAY_ADDRESS", "TMPDIR"}
+        return {name: value for name, value in os.environ.items() if name not in without} | {
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
+            "COLUMNS": "120",
+            **self.variables,
+        }
+
+    def at_switch(self, command: str, *, check: bool = True) -> None:
+        """Run a command in the network namespace of the switch. Raises ``HostError``."""
+        assert self._switch is not None
+        _call(["nsenter", "--target", str(self._switch.pid), "--net", *command.split()], check=check)
+
+    def host(self, name: str) -> Host:
+        """A new host, which is on. ``name`` has at most 15 letters and digits (it names an interface)."""
+        host = Host(self, name, len(self.hosts) + 1)
+        with self.names.open("a") as names:
+            names.write(f"{host.address} {name}\n")
+        host.boot()
+        self.hosts[name] = host
+        return host
+
+
+def _killed_with_us() -> list[str]:
+    # The kernel sends the signal when the thread that started the process ends: start hosts in the main thread.
+    return ["setpriv", "--pdeathsig", "KILL"]
+
+
+def _unshared(*namespaces: str) -> list[str]:
+    return [*_killed_with_us(), "unshare", *namespaces, "--fork", "--kill-child"]
+
+
+def _await_ready(process: subprocess.Popen[bytes], name: str) -> None:
+    assert process.stdout is not None
+    if process.stdout.readline() != b"ready\n":
+        process.kill()
+        raise HostError(f"{name} does not start: exit {process.wait()}")
+
+
+def _call(command: list[str], *, check: bool) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    if check and done.returncode:
+        raise HostError(f"{shlex.join(command)}: {done.stderr.strip()}")
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,105 @@
+"""A Ray cluster over test hosts: a node on each, with token authentication and pinned ports.
+
+ray = RayCluster(network)
+head, other = ray.host("head", cpus=2), ray.host("other", cpus=1, labels={"role": "rollout"})
+head.python("import ray; ray.init(address='auto')")
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from tests.cluster.hosts import Command, Host, HostError, Network, until
+
+START_S = 120.0
+NODES = """
+import sys
+from ray._raylet import GcsClient
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+for node in GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10).values():
+    if node.state == GcsNodeInfo.ALIVE:
+        print("node", node.node_manager_address, node.node_id.hex())
+"""
+"""Asks the head without joining the cluster: a tenth of the time, and no worker."""
+
+
+@dataclass(slots=True)
+class RayCluster:
+    """Ray on the hosts of a network. The first host has the head node."""
+
+    network: Network
+    commands: dict[str, Command] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        token = self.network.folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        self.network.variables |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            # setproctitle would overwrite the environment by which tests find processes.
+            "SPT_NOENV": "1",
+        }
+
+    @property
+    def head(self) -> Host:
+        """The host with Ray's head node."""
+        return next(iter(self.network.hosts.values()))
+
+    @property
+    def address(self) -> str:
+        """What `cluster.address` of a spec says."""
+        return f"{self.head.address}:6379"
+
+    def host(self, name: str, cpus: float = 1, labels: dict[str, str] | None = None) -> Host:
+        """A new host with a node of the cluster. The first one gets the head node."""
+        host = self.network.host(name)
+        self.start(host, cpus, labels)
+        self.wait_for(host)
+        return host
+
+    def start(self, host: Host, cpus: float = 1, labels: dict[str, str] | None = None) -> None:
+        """Start Ray's node on a host, and go on. Its labels are ``host=NAME`` and those given.
+
+        Ports are pinned, as launch templates pin them; every host has an address of its own.
+        """
+        where = [f"--address={self.address}"]
+        if host is self.head:
+            where = ["--head", "--port=6379", "--include-dashboard=false"]
+        shown = ",".join(f"{key}={value}" for key, value in ({"host": host.name} | (labels or {})).items())
+        self.commands[host.name] = host.start(
+            *("ray", "start", "--block", *where, f"--node-ip-address={host.address}"),
+            *(f"--num-cpus={cpus:g}", "--num-gpus=0", f"--labels={shown}"),
+            *("--temp-dir=/tmp/ray", f"--object-store-memory={100 * 2**20}"),
+            *("--node-manager-port=6380", "--object-manager-port=6381", "--runtime-env-agent-port=6382"),
+            *("--dashboard-agent-grpc-port=6383", "--dashboard-agent-listen-port=6384"),
+            *("--metrics-export-port=6385", "--min-worker-port=10002", "--max-worker-port=10200"),
+        )
+
+    def wait_for(self, *hosts: Host) -> None:
+        """Wait until the cluster has a living node on each of these hosts. Raises ``HostError``."""
+        for host in hosts:
+
+            def there(host: Host = host) -> bool:
+                command = self.commands[host.name]
+                if command.code is not None:
+                    raise HostError(f"Ray ended on {host.name}\n{command.said()[-3000:]}")
+                return host.address in self.nodes()
+
+            until(there, f"Ray's node on {host.name}", START_S)
+
+    def nodes(self) -> dict[str, str]:
+        """The ids of the living nodes, by address. Empty while the head starts."""
+        answer = self.head.python(NODES, self.address, check=False)
+        return dict(line.split()[1:] for line in answer.splitlines() if line.startswith("node "))
+
+    def drain(self, host: Host, seconds: int = 30) -> None:
+        """Tell Ray that the host goes away in so many seconds, as a cloud does before it takes a machine back."""
+        self.head.run(
+            *("ray", "drain-node", f"--address={self.address}", f"--node-id={self.nodes()[host.address]}"),
+            *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"),
+            f"--deadline-remaining-seconds={seconds}",
+        )

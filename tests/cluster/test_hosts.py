@@ -1,0 +1,187 @@
+"""The hosts that these tests stand on: each is a machine of its own, and nothing of one is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import ROOT, Host, HostError, Network, until
+from tests.cluster.ray_cluster import RayCluster
+
+SERVER = """
+import socket
+server = socket.create_server(("", 7000))
+print("listening", flush=True)
+while True:
+    with server.accept()[0] as peer:
+        while peer.recv(1 << 16):
+            pass
+"""
+CONNECTS = "import socket; socket.create_connection(('{0}', 7000), {1}).sendall(b'x'); print('connected')"
+
+
+@pytest.fixture
+def two(network: Network) -> tuple[Host, Host]:
+    """Two hosts; something listens on the second."""
+    first, second = network.host("first"), network.host("second")
+    server = second.start(sys.executable, "-c", SERVER)
+    until(lambda: "listening" in server.said(), "the server", 10)
+    return first, second
+
+
+def connects(one: Host, other: Host, seconds: float = 5) -> bool:
+    """Whether a connection is made in time."""
+    try:
+        return "connected" in one.python(CONNECTS.format(other.name, seconds))
+    except HostError:
+        return False
+
+
+def test_a_host_has_its_own_memory_files_processes_and_name(two: tuple[Host, Host], network: Network) -> None:
+    first, second = two
+    first.run("sh", "-c", "hostname > /tmp/mine; echo 1 > /dev/shm/mine; hostname > shared")
+    assert second.run("sh", "-c", "cat shared; hostname") == "first\nsecond\n"
+    assert "No such file" in second.run("ls", "/tmp/mine", check=False)
+    assert not Path("/dev/shm/mine").exists()
+    assert first.run("cat", "/proc/1/comm") == second.run("cat", "/proc/1/comm")
+    assert set(first.processes()).isdisjoint(second.processes())
+    assert (network.folder / "shared").read_text() == "first\n"
+
+
+def test_a_mapping_of_one_host_cannot_be_opened_on_another(two: tuple[Host, Host]) -> None:
+    """Engines map the weights through /proc: hosts that shared it would let a wrong test pass."""
+    first, second = two
+    code = "import os, time; fd = os.memfd_create('w'); os.write(fd, b'weights'); print(os.getpid(), fd, flush=True)"
+    holds = first.start(sys.executable, "-c", f"{code}; time.sleep(600)")
+    pid, descriptor = until(lambda: holds.said().split(), "the mapping", 10)
+    path = f"/proc/{pid}/fd/{descriptor}"
+    assert first.run("cat", path) == "weights"
+    assert second.run("cat", path, check=False).startswith("cat: ")
+
+
+def test_a_killed_host_takes_its_processes_along_and_comes_back_empty(two: tuple[Host, Host]) -> None:
+    first, second = two
+    second.run("touch", "/tmp/mine")
+    inside = second.processes()
+    assert connects(first, second)
+    second.kill()
+    assert not second.alive
+    assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+    assert not connects(first, second)
+    second.boot()
+    assert "No such file" in second.run("ls", "/tmp/mine", check=False)
+    second.start(sys.executable, "-c", SERVER)
+    until(lambda: connects(first, second), "the host that came back", 20)
+
+
+def test_a_partition_ends_when_it_is_healed(two: tuple[Host, Host]) -> None:
+    first, second = two
+    second.partition()
+    assert not connects(first, second, 1)
+    second.heal()
+    assert connects(first, second, 30)
+
+
+def test_one_direction_between_two_hosts_can_be_lost(two: tuple[Host, Host], network: Network) -> None:
+    first, second = two
+    third = network.host("third")
+    first.lose(second)
+    assert not connects(first, second, 1)
+    assert connects(third, second)
+    first.find(second)
+    assert connects(first, second)
+
+
+def test_a_slow_host_sends_and_gets_less(two: tuple[Host, Host]) -> None:
+    first, second = two
+    second.slow(1_000_000)
+    code = (
+        "import socket, time\n"
+        "s, start, sent = socket.create_connection(('second', 7000), 60), time.monotonic(), 0\n"
+        "while sent < 3_000_000: sent += s.send(bytes(1 << 16))\n"
+        "s.shutdown(1)\n"
+        "s.recv(1)\n"  # its end: all has arrived
+        "print(time.monotonic() - start)"
+    )
+    limited = float(first.python(code))
+    second.fast()
+    assert limited > 2.0  # 3 MB at 1 MB/s, whatever else the machine does
+    assert float(first.python(code)) < limited
+
+
+def test_a_signal_reaches_the_command(two: tuple[Host, Host]) -> None:
+    command = two[0].start("sh", "-c", "trap 'echo caught; exit 3' INT; echo set; while :; do sleep 0.1; done")
+    until(lambda: "set" in command.said(), "the trap", 10)
+    command.signal(signal.SIGINT)
+    assert command.wait(10) == 3
+    assert "caught" in command.said()
+
+
+MAKES_HOSTS = """
+import sys, time
+from pathlib import Path
+from tests.cluster.hosts import Network
+with Network(Path(sys.argv[1])) as network:
+    host = network.host("only")
+    host.start("sleep", "600")
+    host.partition()
+    print(*host.processes(), network._switch.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_hosts_whose_maker_was_killed(network: Network, number: int) -> None:
+    def state() -> tuple[str, set[str]]:
+        links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+        return Path("/proc/self/mounts").read_text(), {line.split(":")[1] for line in links.splitlines()}
+
+    before = state()
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKES_HOSTS, str(network.folder)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert maker.stdout is not None
+    pids = [int(pid) for pid in maker.stdout.readline().split()]
+    assert len(pids) >= 3
+    maker.send_signal(number)
+    maker.wait()
+    until(lambda: not any(map(_lives, pids)), "the end of what a killed process made", 20)
+    assert state() == before
+
+
+def _lives(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.stack
+def test_ray_spans_the_hosts_and_sees_one_go_come_back_and_leave(ray_cluster: RayCluster) -> None:
+    head, second = ray_cluster.host("head"), ray_cluster.host("second", labels={"role": "rollout"})
+    where = (
+        "import ray, socket\n"
+        "ray.init(address='auto', logging_level='ERROR')\n"
+        "@ray.remote(label_selector={'role': 'rollout'})\n"
+        "def name(): return socket.gethostname()\n"
+        "print('ran on', ray.get(name.remote()))"
+    )
+    assert "ran on second" in head.python(where)
+    first_id = ray_cluster.nodes()[second.address]
+    second.kill()
+    until(lambda: second.address not in ray_cluster.nodes(), "Ray's notice of the dead host", 90)
+    second.boot()
+    ray_cluster.start(second)
+    ray_cluster.wait_for(second)
+    assert ray_cluster.nodes()[second.address] != first_id
+    ray_cluster.drain(second)
+    until(lambda: second.address not in ray_cluster.nodes(), "the drained host to leave", 60)
