@@ -17,6 +17,10 @@ class PullFailed(RunError):
     """
 
 
+class ReplicaGone(RunError):
+    """A path does not lead to the version's memory any more: its agent has ended or reused it."""
+
+
 class Overtaken(PullFailed):
     """The pull ended because one of a newer version has begun on this host."""
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from asyncrl_cli.weights.layout import TensorSlot, size_of
+from asyncrl_cli.weights.manifest import ReplicaGone
 from asyncrl_cli.weights.replica import VERSION_BYTES
 
 
@@ -24,13 +25,15 @@ class MappedReplica:
     @contextmanager
     def open(self, path: str, version: int) -> Iterator[dict[str, torch.Tensor]]:
         """The tensors of ``version`` by name, as views of the shared memory. It is not used for another version before
-        the context ends; a path that is outdated raises ``RuntimeError``."""
+        the context ends; a path that is outdated raises ``ReplicaGone``."""
         descriptor, memory = self._memory(path)
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # the agent holds its own lock for microseconds (replica.py)
         try:
             found = int.from_bytes(bytes(memory[self._nbytes : self._nbytes + VERSION_BYTES].tolist()), "little")
             if found != version:
-                raise RuntimeError(f"the memory of weight version {version} has been used for version {found}")
+                raise ReplicaGone(
+                    f"the memory of weight version {version} was reused for version {found}", location=path
+                )
             yield {slot.name: _tensor(memory, slot) for slot in self._slots}
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -45,7 +48,7 @@ class MappedReplica:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise RuntimeError(f"the weights at {path} are gone: {error.strerror}") from None
+            raise ReplicaGone(f"the weights cannot be opened: {error.strerror}", location=path) from None
         status = os.fstat(descriptor)
         if status.st_ino in self._mapped:
             os.close(descriptor)
@@ -53,7 +56,7 @@ class MappedReplica:
         needed = self._nbytes + VERSION_BYTES
         if status.st_size < needed:  # mapping it would make it larger
             os.close(descriptor)
-            raise RuntimeError(f"the weights at {path} have {status.st_size} bytes, expected are at least {needed}")
+            raise ReplicaGone(f"there are {status.st_size} bytes of weights, expected are {needed}", location=path)
         if len(self._mapped) == 2:  # the agent has replaced one, or is another process than before
             old, _ = self._mapped.pop(next(iter(self._mapped)))
             os.close(old)

@@ -1,0 +1,88 @@
+"""The Ray actor that has a host's replica of the weights: trainer ranks write into it, agents of other hosts fetch from
+it, engines load from it. It does not import torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.weights.http_mover import HttpMover
+from asyncrl_cli.weights.layout import TensorSlot
+from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled
+from asyncrl_cli.weights.movers import Mover
+from asyncrl_cli.weights.pull import Pull
+from asyncrl_cli.weights.replica import Replica
+
+MOVERS: dict[str, Callable[[str], Mover]] = {"http": HttpMover}
+"""By the name in the spec (``weights.mover``); each is made of the run's token."""
+
+
+class HostAgent:
+    """One for each host that has an engine or a trainer rank. ``start`` comes first."""
+
+    def __init__(self, name: str, log_folder: str) -> None:
+        redirect_output(log_folder, name)
+        self._threads = ThreadPoolExecutor(os.cpu_count(), "weights-digest")
+        self._pull: Pull | None = None
+        self._pulling: asyncio.Task[Pulled] | None = None
+        self._replica: Replica
+        self._mover: Mover
+        self._node_id = ""
+
+    async def ping(self) -> None:
+        """Answers once the actor is there."""
+
+    async def start(
+        self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str, mover: str = "http"
+    ) -> Endpoint:
+        """Allocate the memory, and serve it on this address of the host from now on. Raises ``RunError``."""
+        import ray
+
+        self._replica = await asyncio.to_thread(Replica, slots, ranks)
+        self._mover = MOVERS[mover](token)
+        self._node_id = ray.get_runtime_context().get_node_id()
+        return Endpoint(self._node_id, self._mover.serve(self._replica, interface_ip))
+
+    async def begin(self, version: int, keep: Manifest | None = None) -> str:
+        """See ``Replica.begin``."""
+        return await asyncio.to_thread(self._replica.begin, version, keep)
+
+    async def digest(self, version: int, ranks: Sequence[int]) -> dict[int, str]:
+        """See ``Replica.digest``."""
+        return await asyncio.to_thread(self._replica.digest, version, ranks, self._threads)
+
+    async def pull(self, manifest: Manifest, holders: Sequence[Endpoint], timeout_s: float) -> Pulled:
+        """Get the version here, from any of the holders; at once when it is here already.
+
+        A call for the version that is being fetched waits for it; a call for a newer one ends the fetch. Raises
+        ``Overtaken``, ``PullFailed``, and ``RunError`` when no memory is free.
+        """
+        path = await asyncio.to_thread(self._replica.path, manifest)
+        if path is not None:
+            return Pulled(path)
+        if self._pull is not None and self._pulling is not None and not self._pulling.done():
+            if self._pull.manifest == manifest:
+                return await asyncio.shield(self._pulling)
+            if self._pull.manifest.version > manifest.version:
+                raise Overtaken(
+                    f"weight version {manifest.version} is not fetched: version {self._pull.manifest.version} is",
+                    location="weights",
+                )
+            self._pull.overtake()
+        others = [holder for holder in holders if holder.node_id != self._node_id]
+        self._pull = Pull(self._replica, manifest, self._mover, others, timeout_s)
+        # Shielded: a caller that does not wait any longer leaves the fetch to the next one.
+        self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
+        return await asyncio.shield(self._pulling)
+
+    async def _run(self, pull: Pull, last: asyncio.Task[Pulled] | None) -> Pulled:
+        if last is not None:
+            await asyncio.wait([last])  # it has been overtaken, or has ended; two would write into the same memory
+        return await asyncio.to_thread(pull.run)
+
+    async def report(self) -> dict[int, int]:
+        """How many chunks of which version the host has."""
+        return self._replica.versions()
