@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -91,7 +91,7 @@ class Command:
     @property
     def pid(self) -> int:
         """Its process id as this machine counts; the process that the command is itself, not nsenter's."""
-        return until(lambda: next(iter(_children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
+        return until(lambda: next(iter(children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
 
     @property
     def code(self) -> int | None:
@@ -154,15 +154,15 @@ class Host:
         self.shell = subprocess.Popen(
             [
                 *_unshared("--net", "--mount", "--pid", "--ipc", "--uts", "--mount-proc"),
+                *network.environment({}),
                 *("sh", "-ec", self._boot_script()),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=(network.folder / f"{self.name}.boot").open("ab"),
-            env=network.environment(),
         )
         _await_ready(self.shell, self.name)
-        (self.pid,) = _children(self.shell.pid)
+        (self.pid,) = children(self.shell.pid)
         network.at_switch(f"ip link add {self.name} type veth peer name eth0 netns {self.pid}")
         network.at_switch(f"ip link set {self.name} master switch up")
         self._configure(f"ip link set eth0 address {self.card}")
@@ -245,21 +245,33 @@ class Host:
 
     # -- commands
 
-    def start(self, *argv: str | Path, **environment: str) -> Command:
-        """Start a command on it, in the shared folder. It ends with the host."""
+    def entering(self, *argv: str, **environment: str) -> list[str]:
+        """The words of a command of this machine that runs a command on the host. Raises ``HostError``."""
         if not self.alive:
             raise HostError(f"{self.name} is off")
+        namespaces = ("--net", "--mount", "--pid", "--ipc", "--uts")
+        folder = f"--wdns={self.network.folder}"
+        return [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            *namespaces,
+            folder,
+            *self.network.environment(environment),
+            *argv,
+        ]
+
+    def start(self, *argv: str | Path, **environment: str) -> Command:
+        """Start a command on it, in the shared folder. It ends with the host."""
         self.commands += 1
         output = self.network.folder / f"{self.name}-{self.commands}.out"
         words = tuple(map(str, argv))
-        entered = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--pid", "--ipc", "--uts"]
         with output.open("wb") as stream:
             process = subprocess.Popen(
-                [*entered, f"--wdns={self.network.folder}", *words],
+                self.entering(*words, **environment),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=self.network.environment() | environment,
             )
         return Command(words, process, output)
 
@@ -324,7 +336,6 @@ class Network:
             [*_killed_with_us(), "unshare", "--net", "sh", "-c", SWITCH],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            env={**os.environ},
         )
         _await_ready(self._switch, "switch")
         return self
@@ -341,15 +352,12 @@ class Network:
         """The file that is every host's /etc/hosts."""
         return self.folder / "names"
 
-    def environment(self) -> dict[str, str]:
-        """The environment of every process on a host."""
-        without = {"RAY_AUTH_TOKEN", "RAY_ADDRESS", "TMPDIR"}
-        return {name: value for name, value in os.environ.items() if name not in without} | {
-            "PYTHONPATH": str(ROOT),
-            "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
-            "COLUMNS": "120",
-            **self.variables,
-        }
+    def environment(self, more: Mapping[str, str]) -> list[str]:
+        """The words before a command that give it the environment of processes on a host."""
+        path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+        settings = {"PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "120", **self.variables, **more}
+        without = [word for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "TMPDIR") for word in ("-u", name)]
+        return ["env", *without, *(f"{name}={value}" for name, value in settings.items())]
 
     def at_switch(self, command: str, *, check: bool = True) -> None:
         """Run a command in the network namespace of the switch. Raises ``HostError``."""
@@ -388,7 +396,7 @@ def _call(command: list[str], *, check: bool) -> None:
         raise HostError(f"{shlex.join(command)}: {done.stderr.strip()}")
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

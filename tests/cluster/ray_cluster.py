@@ -91,6 +91,11 @@ class RayCluster:
 
             until(there, f"Ray's node on {host.name}", START_S)
 
+    def ended(self, host: Host) -> bool:
+        """Whether Ray's node on a host has ended, or was never started."""
+        command = self.commands.get(host.name)
+        return command is None or command.code is not None
+
     def nodes(self) -> dict[str, str]:
         """The ids of the living nodes, by address. Empty while the head starts."""
         answer = self.head.python(NODES, self.address, check=False)

@@ -75,10 +75,14 @@ class Runs:
         path.write_text(yaml.safe_dump(spec))
         return path
 
+    def command(self, *arguments: str | Path) -> list[str]:
+        """The words of `asyncrl ARGUMENTS`."""
+        return [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)]
+
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """Start `asyncrl ARGUMENTS` and go on."""
         return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)],
+            self.command(*arguments),
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

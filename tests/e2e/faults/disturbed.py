@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -110,7 +109,7 @@ class DisturbedRun:
     def end(self) -> None:
         """Make sure that no driver goes on."""
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            os.kill(self.pid, signal.SIGINT)
             try:
                 self._process.wait(60)
             except subprocess.TimeoutExpired:
@@ -253,7 +252,7 @@ class DisturbedRun:
         self._output = self.runs.folder / f"driver-{len(list(self.runs.folder.glob('driver-*')))}.out"
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)],
+                self.runs.command(*arguments),
                 cwd=self.runs.folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
