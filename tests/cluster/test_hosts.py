@@ -26,6 +26,9 @@ while True:
 CONNECTS = "import socket; socket.create_connection(('{0}', 7000), {1}).sendall(b'x'); print('connected')"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def two(network: Network) -> tuple[Host, Host]:
     """Two hosts; something listens on the second."""
