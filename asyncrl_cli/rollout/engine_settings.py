@@ -192,18 +192,31 @@ def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path
             config, enable_log_requests=args.enable_log_requests, disable_log_stats=args.disable_log_stats
         )
     except RuntimeError as error:
-        failed = CORE_FAILED.search(str(error))
-        if failed is None:
+        failure = _start_failure(str(error), log, written)
+        if failure is None:
             raise
-        codes: dict[str, Any] = ast.literal_eval(failed[1])
-        if any(isinstance(code, int) and code < 0 for code in codes.values()):
-            raise ActorDied(f"vLLM's core process was killed ({failed[1]})", location="engine") from error
-        cause = root_cause(log, written) if log is not None else None
-        raise RunError(
-            f"vLLM does not start: {cause or error}",
-            location="rollout",
-            hint="change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
-        ) from error
+        raise failure from error
+
+
+def _start_failure(text: str, log: Path | None, written: int) -> RunError | None:
+    """What vLLM's error ``text`` means; None when it is not about the core process.
+
+    A core that is killed writes no cause. Its exit code alone does not tell: vLLM asks for it as soon as the process
+    is gone, and sometimes gets none yet.
+    """
+    failed = CORE_FAILED.search(text)
+    if failed is None:
+        return None
+    codes: dict[str, Any] = ast.literal_eval(failed[1])
+    killed = any(isinstance(code, int) and code < 0 for code in codes.values())
+    cause = root_cause(log, written) if log is not None else None
+    if killed or (log is not None and cause is None):
+        return ActorDied(f"vLLM's core process was killed ({failed[1]})", location="engine")
+    return RunError(
+        f"vLLM does not start: {cause or text}",
+        location="rollout",
+        hint="change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
+    )
 
 
 def root_cause(log: Path, start: int) -> str | None:
