@@ -27,13 +27,13 @@ class Audit:
 
     groups: int
     rollouts: int
-    cut_rollouts: int
+    mixed_rollouts: int
     staleness: int
     violations: tuple[str, ...]
 
 
 def audit(connection: sqlite3.Connection, steps: int, uid_of: Callable[[int], str]) -> Audit:
-    """Look at the journal of a run of ``steps`` steps that has ended.
+    """Check the journal of a run of ``steps`` steps that has ended.
 
     ``uid_of(serial)`` is the prompt that the data loader gives as the run's ``serial``-th, counted from 1.
     """
@@ -45,7 +45,7 @@ def audit(connection: sqlite3.Connection, steps: int, uid_of: Callable[[int], st
         *_leftovers(connection),
         *_segments(connection),
     ]
-    groups = rollouts = cut = staleness = 0
+    groups = rollouts = mixed = staleness = 0
     trained: Counter[str] = Counter()
     for step in range(steps):
         try:
@@ -59,9 +59,9 @@ def audit(connection: sqlite3.Connection, steps: int, uid_of: Callable[[int], st
         for group in batch.groups:
             trained[f"{group.uid} of group {group.group_id}"] += 1
             rollouts += len(group.rollouts)
-            cut += sum(len(set(rollout.sampled_versions.tolist())) > 1 for rollout in group.rollouts)
+            mixed += sum(len(set(rollout.sampled_versions.tolist())) > 1 for rollout in group.rollouts)
     violations += [f"{group} is trained {count} times" for group, count in trained.items() if count > 1]
-    return Audit(groups, rollouts, cut, staleness, tuple(violations))
+    return Audit(groups, rollouts, mixed, staleness, tuple(violations))
 
 
 def _history(connection: sqlite3.Connection, steps: int, settings: BufferSettings) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
     python -m tests.e2e.faults.campaign --kills 60 --seed 0
 
-Real runs of eight kinds, each struck several times while it goes on. Once a run is complete its journal is audited,
-every look that was taken at it meanwhile is held against the end, its recorded batches are trained again and must give
-the same weights, and a run without staleness must equal its undisturbed twin bit for bit. Prints a line per kill and a
-table; ends with 1 when anything at all does not hold.
+Real runs of eight kinds, each with several faults while it goes on. Once a run is complete its journal is audited,
+every snapshot of it that was taken meanwhile is compared with the end, its recorded batches are trained again and must
+give the same weights, and a run without staleness must equal its undisturbed twin bit for bit. Prints a line per kill
+and a table; ends with 1 when anything at all does not hold.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 from tests.e2e.conftest import Runs, litter
 from tests.e2e.faults.audit import Audit
 from tests.e2e.faults.disturbed import DisturbedRun, Hung
-from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations
+from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
 
 STEPS = 200
-BLOWS_A_RUN = 5
+FAULTS_A_RUN = 5
 LONG_WORDS: dict[str, Any] = {
     "model": {"warm_start": {"steps": 700, "clean_fraction": 0.0}},
     "task": {"use": "spell_backward", "options": {"min_letters": 6, "max_letters": 8, "careful": 0.6}},
@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """What each kind of run changes of the spell spec."""
 
-BLOWS = (
+FAULTS = (
     *("driver settled", "driver save", "driver publish", "driver commit", "driver last"),
     *("driver settled, driver resume", "driver save, driver resume", "driver publish, driver resume, driver resume"),
     *("driver commit, trainer resume", "driver settled, buffer resume", "driver publish, engine resume"),
@@ -82,7 +82,7 @@ BLOWS = (
     *("core settled", "core publish", "core publish", "core commit", "trainer settled, core soon", "core soon"),
     *("scorer settled", "scorer commit", "scorer publish, scorer soon", "driver settled, scorer resume"),
 )
-"""Blows as `part moment`; those joined by a comma follow one another in the same run."""
+"""Faults as `part moment`; those joined by a comma follow one another in the same run."""
 
 
 @dataclass(slots=True)
@@ -96,16 +96,16 @@ class Campaign:
     done: list[tuple[str, DisturbedRun, Verdict]] = field(default_factory=list)
     kills: int = 0
 
-    def go_on(self, kind: str, blows: list[str], number: int) -> None:
-        """One run of a kind through these blows."""
+    def go_on(self, kind: str, faults: list[str], number: int) -> None:
+        """One run of a kind through these faults."""
         before = litter()
         run = self._run(kind, f"{self.seed}/{number}")
         started = time.monotonic()
-        self.say(f"run {number}, {kind}: {'; '.join(blows)}")
+        self.say(f"run {number}, {kind}: {'; '.join(faults)}")
         late = 0
         try:
             run.start()
-            late = sum(not run.strike(*blow.split()) for follow in blows for blow in follow.split(", "))
+            late = sum(not run.inject(*fault.split()) for follow in faults for fault in follow.split(", "))
             run.finish()
             run.measure()
             verdict = judge(run, before)
@@ -122,12 +122,7 @@ class Campaign:
             self.say(
                 f"  kill {self.kills:3}  {kill.part:8} {kill.moment:8} at step {kill.step:3}, trained on after {back}"
             )
-        seen = run.evidence
-        self.say(
-            f"  {found.groups} groups, {found.rollouts} rollouts ({found.cut_rollouts} across versions), staleness "
-            f"{found.staleness}; {seen.looks} looks, {seen.prefixes_seen} unfinished rollouts seen; {run.resumes} "
-            f"resumes; {late} blows came too late; {time.monotonic() - started:.0f} s"
-        )
+        self.say(f"  {summary(run, found)}; {late} faults came too late; {time.monotonic() - started:.0f} s")
         problems += [f"the driver stopped by itself: {stop}" for stop in run.stops]
         for problem in problems:
             self.say(f"  VIOLATION {problem}")
@@ -163,29 +158,23 @@ class Campaign:
             median = f"{times[len(times) // 2]:.1f} s" if times else "-"
             cells = "".join(f"{by_moment[moment] or '':>9}" for moment in moments)
             yield f"{part:8}{cells}{sum(by_moment.values()):>9}{median:>13}"
-        audits = [verdict.audit for _, _, verdict in self.done]
-        violations = sum(len(verdict.violations) for _, _, verdict in self.done)
-        yield (
-            f"{self.kills} kills over {len(self.done)} runs; {sum(audit.groups for audit in audits)} groups trained, "
-            f"{sum(audit.rollouts for audit in audits)} rollouts, {sum(audit.cut_rollouts for audit in audits)} across "
-            f"versions; {sum(run.resumes for _, run, _ in self.done)} resumes; {violations} violations"
-        )
+        yield f"{self.kills} kills over {totals([(run, verdict) for _, run, verdict in self.done])}"
 
 
-def deal(seed: int) -> Iterator[tuple[str, list[str]]]:
-    """Kinds of runs in turn, each with some blows from a shuffled deck, for ever."""
+def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
+    """Kinds of runs in turn, each with some faults in shuffled order, without end."""
     order = random.Random(seed)
-    deck: list[str] = []
+    left: list[str] = []
     while True:
         for kind in KINDS:
-            blows: list[str] = []
-            while len(blows) < BLOWS_A_RUN:
-                if not deck:
-                    deck = order.sample(BLOWS, len(BLOWS))
-                blow = deck.pop()
-                blows.append(re.sub(r"\bcore\b", "engine", blow) if kind == TWINNED else blow)
-            # What comes last can only be struck last.
-            yield kind, sorted(blows, key=lambda blow: blow.endswith("last"))
+            faults: list[str] = []
+            while len(faults) < FAULTS_A_RUN:
+                if not left:
+                    left = order.sample(FAULTS, len(FAULTS))
+                fault = left.pop()
+                faults.append(re.sub(r"\bcore\b", "engine", fault) if kind == TWINNED else fault)
+            # What comes last can only happen last.
+            yield kind, sorted(faults, key=lambda fault: fault.endswith("last"))
 
 
 def main() -> int:
@@ -203,11 +192,11 @@ def main() -> int:
         print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
 
     campaign = Campaign(Runs(folder), arguments.seed, say)
-    for number, (kind, blows) in enumerate(deal(arguments.seed)):
+    for number, (kind, faults) in enumerate(schedule(arguments.seed)):
         if campaign.kills >= arguments.kills:
             break
         if arguments.only in (None, kind):
-            campaign.go_on(kind, blows, number)
+            campaign.go_on(kind, faults, number)
     print()
     for line in campaign.table():
         print(line)

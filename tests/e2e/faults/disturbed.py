@@ -1,4 +1,4 @@
-"""One run through its blows to its end: started, struck, resumed after every death of its driver, and looked at."""
+"""One run through its faults to its end, resumed after every death of its driver, with snapshots of its journal."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class DisturbedRun:
                 self.until(lambda: False, "the end")
             except Ended:
                 if self.code == 0:
-                    self.evidence.look(self.journal)
+                    self.evidence.take_snapshot(self.journal)
                     return
             self.note_stop()
             self.resume()
@@ -170,14 +170,14 @@ class DisturbedRun:
     def until(self, condition: Callable[[], Any], what: str, poll_s: float = POLL_S) -> Any:
         """The first true answer. Raises ``Ended`` when the driver ends first, ``Hung`` when nothing moves any more."""
         self._moved = (self.trained(), time.monotonic())
-        looked = time.monotonic()
+        watched = time.monotonic()
         while True:
             if answer := condition():
                 return answer
             if self.code is not None:
                 raise Ended
-            if time.monotonic() - looked > 1.0:
-                looked = time.monotonic()
+            if time.monotonic() - watched > 1.0:
+                watched = time.monotonic()
                 self._watch(what)
             time.sleep(poll_s)
 
@@ -186,16 +186,16 @@ class DisturbedRun:
         deadline = time.monotonic() + seconds
         self.until(lambda: time.monotonic() >= deadline, "a moment", poll_s=0.005)
 
-    # -- blows
+    # -- faults
 
-    def strike(self, part: str, moment: str, signal_number: int = signal.SIGKILL) -> bool:
+    def inject(self, part: str, moment: str, signal_number: int = signal.SIGKILL) -> bool:
         """Kill one process of a part at a moment (a name in ``MOMENTS``), and resume the run if it was the driver.
 
         False when the run was complete before the moment came. A driver that ends badly meanwhile is resumed.
         """
         while True:
             try:
-                self._strike(part, moment, signal_number)
+                self._inject(part, moment, signal_number)
             except Ended:
                 if self.code == 0:
                     return False
@@ -203,19 +203,19 @@ class DisturbedRun:
                 self.resume()
                 continue
             if part == "driver":
-                self.bury()
+                self.await_cleanup()
                 self.resume()
             else:
-                self.evidence.look(self.journal)
+                self.evidence.take_snapshot(self.journal)
             return True
 
-    def _strike(self, part: str, moment: str, signal_number: int) -> None:
+    def _inject(self, part: str, moment: str, signal_number: int) -> None:
         coming = MOMENTS[moment](self)
         next(coming)
         while True:
             pid = self.random.choice(self.until(lambda: self.pids(part), f"a process of the {part}"))
             _ = self.mark  # nobody can say it once the driver is dead
-            self.evidence.look(self.journal)
+            self.evidence.take_snapshot(self.journal)
             step = self.trained()
             next(coming, None)
             try:
@@ -225,8 +225,8 @@ class DisturbedRun:
             self.kills.append(Kill(part, moment, time.time(), step))
             return
 
-    def bury(self) -> None:
-        """After the driver's death: wait until nothing of it lives, and look again."""
+    def await_cleanup(self) -> None:
+        """After the driver's death: wait until nothing of it lives, and take a snapshot."""
         assert self._process is not None
         self._process.wait()
         deadline = time.monotonic() + 60
@@ -234,7 +234,7 @@ class DisturbedRun:
             if time.monotonic() > deadline:
                 raise Hung(f"processes outlive their driver: {self.living()}")
             time.sleep(POLL_S)
-        self.evidence.look(self.journal)
+        self.evidence.take_snapshot(self.journal)
 
     def living(self) -> list[int]:
         """Processes of this run, of all its drivers."""

@@ -1,6 +1,6 @@
 """What a run's journal said while the run lived, to be held against what it says later.
 
-A look reads everything that is committed at that moment, through a connection that cannot write. Every later look must
+A snapshot has everything that is committed at that moment, through a connection that cannot write. Every later one must
 say the same, and may say more: a finished rollout stays bit for bit, an unfinished one is only ever continued, a batch
 keeps its groups. ``Evidence.contradictions`` has every way in which that was not so.
 """
@@ -50,7 +50,7 @@ class RecordedRollout:
 
 
 @dataclass(slots=True)
-class Look:
+class Snapshot:
     """Everything committed at one moment: rollouts by id, batches (their groups) and digests by step, groups."""
 
     rollouts: dict[Place, RecordedRollout] = field(default_factory=dict)
@@ -72,27 +72,27 @@ class Look:
 
 @dataclass(slots=True)
 class Evidence:
-    """All looks at one run. ``prefixes_seen`` adds up the unfinished rollouts that each look found."""
+    """All snapshots of one run. ``prefixes_seen`` adds up the unfinished rollouts that each of them has."""
 
-    seen: Look = field(default_factory=Look)
-    looks: int = 0
+    seen: Snapshot = field(default_factory=Snapshot)
+    snapshots: int = 0
     prefixes_seen: int = 0
     contradictions: list[str] = field(default_factory=list)
 
-    def look(self, journal: Path) -> None:
+    def take_snapshot(self, journal: Path) -> None:
         """Read the journal as it is now; there may be none yet."""
         try:
             connection = open_for_reading(journal)
         except JournalError:
-            if self.looks:
+            if self.snapshots:
                 raise
             return  # a run that has only just begun
         with closing(connection):
-            self.add(read_look(connection))
+            self.add(read_snapshot(connection))
 
-    def add(self, now: Look) -> None:
-        """Hold a look against the one before."""
-        self.looks += 1
+    def add(self, now: Snapshot) -> None:
+        """Compare a snapshot with the one before."""
+        self.snapshots += 1
         self.prefixes_seen += now.prefixes
         for index, rollout in self.seen.rollouts.items():
             later = now.rollouts.get(index)
@@ -106,11 +106,11 @@ class Evidence:
         self.seen = now
 
 
-def read_look(connection: sqlite3.Connection) -> Look:
+def read_snapshot(connection: sqlite3.Connection) -> Snapshot:
     """One consistent reading of everything."""
     connection.execute("BEGIN")
     try:
-        return Look(
+        return Snapshot(
             rollouts=_rollouts(connection),
             batches=_batches(connection),
             digests=dict(connection.execute("SELECT step, digest FROM batches WHERE trained_at IS NOT NULL")),

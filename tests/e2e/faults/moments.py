@@ -1,7 +1,7 @@
-"""When to strike.
+"""When to inject a fault.
 
-A moment is a generator: it waits until the moment is near and yields once, for the striker to look at the journal and
-to choose its victim; what follows the yield waits for the instant itself. Some are random, the others are aimed at what
+A moment is a generator: it waits until the moment is near and yields once, for a snapshot of the journal and the choice
+of a process; what follows the yield waits for the instant itself. Some are random, the others are aimed at what
 has to be whole or not at all: a checkpoint being saved, a publish, a commit, a resume, the restart of another part.
 """
 
@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, Protocol
 
 AIM_S = 0.0005
-"""Seconds between two looks at what is aimed at."""
+"""Seconds between two checks for the moment."""
 
 
 class Run(Protocol):
@@ -42,7 +42,7 @@ def settled(run: Run) -> Iterator[None]:
 
 
 def soon(run: Run) -> Iterator[None]:
-    """Soon after the last blow, whatever its victim is doing: starting again, catching up, being brought up."""
+    """Soon after the last fault, whatever its process is doing: starting again, catching up, being brought up."""
     run.pause(run.random.uniform(0, 10))
     yield
 

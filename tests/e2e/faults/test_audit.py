@@ -14,7 +14,7 @@ from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from tests.buffer.recorded_run import RecordedRun, settings
 from tests.e2e.faults.audit import Audit, audit
-from tests.e2e.faults.evidence import Evidence, read_look
+from tests.e2e.faults.evidence import Evidence, read_snapshot
 
 STEPS = 6
 WITHOUT_CHECKSUMS = (
@@ -22,7 +22,7 @@ WITHOUT_CHECKSUMS = (
     "UPDATE rollouts SET crc = NULL",
     "UPDATE segments SET key_crc = NULL",
 )
-"""As if the writer had been wrong and not the disk: readers would refuse a batch before it is looked at."""
+"""As if the writer had been wrong and not the disk: readers would refuse a batch before it reaches the audit."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_sound_journal_passes(journal: Path) -> None:
     found = audited(journal)
     assert found.violations == ()
     assert (found.groups, found.rollouts, found.staleness) == (2 * STEPS, 4 * STEPS, 1)
-    assert found.cut_rollouts > 0
+    assert found.mixed_rollouts > 0
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_tokens_that_were_not_trained_on_are_named(journal: Path) -> None:
     assert audited(journal).violations == ("step 1 trained on other tokens than are recorded",)
 
 
-def looks(path: Path, alter: Callable[[Path], None]) -> Evidence:
-    """Two looks at a journal, altered in between."""
+def two_snapshots(path: Path, alter: Callable[[Path], None]) -> Evidence:
+    """Two snapshots of a journal, altered in between."""
     evidence = Evidence()
-    evidence.look(path)
+    evidence.take_snapshot(path)
     alter(path)
-    evidence.look(path)
+    evidence.take_snapshot(path)
     return evidence
 
 
@@ -104,12 +104,12 @@ def test_an_active_run_contradicts_nothing(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "journal.db"
     run = RecordedRun(path, monkeypatch, settings(total_steps=STEPS), lambda group: 3.0 + group)
     evidence = Evidence()
-    evidence.look(tmp_path / "nothing.db")
+    evidence.take_snapshot(tmp_path / "nothing.db")
     for _ in range(STEPS):
         run.step()
-        evidence.look(path)
+        evidence.take_snapshot(path)
     assert evidence.contradictions == []
-    assert evidence.looks == STEPS
+    assert evidence.snapshots == STEPS
     assert evidence.seen.finished == 4 * STEPS
 
 
@@ -128,7 +128,7 @@ def test_an_active_run_contradicts_nothing(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_what_changes_afterwards_is_named(journal: Path, statement: str, named: str) -> None:
-    found = looks(journal, lambda path: change(path, statement))
+    found = two_snapshots(journal, lambda path: change(path, statement))
     assert named in "\n".join(found.contradictions)
 
 
@@ -145,15 +145,15 @@ def test_an_unfinished_rollout_may_continue_and_may_not_restart(journal: Path) -
     def begin_anew(path: Path) -> None:
         change(path, "DELETE FROM segments WHERE group_id = 3 AND rollout_index = 0 AND start > 0")
 
-    assert looks(journal, go_on).contradictions == []
-    found = looks(journal, begin_anew)
-    assert found.prefixes_seen == 4  # two rollouts in each of two looks
+    assert two_snapshots(journal, go_on).contradictions == []
+    found = two_snapshots(journal, begin_anew)
+    assert found.prefixes_seen == 4  # two rollouts in each of two snapshots
     assert "rollout (3, 0) was unfinished" in found.contradictions[0]
 
 
 def test_a_look_is_one_moment(journal: Path) -> None:
     with closing(open_for_reading(journal)) as connection:
-        look = read_look(connection)
+        snapshot = read_snapshot(connection)
         assert not connection.in_transaction
-    assert look.finished == 4 * STEPS
-    assert look.prefixes == 0
+    assert snapshot.finished == 4 * STEPS
+    assert snapshot.prefixes == 0

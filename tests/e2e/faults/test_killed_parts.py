@@ -18,9 +18,9 @@ PARTS = ("buffer", "trainer", "engine", "scorer")
 def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: Disturb, shared_runs: Runs) -> None:
     before = litter()
     run = disturb(100, rollout={"hang_seconds": 5.0}, checkpoints={"every": 10})
-    for blow in ("buffer commit", "trainer publish", "core publish", "scorer commit"):
-        assert run.strike(*blow.split())
-    assert run.strike("core", "settled", signal.SIGSTOP)
+    for fault in ("buffer commit", "trainer publish", "core publish", "scorer commit"):
+        assert run.inject(*fault.split())
+    assert run.inject("core", "settled", signal.SIGSTOP)
     run.finish()
     assert run.resumes == 0
     assert judge(run, before).violations == ()
@@ -40,8 +40,8 @@ def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(disturb: D
     undisturbed.finish()
     before = litter()
     run = disturb(40, **sections)
-    for blow in ("engine publish", "driver publish", "trainer resume"):
-        assert run.strike(*blow.split())
+    for fault in ("engine publish", "driver publish", "trainer resume"):
+        assert run.inject(*fault.split())
     run.finish()
     assert run.resumes == 1
     assert judge(run, before).violations == ()

@@ -23,7 +23,7 @@ def test_a_stalled_trainer_is_named_and_the_run_can_be_resumed(disturb: Disturb)
     before = litter()
     limit_s = 12
     run = disturb(40, pipeline={"stall_minutes": limit_s / 60}, checkpoints={"every": 10})
-    assert run.strike("trainer", "settled", signal.SIGSTOP)
+    assert run.inject("trainer", "settled", signal.SIGSTOP)
     with pytest.raises(Ended):
         run.until(lambda: False, "the end")
     assert run.code == 1

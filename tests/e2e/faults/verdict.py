@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from asyncrl_cli.spec.load import load_spec
 from tests.e2e.conftest import Runs, litter, rows
 from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.disturbed import DisturbedRun
-from tests.e2e.faults.evidence import read_look
+from tests.e2e.faults.evidence import read_snapshot
 
 CLEANING_S = 30.0
 """Seconds that the reaper gets to clean up."""
@@ -51,6 +51,26 @@ def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
     return Verdict(found, tuple(violations))
 
 
+def summary(run: DisturbedRun, found: Audit) -> str:
+    """One run in a line."""
+    return (
+        f"{found.groups} groups, {found.rollouts} rollouts ({found.mixed_rollouts} across versions), staleness "
+        f"{found.staleness}; {run.evidence.snapshots} snapshots, {run.evidence.prefixes_seen} unfinished rollouts in "
+        f"them; {run.resumes} resumes"
+    )
+
+
+def totals(done: Sequence[tuple[DisturbedRun, Verdict]]) -> str:
+    """All runs of a campaign in a line."""
+    audits = [verdict.audit for _, verdict in done]
+    return (
+        f"{len(done)} runs; {sum(audit.groups for audit in audits)} groups trained, "
+        f"{sum(audit.rollouts for audit in audits)} rollouts, {sum(audit.mixed_rollouts for audit in audits)} across "
+        f"versions; {sum(run.resumes for run, _ in done)} resumes; "
+        f"{sum(len(verdict.violations) for _, verdict in done)} violations"
+    )
+
+
 def left_behind(run: DisturbedRun, before: Collection[str]) -> list[str]:
     """Processes and files of a run that is over."""
     deadline = time.monotonic() + CLEANING_S
@@ -73,11 +93,11 @@ def replay_violations(runs: Runs, run: DisturbedRun) -> list[str]:
 
 def differences(one: Path, other: Path) -> list[str]:
     """How two runs differ in what they trained on, and in what came of it."""
-    looks = []
+    snapshots = []
     for folder in (one, other):
         with closing(open_for_reading(folder / FILE)) as connection:
-            looks.append(read_look(connection))
-    first, second = looks
+            snapshots.append(read_snapshot(connection))
+    first, second = snapshots
     found = []
     if first.digests != second.digests:
         steps = [step for step, digest in sorted(first.digests.items()) if second.digests.get(step) != digest]
