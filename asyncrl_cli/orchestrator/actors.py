@@ -14,8 +14,9 @@ from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.orchestrator.cluster import engine_wants, rank_wants
 from asyncrl_cli.orchestrator.engines import EngineProcess
+from asyncrl_cli.orchestrator.nodes import engine_wants, rank_wants
+from asyncrl_cli.orchestrator.placement import PlacementGroup, driver_affinity
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.inputs import TaskSpec
@@ -39,40 +40,45 @@ class ActorFactory:
     def _logs(self) -> str:
         return str(self.log_folder or self.run_path / "logs")
 
-    def engine(self, name: str) -> Any:
+    def engine_group(self, name: str) -> PlacementGroup:
+        """For the resources of one engine."""
+        return PlacementGroup(name, engine_wants(self.spec), self.spec.cluster.engines)
+
+    def trainer_group(self) -> PlacementGroup:
+        """For the resources of all trainer ranks."""
+        spec = self.spec
+        return PlacementGroup("the trainer", rank_wants(spec), spec.cluster.trainer, spec.trainer.ranks)
+
+    def engine(self, group: PlacementGroup) -> Any:
         import ray
 
         from asyncrl_cli.rollout.engine_settings import engine_environment
         from asyncrl_cli.rollout.worker import RolloutWorker
 
-        wants = engine_wants(self.spec)
         options = ray.remote(RolloutWorker).options(
-            num_cpus=wants["CPU"],
-            num_gpus=wants["GPU"],
-            runtime_env={"env_vars": engine_environment(self.spec)},
+            **group.options(), runtime_env={"env_vars": engine_environment(self.spec)}
         )
-        return options.remote(name, self.spec, self._logs)
+        return options.remote(group.who, self.spec, self._logs)
 
-    def trainer(self, rank: int) -> Any:
+    def trainer(self, group: PlacementGroup, index: int) -> Any:
         import ray
 
         from asyncrl_cli.train.deepspeed_engine import trainer_environment
         from asyncrl_cli.train.worker import TrainerWorker
 
-        wants = rank_wants(self.spec)
         options = ray.remote(concurrency_groups={"watch": 1})(TrainerWorker).options(
-            num_cpus=wants["CPU"],
-            num_gpus=wants["GPU"],
-            runtime_env={"env_vars": trainer_environment(self.spec)},
+            **group.options(index), runtime_env={"env_vars": trainer_environment(self.spec)}
         )
-        return options.remote(rank, self.spec, self._logs)
+        return options.remote(self.spec, self._logs)
 
     def scorer(self, task: TaskSpec) -> Any:
         import ray
 
         from asyncrl_cli.workers.reward_actor import RewardActor
 
-        return ray.remote(RewardActor).options(num_cpus=0).remote("scorer", task, str(self.search_path), self._logs)
+        # Where the driver is, there are the user's files.
+        options = ray.remote(RewardActor).options(num_cpus=0, scheduling_strategy=driver_affinity())
+        return options.remote("scorer", task, str(self.search_path), self._logs)
 
     def episode_worker(self, task: TaskSpec, name: str) -> Any:
         import ray
@@ -80,7 +86,9 @@ class ActorFactory:
         from asyncrl_cli.workers.episode_actor import EpisodeActor
 
         # Where the driver is, there is the gateway. Calls are waited for here, and bounded here.
-        options = ray.remote(EpisodeActor).options(num_cpus=0, scheduling_strategy=_here(), max_concurrency=MANY)
+        options = ray.remote(EpisodeActor).options(
+            num_cpus=0, scheduling_strategy=driver_affinity(), max_concurrency=MANY
+        )
         return options.remote(name, task, str(self.search_path), self._logs)
 
     def gateway(self) -> Any:
@@ -89,7 +97,7 @@ class ActorFactory:
         from asyncrl_cli.gateway.actor import GatewayActor
 
         # Where the driver is, there are the episode workers.
-        return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=_here()).remote(self._logs)
+        return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=driver_affinity()).remote(self._logs)
 
     def buffer(self) -> Any:
         import ray
@@ -97,16 +105,8 @@ class ActorFactory:
         from asyncrl_cli.buffer.actor import Buffer
 
         # Where the driver is, there is the run's folder.
-        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=_here())
+        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=driver_affinity())
         return options.remote(str(self.run_path / FILE), buffer_settings(self.spec), self._logs)
-
-
-def _here() -> Any:
-    """Schedules an actor on the driver's node."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
@@ -145,7 +145,7 @@ async def start_all(
     finally:
         for task in starting:
             task.cancel()
-    if any(engine.node != trainers.node for engine in engines):
+    if any(engine.node != trainers.seats[0].node_id for engine in engines):
         raise RunError(
             "an engine runs on another host than trainer rank 0, and weights travel through its memory",
             location="cluster",
@@ -159,14 +159,12 @@ async def _start_trainers(
 ) -> str:
     while True:
         try:
-            await trainers.placed(budget.warn)
             await trainers.preload()
             model_dir = await trainers.prepare_model(progress)
             progress("starting trainer")
             await trainers.start(checkpoint)
         except TrainerLost as lost:
             await budget.spend("trainer", lost.name, lost.cause)
-            trainers.renew()
         else:
             progress("starting engines")
             return model_dir

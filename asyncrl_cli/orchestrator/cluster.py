@@ -1,4 +1,4 @@
-"""Ray for one run: started on this machine, or joined; and resources for its actors.
+"""Ray for one run: started on this machine, or joined.
 
 A local cluster lives and dies with the driver. Ray's own processes end with a driver that ends in order; a
 reaper (``system.reaper``) ends the rest.
@@ -8,36 +8,43 @@ Whoever may call Ray runs code as this user, so a local cluster has a token of i
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import MARK, running_reaper
-from asyncrl_cli.system.remote import START_TIMEOUT_S, wait_for
 
-FIRST_NOTICE_S, NOTICE_S = 15.0, 60.0
-"""Seconds until a warning that an actor waits for resources, and between two notices."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """A local run keeps batches of tokens in Ray's object store, never weights."""
 
-Resources = Mapping[str, float]
-Look = Callable[[], tuple[Resources, Resources]]
-"""What is free in the cluster, and what there is in all."""
+
+class Actors(NamedTuple):
+    """How many actors with resources of their own a command starts."""
+
+    engines: int
+    ranks: int
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec) -> Actors:
+        """Those that a run starts with."""
+        return cls(spec.rollout.min_engines, spec.trainer.ranks)
 
 
 @contextmanager
-def ray_cluster(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
-    """Ray, for the length of the block. Raises ``RunError`` when it cannot be had."""
+def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = None) -> Iterator[None]:
+    """Ray, for the length of the block. Raises ``RunError`` when it cannot be had.
+
+    ``actors``: what a joined cluster must have room for, if that is not what a run starts with.
+    """
     if spec.cluster.address is not None:
-        with joined(spec):
+        with joined(spec, actors or Actors.of(spec)):
             yield
     else:
         with _local(spec, log_dir):
@@ -83,6 +90,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
             )
             try:
                 ray.init(
+                    "local",  # not what RAY_ADDRESS names, which Ray's own jobs have set
                     # Threads may share cores: the spec says how many there are, the machine how fast that is.
                     num_cpus=max(os.cpu_count() or 1, needed + 1),
                     include_dashboard=False,
@@ -131,7 +139,7 @@ def _environment(settings: Mapping[str, str], without: Collection[str]) -> Itera
 
 
 @contextmanager
-def joined(spec: ExperimentSpec) -> Iterator[str]:
+def joined(spec: ExperimentSpec, actors: Actors) -> Iterator[str]:
     """The cluster that the spec names, for the length of the block; gives what it has of what the run wants.
 
     Raises ``RunError`` when it cannot be reached, and when it lacks resources.
@@ -150,76 +158,6 @@ def joined(spec: ExperimentSpec) -> Iterator[str]:
             "cluster with token authentication needs RAY_AUTH_MODE=token in this environment",
         ) from error
     try:
-        yield check_resources(spec, ray.cluster_resources())
+        yield check_resources(spec, live_nodes(), actors.engines, actors.ranks)
     finally:
         ray.shutdown()
-
-
-def engine_wants(spec: ExperimentSpec) -> dict[str, float]:
-    """Ray's resources of one engine."""
-    return {"CPU": spec.rollout.threads_per_engine, "GPU": spec.rollout.gpus_per_engine}
-
-
-def rank_wants(spec: ExperimentSpec) -> dict[str, float]:
-    """Ray's resources of one trainer rank."""
-    return {"CPU": spec.trainer.threads_per_rank, "GPU": spec.trainer.gpus_per_rank}
-
-
-def check_resources(spec: ExperimentSpec, total: Resources) -> str:
-    """The nodes of a joined cluster have what all engines and ranks want together. Raises ``RunError``."""
-    engine, rank = engine_wants(spec), rank_wants(spec)
-    sums = {kind: spec.rollout.min_engines * engine[kind] + spec.trainer.ranks * rank[kind] for kind in engine}
-    wanted = {kind: amount for kind, amount in sums.items() if amount}
-    there = _amounts({kind: total.get(kind, 0) for kind in wanted})
-    if any(amount > total.get(kind, 0) for kind, amount in wanted.items()):
-        raise RunError(
-            f"the run needs {_amounts(wanted)}, and the cluster has {there}",
-            location="cluster.address",
-            hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
-        )
-    return f"{_amounts(wanted)} needed, {there} in the cluster"
-
-
-async def placed(
-    answer: Awaitable[Any], who: str, wants: Resources, warn: Callable[[str], None], look: Look | None = None
-) -> None:
-    """Wait for an actor's first answer, and say what is missing meanwhile.
-
-    Raises ``RunError`` after ``START_TIMEOUT_S`` seconds, and as ``wait_for`` does.
-    """
-    call = asyncio.ensure_future(wait_for(answer, who))
-    started, pause_s = time.monotonic(), FIRST_NOTICE_S
-    try:
-        while not (await asyncio.wait({call}, timeout=pause_s))[0]:
-            free, total = await asyncio.to_thread(look or _look)
-            waits = shortage(wants, free, total)
-            if time.monotonic() - started > START_TIMEOUT_S:
-                raise RunError(
-                    f"Ray found no room for {who} within {START_TIMEOUT_S:.0f} s: {waits}",
-                    location="cluster",
-                    hint="stop what else runs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
-                )
-            warn(f"{who} waits until Ray has room for it: {waits}")
-            pause_s = NOTICE_S
-        call.result()
-    finally:
-        call.cancel()
-
-
-def shortage(wants: Resources, free: Resources, total: Resources) -> str:
-    """What an actor wants, and how much of that is free."""
-    kinds = [kind for kind, amount in wants.items() if amount]
-    there = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in kinds)
-    return f"it needs {_amounts({kind: wants[kind] for kind in kinds})}; free are {there}"
-
-
-def _amounts(resources: Resources) -> str:
-    return " and ".join(
-        f"{f'{amount:g}' if amount else 'no'} {kind}{'s' if amount != 1 else ''}" for kind, amount in resources.items()
-    )
-
-
-def _look() -> tuple[Resources, Resources]:
-    import ray
-
-    return ray.available_resources(), ray.cluster_resources()

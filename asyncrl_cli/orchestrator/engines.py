@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.cluster import engine_wants, placed
+from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, wait_for
@@ -28,23 +28,30 @@ class EngineProcess(SupervisedActor):
         make: Callable[[], Any],
         folder: Awaitable[Path],
         budget: RestartBudget,
+        group: PlacementGroup,
         version: int | None = None,
     ) -> None:
-        """``make()`` asks Ray for an actor. ``folder``: the model that it is started on, a stub where weights are
-        published. ``version``: what the weights in there count as; None where it gets its weights by publishing."""
+        """``make()`` asks Ray for an actor in ``group``. ``folder``: the model that it is started on, a stub where
+        weights are published. ``version``: what the weights in there count as; None where it gets its weights by
+        publishing."""
         super().__init__("engine", name, make, self._bring_up, budget)
+        self.group = group
         self._spec = spec
         self._folder = asyncio.ensure_future(folder)
         self._version = version
         self._warn = budget.warn
-        self.ask()
+        group.ask()
+
+    async def room(self) -> None:
+        """Wait until Ray has room for the engine."""
+        await self.group.held(self._warn)
 
     async def _bring_up(self, actor: Any) -> None:
         """A mistake in the settings would come back: it ends the first start. Later the settings are known to be good,
         and whatever goes wrong is a reason for another process."""
         try:
-            await placed(actor.ping.remote(), self.name, engine_wants(self._spec), self._warn)
-            pid = await wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
+            preloading = wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
+            pid = await self.group.first_answer(preloading, self._warn)
             # Another host's process has this number, too.
             self.pid = pid if self._spec.cluster.address is None else None
             start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version)

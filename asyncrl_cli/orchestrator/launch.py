@@ -28,7 +28,7 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import unrecorded
-from asyncrl_cli.orchestrator.cluster import rank_wants, ray_cluster
+from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
@@ -254,15 +254,16 @@ async def _start(
 
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
-    engines = [
-        EngineProcess(spec, name, partial(factory.engine, name), stub, budget)
-        for name in (f"engine-{index}" for index in range(spec.rollout.min_engines))
-    ]
+    # Ray serves requests in their order: first what must fit together.
+    trainer_group = factory.trainer_group()
+    trainer_group.ask()
+    groups = [factory.engine_group(f"engine-{index}") for index in range(spec.rollout.min_engines)]
+    engines = [EngineProcess(spec, group.who, partial(factory.engine, group), stub, budget, group) for group in groups]
     services = EpisodeServices(spec, factory, budget)
     closing += [services.stop, *(engine.stop for engine in engines)]
     buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog knows since when a call takes too long, so its message comes first.
-    ranks = TrainerRanks(factory.trainer, spec.trainer.ranks, experiment.search_path, 2 * limit_s, rank_wants(spec))
+    ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None
     checkpoint = start.checkpoint

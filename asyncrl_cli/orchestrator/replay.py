@@ -17,7 +17,7 @@ from asyncrl_cli.journal.progress import checksum, steps_trained
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.cluster import rank_wants, ray_cluster
+from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory
@@ -63,16 +63,15 @@ class ReplayPlan:
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
     """Train again. Raises ``RunError`` when a batch is not in the journal any more or a rank dies."""
-    with ray_cluster(plan.spec, _log_folder(plan.run)):
+    with ray_cluster(plan.spec, _log_folder(plan.run), Actors(0, plan.spec.trainer.ranks)):
         asyncio.run(_replay(plan, progress, show))
 
 
 async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
     run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
     factory = ActorFactory(spec, run.path, search_path, _log_folder(run))
-    ranks = TrainerRanks(
-        factory.trainer, spec.trainer.ranks, search_path, spec.pipeline.stall_minutes * 60, rank_wants(spec)
-    )
+    limit_s = spec.pipeline.stall_minutes * 60
+    ranks = TrainerRanks(factory.trainer, factory.trainer_group(), search_path, limit_s, progress)
     connection = open_for_reading(run.path / FILE)
     try:
         progress("starting the trainer")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.cluster import ray_cluster
+from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
 from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
@@ -96,7 +96,10 @@ def serve(
     """
     served.logs.mkdir(parents=True, exist_ok=True)
     try:
-        with stop_on_signals() as stop, ray_cluster(served.spec, served.logs):
+        with (
+            stop_on_signals() as stop,
+            ray_cluster(served.spec, served.logs, Actors(served.spec.rollout.min_engines, 0)),
+        ):
             asyncio.run(_serve(served, ready, status, warn, stop))
     except KeyboardInterrupt:  # before there was a loop to hear it
         raise Interrupted from None
@@ -149,9 +152,10 @@ async def _serve(
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
     model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+    groups = [factory.engine_group(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     engines = [
-        EngineProcess(spec, name, partial(factory.engine, name), model, budget, served.version)
-        for name in (f"engine-{index}" for index in range(spec.rollout.min_engines))
+        EngineProcess(spec, group.who, partial(factory.engine, group), model, budget, group, served.version)
+        for group in groups
     ]
     # Below Ray's folder, which the reaper removes when no other process can.
     with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:

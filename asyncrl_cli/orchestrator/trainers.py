@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.orchestrator.cluster import Resources, placed
-from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
+from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
+from asyncrl_cli.records.training import Publication, Seat, StepReport, TrainingBatch
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, wait_for
 
 GRACE_S = 20.0
@@ -36,47 +36,53 @@ def _put(batch: TrainingBatch) -> Any:
 
 
 class TrainerRanks:
-    """All ranks of a run's trainer."""
+    """All ranks of a run's trainer.
+
+    Attributes:
+        seats: where they run, rank by rank; empty before ``preload``.
+    """
 
     def __init__(
         self,
-        make_actor: Callable[[int], Any],
-        ranks: int,
+        make_actor: Callable[[PlacementGroup, int], Any],
+        group: PlacementGroup,
         search_path: Path,
         limit_s: float,
-        wants: Resources,
+        warn: Callable[[str], None],
         share: Callable[[TrainingBatch], Any] = _put,
     ) -> None:
-        """``limit_s``: seconds that one call may take. ``wants``: Ray's resources of a rank. ``share`` makes a batch an
-        argument for all ranks."""
+        """``make_actor(group, index)`` asks Ray for an actor in a bundle of ``group``, which has one for each rank.
+        ``limit_s``: seconds that one call may take. ``warn`` gets what is missing while Ray has no room. ``share``
+        makes a batch an argument for all ranks."""
+        self.seats: tuple[Seat, ...] = ()
         self._share = share
-        self._wants = wants
+        self._group = group
         self._make_actor = make_actor
         self._search_path = search_path
         self._limit_s = limit_s
-        self._actors = [make_actor(rank) for rank in range(ranks)]
+        self._warn = warn
+        self._actors: list[Any] = []
         self._model_dir = ""
-        self.node = ""
-
-    async def placed(self, warn: Callable[[str], None]) -> None:
-        """Wait until Ray has room for all ranks; ``warn`` gets what is missing. Raises ``RunError``, and
-        ``TrainerLost``."""
-        waits = [
-            asyncio.ensure_future(placed(_look_at(actor), f"trainer-{rank}", self._wants, warn))
-            for rank, actor in enumerate(self._actors)
-        ]
-        try:
-            await asyncio.gather(*waits)
-        except ActorDied as died:
-            raise TrainerLost(died.location, died.message) from died
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     async def preload(self) -> None:
-        """Import what ``start`` needs."""
-        locations = await self._call("preload", limit_s=START_TIMEOUT_S)
-        self._address, self._port, self.node = locations[0]
+        """End what is left of the ranks, ask Ray for others, number them, and have them import what ``start`` needs.
+
+        Raises ``TrainerLost``, and ``RunError`` when Ray finds no room for them.
+        """
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        await self._group.held(self._warn)
+        self._actors = actors = [self._make_actor(self._group, index) for index in range(self._group.count)]
+        visits = _all([actor.visit.remote() for actor in actors], START_TIMEOUT_S)
+        seats = await self._group.first_answer(visits, self._warn)
+        order = rank_order(seats)
+        self._actors, self.seats = [actors[index] for index in order], tuple(seats[index] for index in order)
+        one_host = len({seat.node_id for seat in seats}) == 1
+        calls = [actor.preload.remote(rank, one_host) for rank, actor in enumerate(self._actors)]
+        self._address, self._port = (await _all(calls, START_TIMEOUT_S))[0]
 
     async def prepare_model(self, progress: Callable[[str], None]) -> str:
         """Make the initial model, if it has to be made; returns its folder. Raises ``TrainerLost``."""
@@ -104,17 +110,8 @@ class TrainerRanks:
 
     async def restart(self, checkpoint: Path | None) -> None:
         """End what is left of the ranks, and start all of them from a checkpoint, or from the initial model."""
-        self.renew()
         await self.preload()
         await self.start(checkpoint)
-
-    def renew(self) -> None:
-        """End what is left of the ranks, and ask Ray for others."""
-        import ray
-
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = [self._make_actor(rank) for rank in range(len(self._actors))]
 
     async def check(self) -> None:
         """Raises ``TrainerLost`` when a rank is dead."""

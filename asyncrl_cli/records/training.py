@@ -26,6 +26,15 @@ def are_equal(rewards: Iterable[float]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a trainer rank runs: Ray's node, its address in the cluster, and the rank's GPUs there."""
+
+    node_id: str
+    address: str
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingGroup:
     """The finished rollouts of one prompt with their rewards, by index.
 

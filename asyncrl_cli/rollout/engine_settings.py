@@ -103,6 +103,8 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
     }
     if rollout.gpus_per_engine:
         args["tensor_parallel_size"] = rollout.gpus_per_engine
+        # In an actor of a placement group vLLM would ask Ray for the GPUs that the actor has.
+        args["distributed_executor_backend"] = "mp" if rollout.gpus_per_engine > 1 else "uni"
     else:
         args |= {
             "enforce_eager": True,

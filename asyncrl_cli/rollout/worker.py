@@ -59,9 +59,6 @@ class RolloutWorker:
         self._awaited_news = asyncio.Event()
         self._clock = ActivityClock()
 
-    async def ping(self) -> None:
-        """Answer, which shows that Ray has found room for the actor."""
-
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
         import vllm.v1.engine.async_llm  # noqa: F401

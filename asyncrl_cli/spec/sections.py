@@ -35,6 +35,9 @@ from asyncrl_cli.spec.inputs import DataSpec, ModelSpec, SplitSpec, TaskSpec
 DType = Literal["float32", "bfloat16"]
 _HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
 _RAY = rf"auto|[a-z][a-z0-9+.-]*://\S+|({_HOST}|\[[0-9A-Fa-f:.]+\]):[0-9]{{1,5}}"
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = rf"({_LABEL}(\.{_LABEL})*/)?{_LABEL}"
+_LABEL_VALUES = rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))"
 
 
 class SamplingSpec(Section):
@@ -344,11 +347,27 @@ class NotifySpec(Section):
     progress for half of `pipeline.stall_minutes`)."""
 
 
+class NodeSelector(Section):
+    """Which nodes of a joined cluster may be used; without `nodes` and `labels` all of them."""
+
+    nodes: list[Annotated[str, pattern(_HOST, "must be a host name or an address")]] = Field(default_factory=list)
+    """Addresses or host names, as `ray status -v` shows them."""
+    labels: dict[
+        Annotated[str, pattern(_LABEL_KEY, "must be a label's key, such as `role` or `ray.io/market-type`")],
+        Annotated[str, pattern(_LABEL_VALUES, "must be a value, `!value`, `in(a, b)` or `!in(a, b)`")],
+    ] = Field(default_factory=dict)
+    """Labels that a node must have (`ray start --labels`), each with a value, `!value`, `in(a, b)` or `!in(a, b)`."""
+
+
 class ClusterSpec(Section):
     """Where the actors run."""
 
     address: Annotated[str | None, pattern(_RAY, "must be `auto`, `host:port`, or an address with ray://")] = None
     """Address of a running Ray cluster. Default: start one on this machine, and stop it at the end."""
+    trainer: NodeSelector = Field(default_factory=NodeSelector)
+    """Nodes for the trainer ranks. Ray puts them on as few nodes as possible."""
+    engines: NodeSelector = Field(default_factory=NodeSelector)
+    """Nodes for the engines. An engine has all its GPUs on one node."""
 
 
 class StopSpec(Section):

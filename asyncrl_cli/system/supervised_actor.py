@@ -107,6 +107,9 @@ class SupervisedActor:
         if self.actor is None:
             self.actor = self._make()
 
+    async def room(self) -> None:
+        """Wait until there is room for an actor. For parts whose actors have resources of their own."""
+
     async def running(self) -> Any:
         """The present actor, started if it has yet to be, again and again while it is lost meanwhile.
 
@@ -116,9 +119,11 @@ class SupervisedActor:
             async with self._starting:
                 if self.started:
                     return self.actor
-                self.ask()
                 actor = self.actor
                 try:
+                    await self.room()
+                    self.ask()
+                    actor = self.actor
                     await self._start(actor)
                 except self._losses as error:
                     lost = error

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.lora import PlainWeight, add_adapters, plain_weights
 from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, check_policy
 
@@ -39,8 +40,6 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
             # that they wait for: a warm start of a minute took ten beside another.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
-    if spec.cluster.address is None:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
 
 
@@ -57,7 +56,9 @@ def join_process_group(
     # Before ``init_distributed``, which would load it: DeepSpeed's own all-reduce for CPUs is compiled at the first
     # start (a compiler, half a minute) and leaves named segments in /dev/shm when a rank is killed. Gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Local rank 0 on every host: Ray shows an actor its own GPU alone.
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR=address, MASTER_PORT=str(port))
+    _choose_interface(address)
     backend = "nccl" if gpu else "gloo"
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -69,6 +70,18 @@ def join_process_group(
     )
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=MEETING)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def _choose_interface(address: str) -> None:
+    """Have gloo and NCCL use the interface over which this host reaches rank 0.
+
+    Left to themselves they take one that may lead nowhere (that of containers, say), and wait without end. What the
+    host's own environment says counts more, except on loopback.
+    """
+    interface = interface_to(address)
+    for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
+        if interface == "lo" or not os.environ.get(name):
+            os.environ[name] = value
 
 
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:

@@ -10,32 +10,45 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Publication, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
+
+LOOPBACK = "127.0.0.1"
+"""Where ranks meet that share a host."""
 
 
 class TrainerWorker:
     """One rank. Methods run one at a time, except ``progress``."""
 
-    def __init__(self, rank: int, spec: ExperimentSpec, log_dir: str) -> None:
-        redirect_output(log_dir, f"trainer-{rank}")
-        self._rank = rank
+    def __init__(self, spec: ExperimentSpec, log_dir: str) -> None:
         self._spec = spec
+        self._log_dir = log_dir
         self._progress = (0, 0, 0.0)
         self._updates = 0
         self._listener: socket.socket | None = None
 
-    def preload(self) -> tuple[str, int, str]:
-        """Import what ``start`` needs; returns this node's address and id, and between them a port held until then."""
+    def visit(self) -> Seat:
+        """Where Ray has put this process; answers before anything is imported."""
+        import ray
+
+        gpus = tuple(map(str, ray.get_gpu_ids()))
+        return Seat(str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address(), gpus)
+
+    def preload(self, rank: int, one_host: bool) -> tuple[str, int]:
+        """Become this rank, and import what ``start`` needs; returns an address and a port of this host, held until
+        then, at which other ranks reach it. ``one_host``: all ranks are on this host."""
+        redirect_output(self._log_dir, f"trainer-{rank}")
+        self._rank = rank
         import deepspeed  # noqa: F401
         import ray
         import transformers  # noqa: F401
 
-        address = "127.0.0.1" if self._spec.cluster.address is None else ray.util.get_node_ip_address()
-        self._listener = socket.create_server((address, 0))
-        return address, self._listener.getsockname()[1], str(ray.get_runtime_context().get_node_id())
+        address = LOOPBACK if one_host else ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        return address, self._listener.getsockname()[1]
 
     def prepare_model(self, search_path: str) -> str:
         """Make the initial model, if it has to be made; returns its folder. For rank 0."""

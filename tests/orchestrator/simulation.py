@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from stand_ins import Actor, StandInBuffer, StandInProcess, prompts, remote
+from stand_ins import Actor, RoomyGroup, StandInBuffer, StandInProcess, prompts, remote
 
 from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.monitors.base import Monitor
@@ -44,7 +44,7 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.training import Publication, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Publication, Seat, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
@@ -235,8 +235,13 @@ class Rank(Actor):
         self._weights: Weights = ()
 
     @remote
-    async def preload(self) -> tuple[str, int, str]:
-        return "127.0.0.1", 1, "node"
+    async def visit(self) -> Seat:
+        return Seat("node", "127.0.0.1")
+
+    @remote
+    async def preload(self, rank: int, one_host: bool) -> tuple[str, int]:
+        assert rank == self._rank and one_host
+        return "127.0.0.1", 1
 
     @remote
     async def progress(self) -> tuple[int, int, float]:
@@ -413,11 +418,11 @@ class Simulation:
         buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0, budget)
         opening = await buffer.open(start.kind, start.note, start.base)
         ranks = TrainerRanks(
-            lambda rank: self._noted(Rank(self.fate, rank)),
-            spec.trainer.ranks,
+            lambda group, rank: self._noted(Rank(self.fate, rank)),
+            RoomyGroup("the trainer", spec.trainer.ranks),
             Path(),
             600.0,
-            {},
+            lambda text: None,
             share=lambda batch: batch,
         )
         await ranks.preload()

@@ -23,6 +23,7 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.records.generation import (
     Delivery,
     EngineActivity,
@@ -34,7 +35,7 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 T = TypeVar("T")
@@ -222,6 +223,19 @@ class StandInEngine(Actor):
     def ids(self) -> list[str]:
         """What was submitted, in order."""
         return [request.rollout_id for request in self.submitted]
+
+
+class RoomyGroup(PlacementGroup):
+    """A placement group for which there is room at once."""
+
+    def __init__(self, who: str, count: int = 1) -> None:
+        super().__init__(who, {"CPU": 1}, NodeSelector(), count)
+
+    def ask(self) -> None:
+        pass
+
+    async def ready(self, timeout_s: float) -> bool:
+        return True
 
 
 class StandInProcess(SupervisedActor):

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_ins import Actor, Notes, remote, run
+from stand_ins import Actor, Notes, RoomyGroup, remote, run
 
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
 from asyncrl_cli.orchestrator.actors import start_all
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.trainers import TrainerLost
+from asyncrl_cli.records.training import Seat
 from asyncrl_cli.system import supervised_actor
 
 
@@ -30,10 +31,6 @@ class EngineActor(Actor):
         self.node = "node-0"
         self.started_on = ""
         self._fate = fate
-
-    @remote
-    async def ping(self) -> None:
-        pass
 
     @remote
     async def preload(self) -> int:
@@ -65,23 +62,20 @@ class Factory:
     def process(self, name: str) -> EngineProcess:
         folder = asyncio.sleep(0, Path("/model_stub"))
         spec: Any = self.spec
-        return EngineProcess(spec, name, partial(self.engine, name), folder, Notes().budget())
+        return EngineProcess(spec, name, partial(self.engine, name), folder, Notes().budget(), RoomyGroup(name))
 
 
 class Trainers:
     """Trainer ranks; ``dies_at`` are the calls in which they die, one after the other."""
 
     def __init__(self, *dies_at: str) -> None:
-        self.node = ""
+        self.seats: tuple[Seat, ...] = ()
         self.calls: list[str] = []
         self._dies_at = list(dies_at)
 
-    async def placed(self, warn: Callable[[str], None]) -> None:
-        self._note("placed")
-
     async def preload(self) -> None:
         self._note("preload")
-        self.node = "node-0"
+        self.seats = (Seat("node-0", "10.0.0.1"),)
 
     async def prepare_model(self, progress: Callable[[str], None]) -> str:
         self._note("prepare_model")
@@ -89,9 +83,6 @@ class Trainers:
 
     async def start(self, checkpoint: Path | None) -> None:
         self._note(f"start {checkpoint}")
-
-    def renew(self) -> None:
-        self.calls.append("renew")
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -128,7 +119,9 @@ def started(
         budget, folder = noted.budget(max_restarts), asyncio.ensure_future(asyncio.to_thread(model_stub))
         spec: Any = factory.spec
         names = [f"engine-{index}" for index in range(engines)]
-        processes = [EngineProcess(spec, name, partial(factory.engine, name), folder, budget) for name in names]
+        processes = [
+            EngineProcess(spec, name, partial(factory.engine, name), folder, budget, RoomyGroup(name)) for name in names
+        ]
         model = await start_all(
             processes,
             trainers,  # type: ignore[arg-type]
@@ -158,7 +151,7 @@ def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
     trainers = Trainers()
     folder, notes, shown = started(Factory(), trainers)
     assert folder == "/models/one"
-    assert trainers.calls == ["placed", "preload", "prepare_model", "start /step-000004"]
+    assert trainers.calls == ["preload", "prepare_model", "start /step-000004"]
     assert shown == ["starting engines and trainer", "starting trainer", "starting engines"]
     assert notes == []
 
@@ -176,8 +169,7 @@ def test_a_trainer_that_dies_while_it_starts_is_started_again() -> None:
     folder, notes, _ = started(Factory(), trainers)
     assert folder == "/models/one"
     assert [cause for _, _, cause in notes] == ["died at preload", "died at prepare_model", "died at start"]
-    assert trainers.calls.count("renew") == 3
-    assert trainers.calls[-4:] == ["placed", "preload", "prepare_model", "start /step-000004"]
+    assert trainers.calls[-3:] == ["preload", "prepare_model", "start /step-000004"]
 
 
 def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
@@ -229,12 +221,11 @@ def test_an_engine_on_another_host_is_refused() -> None:
 # -- one engine's process
 
 
-@pytest.mark.parametrize("address", [None, "ray://there:10001"])
+@pytest.mark.parametrize("address", [None, "there:6379"])
 def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any], address: str | None) -> None:
     async def check() -> None:
         process = Factory(address=address).process("engine-0")
-        first = process.actor
-        await process.running()
+        first = await process.running()
         await process.lose(first, "it is slow")
         assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
         await process.running()

@@ -1,73 +1,202 @@
-"""While Ray has no room for an actor, the run reports what is missing, and the wait ends."""
+"""Placement groups: ranks are numbered by node and GPU; while Ray has no room, the run says what is missing."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
-from stand_ins import run, spec
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_ins import run
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator import cluster
-from asyncrl_cli.orchestrator.cluster import check_resources, placed, shortage
+from asyncrl_cli.orchestrator import placement
+from asyncrl_cli.orchestrator.nodes import Node, live_nodes
+from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
+from asyncrl_cli.records.training import Seat
+from asyncrl_cli.spec.sections import NodeSelector
 
-WANTS = {"CPU": 1, "GPU": 2}
-FREE, TOTAL = {"CPU": 3.0}, {"CPU": 8.0, "GPU": 4.0}
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 15)), min_size=1, max_size=16, unique=True).flatmap(
+        st.permutations
+    )
+)
+def test_ranks_are_numbered_by_node_and_by_gpu_on_a_node(places: list[tuple[int, int]]) -> None:
+    seats = [Seat(f"id{host}", f"10.0.0.{host}", (str(gpu),)) for host, gpu in places]
+    assert [places[index] for index in rank_order(seats)] == sorted(places)
 
 
-async def waits(seconds_of_limit: float, monkeypatch: pytest.MonkeyPatch, reported: list[str], answered: bool) -> None:
-    monkeypatch.setattr(cluster, "FIRST_NOTICE_S", 0.001)
-    monkeypatch.setattr(cluster, "NOTICE_S", 0.001)
-    monkeypatch.setattr(cluster, "START_TIMEOUT_S", seconds_of_limit)
-    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+def test_ranks_without_gpus_keep_the_order_of_their_bundles_on_a_node() -> None:
+    seats = [Seat("b", "10.0.0.10"), Seat("a", "10.0.0.9"), Seat("b", "10.0.0.10"), Seat("a", "10.0.0.9")]
+    assert rank_order(seats) == [1, 3, 0, 2]
 
-    def look() -> tuple[dict[str, float], dict[str, float]]:
-        return FREE, TOTAL
+
+# -- waiting
+
+
+class FullGroup(PlacementGroup):
+    """A group without room, until ``room`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__("engine-0", {"CPU": 1, "GPU": 2}, NodeSelector())
+        self.asked = 0
+        self.room = False
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    async def ready(self, timeout_s: float) -> bool:
+        await asyncio.sleep(0)
+        return self.room
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "FIRST_NOTICE_S", 0.0)
+    monkeypatch.setattr(placement, "NOTICE_S", 0.0)
+    monkeypatch.setattr(placement, "LOOK_S", 0.001)
+
+
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = (Node("id", "10.0.0.1", total={"CPU": 8.0, "GPU": 4.0}, free={"CPU": 3.0}),)
+    monkeypatch.setattr(placement, "live_nodes", lambda: nodes)
+
+
+NEEDS = "it needs 1 CPU and 2 GPUs; free are 3 of 8 CPUs, 0 of 4 GPUs"
+
+
+@pytest.mark.usefixtures("one_node")
+def test_what_is_missing_is_reported_until_there_is_room() -> None:
+    group, reported = FullGroup(), list[str]()
 
     def warn(text: str) -> None:
         reported.append(text)
-        if answered and not answer.done():
-            answer.set_result(None)
+        group.room = len(reported) == 2
 
-    await placed(answer, "engine-0", WANTS, warn, look)
-
-
-def test_what_is_missing_is_reported_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: list[str] = []
-    run(waits(600.0, monkeypatch, reported, answered=True))
-    assert reported == [
-        "engine-0 waits until Ray has room for it: it needs 1 CPU and 2 GPUs; free are 3 of 8 CPUs, 0 of 4 GPUs"
-    ]
+    run(group.held(warn, limit_s=None))
+    assert reported == [f"engine-0 waits until Ray has room for it: {NEEDS}"] * 2
 
 
-def test_a_wait_for_room_ends_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        RunError, match=r"Ray found no room for engine-0 .*: it needs 1 CPU and 2 GPUs; free are"
-    ) as error:
-        run(waits(0.0, monkeypatch, [], answered=False))
+@pytest.mark.usefixtures("one_node")
+def test_a_wait_for_room_ends_with_the_numbers() -> None:
+    with pytest.raises(RunError, match=rf"Ray found no room for engine-0 within 0 s: {NEEDS}") as error:
+        run(FullGroup().held(pytest.fail, limit_s=0.0))
     assert error.value.location == "cluster"
     assert error.value.hint
 
 
-def test_an_actor_that_has_room_is_not_talked_about() -> None:
+def test_a_group_that_has_room_is_not_talked_about() -> None:
+    group = FullGroup()
+    group.room = True
+    run(group.held(pytest.fail))
+
+
+@pytest.mark.usefixtures("one_node")
+def test_a_node_that_dies_before_the_first_answer_is_noticed() -> None:
     async def check() -> None:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        answer.set_result(None)
-        await placed(answer, "engine-0", WANTS, pytest.fail)
+        group, reported = FullGroup(), list[str]()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def warn(text: str) -> None:
+            reported.append(text)
+            group.room = True
+            answer.set_result("here")
+
+        assert await group.first_answer(answer, warn) == "here"
+        assert reported == [f"engine-0 waits until Ray has room for it: {NEEDS}"]
 
     run(check())
 
 
-def test_a_cluster_must_have_what_the_run_wants_in_all() -> None:
-    wanting = spec()
-    rollout = wanting.rollout.model_copy(update={"engines": 3, "gpus_per_engine": 2})
-    wanting = wanting.model_copy(update={"rollout": rollout})
-    with pytest.raises(RunError, match="the run needs 4 CPUs and 6 GPUs, and the cluster has 16 CPUs and no GPUs"):
-        check_resources(wanting, {"CPU": 16.0})
-    assert check_resources(wanting, {"CPU": 4.0, "GPU": 6.0}) == (
-        "4 CPUs and 6 GPUs needed, 4 CPUs and 6 GPUs in the cluster"
-    )
+# -- Ray
 
 
-def test_resources_that_an_actor_does_not_want_are_omitted() -> None:
-    assert shortage({"CPU": 2, "GPU": 0}, {}, {"CPU": 1.0}) == "it needs 2 CPUs; free are 0 of 1 CPUs"
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """A cluster of two nodes on this machine: a head with one CPU, and a node with two and a label."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setattr(placement, "LOOK_S", 0.2)
+    head = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=2, labels={"role": "rollout"}, object_store_memory=80 * 2**20)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def node_id(role: str | None) -> str:
+    (found,) = (node.node_id for node in live_nodes() if node.labels.get("role") == role)
+    return found
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_groups_in_a_cluster(cluster: object) -> None:
+    """One cluster for all of it, as each takes ten seconds to start."""
+    import ray
+
+    @ray.remote
+    class Somewhere:
+        def where(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
+
+    async def check() -> None:
+        worker, head = node_id("rollout"), node_id(None)
+        # By label: all of a bundle's resources on the node that has it.
+        engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, NodeSelector(labels={"role": "rollout"}))
+        engine.ask()
+        engine.ask()
+        await engine.held(pytest.fail, limit_s=60.0)
+        assert engine.nodes() == (worker,)
+        first = Somewhere.options(**engine.options()).remote()
+        assert await first.where.remote() == worker
+        # A restart uses the same group: there is no room beside the killed actor's.
+        ray.kill(first)
+        again = Somewhere.options(**engine.options()).remote()
+        assert await again.where.remote() == worker
+
+        # More ranks than fit: the wait names what each node has, and ends when another group gives its room back.
+        trainer = PlacementGroup("the trainer", {"CPU": 1}, NodeSelector(), 3)
+        reported = list[str]()
+
+        def warn(text: str) -> None:
+            if not reported:
+                engine.remove()
+            reported.append(text)
+
+        assert not await trainer.ready(0.0), "nobody has asked"
+        await trainer.held(warn, limit_s=60.0)
+        assert "it needs 3 × 1 CPU, each on one node; free are" in reported[0]
+        assert reported[0].count(" of 1 CPUs on ") == reported[0].count(" of 2 CPUs on ") == 1
+        assert sorted(trainer.nodes()) == sorted([head, worker, worker])
+        actors = [Somewhere.options(**trainer.options(index)).remote() for index in range(3)]
+        assert tuple(await asyncio.gather(*(actor.where.remote() for actor in actors))) == trainer.nodes()
+        assert trainer.nodes() != (), "its actors have not changed it"
+        trainer.remove()
+        assert trainer.nodes() == ()
+
+        # By name: a node that is not there is waited for.
+        named = PlacementGroup("engine-1", {"CPU": 1}, NodeSelector(nodes=["203.0.113.9"]))
+        named.ask()
+        assert not await named.ready(0.5)
+        address = next(node.address for node in live_nodes() if node.node_id == head)
+        named._selector = NodeSelector(nodes=[address], labels={"role": "!rollout"})
+        await named.held(pytest.fail, limit_s=60.0)
+        assert named.nodes() == (head,)
+        # A group whose wait is cancelled can be given back, and asked for again.
+        full = PlacementGroup("engine-2", {"CPU": 3}, NodeSelector())
+        full.ask()
+        waiting = asyncio.ensure_future(full.ready(60.0))
+        assert not await full.ready(0.2)
+        waiting.cancel()
+        full.remove()
+        full.remove()
+        assert not await full.ready(0.0)
+
+    run(check())

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import Actor, run
+from stand_ins import Actor, RoomyGroup, run
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
-from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.records.training import Seat, TrainingBatch
 from asyncrl_cli.system.remote import NoAnswer
 
 Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
@@ -54,14 +55,15 @@ class Ranks:
         self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
         self.made: list[Rank] = []
         self.shared: list[TrainingBatch] = []
-        self.trainer = TrainerRanks(self._make, count, Path("/search"), limit_s, {}, self._share)
+        group = RoomyGroup("the trainer", count)
+        self.trainer = TrainerRanks(self._make, group, Path("/search"), limit_s, pytest.fail, self._share)
 
     def _share(self, batch: TrainingBatch) -> str:
         self.shared.append(batch)
         return f"reference {len(self.shared)}"
 
-    def _make(self, rank: int) -> Rank:
-        self.made.append(Rank(self, rank))
+    def _make(self, group: PlacementGroup, index: int) -> Rank:
+        self.made.append(Rank(self, index))
         return self.made[-1]
 
 
@@ -70,12 +72,25 @@ async def never() -> Any:
     return await asyncio.get_running_loop().create_future()
 
 
+async def placed(behaviour: Behaviour, limit_s: float = 600.0) -> Ranks:
+    """Three ranks that have their places and were called for nothing else."""
+
+    async def first_places(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        return await starts(rank, method, arguments)
+
+    ranks = Ranks(first_places, limit_s=limit_s)
+    await ranks.trainer.preload()
+    ranks.behaviour = behaviour
+    ranks.calls.clear()
+    return ranks
+
+
 def raised_by(behaviour: Behaviour, limit_s: float = 600.0) -> Exception:
     """What a call of all ranks raises."""
 
     async def call() -> Exception:
         with pytest.raises(Exception) as error:  # noqa: PT011
-            await Ranks(behaviour, limit_s=limit_s).trainer._call("train_step", "batch")
+            await (await placed(behaviour, limit_s=limit_s)).trainer._call("train_step", "batch")
         return error.value
 
     error: Exception = run(call())
@@ -89,7 +104,7 @@ def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
         return 10 * rank.rank
 
     async def check() -> None:
-        ranks = Ranks(answers)
+        ranks = await placed(answers)
         assert await ranks.trainer._call("train_step", "batch", 7) == [0, 10, 20]
         assert ranks.calls == [(rank, "train_step", ("batch", 7)) for rank in range(3)]
 
@@ -101,7 +116,7 @@ def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
         return rank.rank
 
     async def check() -> None:
-        ranks, batch = Ranks(answers), TrainingBatch(3, 2, ())
+        ranks, batch = await placed(answers), TrainingBatch(3, 2, ())
         await ranks.trainer.train_step(batch)
         assert ranks.shared == [batch]
         assert ranks.calls == [(rank, "train_step", ("reference 1",)) for rank in range(3)]
@@ -174,9 +189,11 @@ def test_no_answer_in_time() -> None:
 
 async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
     """A rank that can be started; each has its own place."""
+    if method == "visit":
+        return Seat(f"node-{rank.rank}", f"10.0.0.{rank.rank}")
     if method == "preload":
         number = len(rank.ranks.made)
-        return f"10.0.0.{rank.rank}", 1000 * number + rank.rank, f"node-{rank.rank}"
+        return f"10.0.0.{rank.rank}", 1000 * number + rank.rank
     if method == "prepare_model":
         return "/models/one"
     if method == "progress":
@@ -201,7 +218,8 @@ def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: l
     async def check() -> None:
         ranks = Ranks(starts, count=2)
         await ranks.trainer.preload()
-        assert ranks.trainer.node == "node-0"
+        assert [seat.node_id for seat in ranks.trainer.seats] == ["node-0", "node-1"]
+        assert ranks.calls[-2:] == [(0, "preload", (0, False)), (1, "preload", (1, False))]
         assert await ranks.trainer.prepare_model(print) == "/models/one"
         assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ("/search",))]
         await ranks.trainer.start(None)
@@ -255,7 +273,11 @@ def test_the_warm_start_shows_how_far_it_is() -> None:
         assert text == "warm start: 12 of 1000 updates, loss 0.500"
         seen.set()
 
-    assert run(Ranks(warms_up).trainer.prepare_model(show)) == "/models/one"
+    async def check() -> None:
+        ranks = await placed(warms_up)
+        assert await ranks.trainer.prepare_model(show) == "/models/one"
+
+    run(check())
 
 
 def test_a_model_that_cannot_be_made_ends_the_start() -> None:
@@ -264,8 +286,12 @@ def test_a_model_that_cannot_be_made_ends_the_start() -> None:
             raise RunError("no such model", location="model.path")
         return await starts(rank, method, arguments)
 
-    with pytest.raises(RunError, match=r"model\.path: no such model"):
-        run(Ranks(fails).trainer.prepare_model(print))
+    async def check() -> None:
+        ranks = await placed(fails)
+        with pytest.raises(RunError, match=r"model\.path: no such model"):
+            await ranks.trainer.prepare_model(print)
+
+    run(check())
 
 
 @pytest.mark.parametrize("heard_of_in", ["prepare_model", "progress"])
@@ -277,13 +303,17 @@ def test_a_rank_that_dies_while_the_model_is_made_is_lost(heard_of_in: str) -> N
             await never()
         return await starts(rank, method, arguments)
 
-    with pytest.raises(TrainerLost, match="trainer-0: the process died"):
-        run(Ranks(dies).trainer.prepare_model(print))
+    async def check() -> None:
+        ranks = await placed(dies)
+        with pytest.raises(TrainerLost, match="trainer-0: the process died"):
+            await ranks.trainer.prepare_model(print)
+
+    run(check())
 
 
 def test_a_look_at_idle_ranks_finds_a_dead_one() -> None:
     async def check() -> None:
-        ranks = Ranks(starts)
+        ranks = await placed(starts)
         await ranks.trainer.check()
         assert ranks.calls == [(rank, "progress", ()) for rank in range(3)]
         ranks.made[2].die()

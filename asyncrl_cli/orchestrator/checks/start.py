@@ -28,7 +28,7 @@ from asyncrl_cli.orchestrator.checks import machine as machine_checks
 from asyncrl_cli.orchestrator.checks import memory as memory_checks
 from asyncrl_cli.orchestrator.checks import model as model_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.cluster import joined
+from asyncrl_cli.orchestrator.cluster import Actors, joined
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.launch import Experiment
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -223,7 +223,7 @@ class StartChecks:
         return model_checks.check_algorithm(self._spec, self._search_path, self._notice)
 
     def _cluster(self) -> str:
-        with joined(self._spec) as found:
+        with joined(self._spec, Actors.of(self._spec)) as found:
             return found
 
     def _engine(self) -> str:

@@ -1,0 +1,224 @@
+"""The nodes of a Ray cluster: which of them a part of the run may use, what fits on them, what is missing.
+
+All of it is pure, but for ``live_nodes``, which asks Ray.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
+
+Resources = Mapping[str, float]
+SHOWN_NODES = 8
+"""Nodes that a message lists."""
+ROUNDING = 1e-6
+"""Ray counts resources in ten-thousandths; their floats differ by less than this from what they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node that is alive. ``total``: its resources; ``free``: those that no actor or group holds."""
+
+    node_id: str
+    address: str
+    name: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    total: Resources = field(default_factory=dict)
+    free: Resources = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.address if self.name in ("", self.address) else f"{self.name} ({self.address})"
+
+
+def live_nodes() -> tuple[Node, ...]:
+    """The cluster's nodes, by address. Asks Ray, so not in an event loop."""
+    import ray
+    from ray._private.state import available_resources_per_node  # Ray has no public call that tells nodes apart
+
+    free = available_resources_per_node()
+    nodes = [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["NodeManagerHostname"],
+            node.get("Labels", {}),
+            node["Resources"],
+            free.get(node["NodeID"], {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return tuple(sorted(nodes, key=lambda node: (numbers_of(node.address), node.node_id)))
+
+
+def numbers_of(address: str) -> tuple[tuple[int, int, str], ...]:
+    """Orders addresses as people do: 10.0.0.9 before 10.0.0.10."""
+    return tuple(
+        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"[.:]", address) if part
+    )
+
+
+def eligible(nodes: Sequence[Node], selector: NodeSelector) -> tuple[Node, ...]:
+    """The nodes that a part of the run may use."""
+    names = set(selector.nodes)
+    return tuple(
+        node
+        for node in nodes
+        if not names or names & {node.address, node.name}
+        if all(_has(node.labels.get(key), wanted) for key, wanted in selector.labels.items())
+    )
+
+
+def _has(value: str | None, wanted: str) -> bool:
+    """As Ray matches a label: a node without the label has none of the values."""
+    negated = wanted.startswith("!")
+    wanted = wanted.removeprefix("!")
+    values = re.split(r", ?", wanted[3:-1]) if wanted.startswith("in(") else [wanted]
+    return (value in values) != negated
+
+
+def engine_wants(spec: ExperimentSpec) -> dict[str, float]:
+    """Ray's resources of one engine."""
+    return {"CPU": spec.rollout.threads_per_engine, "GPU": spec.rollout.gpus_per_engine}
+
+
+def rank_wants(spec: ExperimentSpec) -> dict[str, float]:
+    """Ray's resources of one trainer rank."""
+    return {"CPU": spec.trainer.threads_per_rank, "GPU": spec.trainer.gpus_per_rank}
+
+
+def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, ranks: int) -> str:
+    """The nodes have room for so many engines and trainer ranks, each whole on one node.
+
+    Returns what was found; raises ``RunError`` that names what lacks.
+    """
+    parts = {"engines": (engines, engine_wants(spec), "engine"), "trainer": (ranks, rank_wants(spec), "trainer rank")}
+    usable: dict[str, tuple[Node, ...]] = {}
+    for part, (count, wants, what) in parts.items():
+        selector: NodeSelector = getattr(spec.cluster, part)
+        usable[part] = eligible(nodes, selector) if count else ()
+        if not count:
+            continue
+        known = {name for node in nodes for name in (node.address, node.name)}
+        if missing := [name for name in selector.nodes if name not in known]:
+            raise RunError(
+                f"no node of the cluster has the address or name {', '.join(missing)}",
+                location=f"cluster.{part}.nodes",
+                hint=f"the cluster has {listed([str(node) for node in nodes])}",
+            )
+        if not usable[part]:
+            labels = ", ".join(f"{key}={value}" for key, value in selector.labels.items())
+            raise RunError(
+                f"no node of the cluster has the labels {labels}",
+                location=f"cluster.{part}.labels",
+                hint="`ray start --labels` gives a node its labels; `ray list nodes` shows them",
+            )
+        if not any(_times(node.total, wants) for node in usable[part]):
+            raise RunError(
+                f"no node has room for one {what}: it needs {amounts(wants)} on one node, and there are "
+                f"{_totals(usable[part], wants)}",
+                location=f"cluster.{part}",
+                hint="add a node that has them, or lower the threads and GPUs of one engine or rank",
+            )
+    needed = " and ".join(
+        f"{count} {what}{'s' if count > 1 else ''} of {amounts(wants)}"
+        for count, wants, what in parts.values()
+        if count
+    )
+    found = most_engines(usable["engines"], usable["trainer"], engine_wants(spec), rank_wants(spec), ranks)
+    if found is None or found < engines:
+        room = (
+            f"fewer than {ranks} trainer ranks"
+            if found is None
+            else f"{found} of the engines{' beside the ranks' if ranks else ''}"
+        )
+        kinds = {kind: 1.0 for _, wants, _ in parts.values() for kind, amount in wants.items() if amount}
+        every = [node for node in nodes if node in usable["engines"] or node in usable["trainer"]]
+        raise RunError(
+            f"the run needs {needed}, and there is room for {room}: {_totals(every, kinds)}",
+            location="cluster",
+            hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
+        )
+    return f"room for {needed} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+
+
+def most_engines(
+    engine_nodes: Sequence[Node], rank_nodes: Sequence[Node], engine: Resources, rank: Resources, ranks: int
+) -> int | None:
+    """How many engines fit on the nodes beside all ranks, at most; None where the ranks alone do not fit.
+
+    Exact: ``best[r]`` are the most engines on the nodes seen so far if r ranks are there, too.
+    """
+    best: list[int | None] = [0] + [None] * ranks
+    hosts_engines, hosts_ranks = ({node.node_id for node in some} for some in (engine_nodes, rank_nodes))
+    for node in {node.node_id: node for node in (*engine_nodes, *rank_nodes)}.values():
+        most_here = min(ranks, _times(node.total, rank)) if node.node_id in hosts_ranks else 0
+        engines_here = [
+            _times(_without(node.total, rank, here), engine) if node.node_id in hosts_engines else 0
+            for here in range(most_here + 1)
+        ]
+        best = [
+            max(
+                (
+                    before + engines_here[here]
+                    for here in range(min(most_here, placed) + 1)
+                    if (before := best[placed - here]) is not None
+                ),
+                default=None,
+            )
+            for placed in range(ranks + 1)
+        ]
+    return best[ranks]
+
+
+def _without(there: Resources, wants: Resources, times: int) -> dict[str, float]:
+    return {kind: amount - times * wants.get(kind, 0) for kind, amount in there.items()}
+
+
+def _times(there: Resources, wants: Resources) -> int:
+    """How often the wants fit."""
+    return min((int((there.get(kind, 0) + ROUNDING) // amount) for kind, amount in wants.items() if amount), default=0)
+
+
+def shortage(wants: Resources, count: int, nodes: Sequence[Node]) -> str:
+    """What ``count`` bundles want, and how much of that is free on the nodes that they may use."""
+    kinds = [kind for kind, amount in wants.items() if amount]
+    needs = f"{f'{count} × ' if count > 1 else ''}{amounts(wants)}"
+    if not nodes:
+        return f"it needs {needs}; the cluster has no node that it may use"
+    there = [
+        ", ".join(f"{node.free.get(kind, 0):g} of {node.total.get(kind, 0):g} {kind}s" for kind in kinds)
+        for node in nodes
+    ]
+    if len(nodes) == 1:
+        return f"it needs {needs}; free are {there[0]}"
+    by_node = [f"{free} on {node}" for node, free in zip(nodes, there, strict=True)]
+    return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free are {listed(by_node, '; ')}"
+
+
+def _totals(nodes: Sequence[Node], wants: Resources) -> str:
+    return listed(
+        [
+            f"{amounts({kind: node.total.get(kind, 0) for kind, amount in wants.items() if amount})} on {node}"
+            for node in nodes
+        ],
+        "; ",
+    )
+
+
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """At most ``SHOWN_NODES`` of the texts, and how many more there are."""
+    more = len(texts) - SHOWN_NODES
+    return separator.join(texts[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "")
+
+
+def amounts(resources: Resources) -> str:
+    """Such as ``1 CPU and 2 GPUs``; resources with amount 0 are omitted, unless all are 0."""
+    shown = {kind: amount for kind, amount in resources.items() if amount} or resources
+    return " and ".join(
+        f"{f'{amount:g}' if amount else 'no'} {kind}{'s' if amount != 1 else ''}" for kind, amount in shown.items()
+    )

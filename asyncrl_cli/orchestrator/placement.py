@@ -1,0 +1,166 @@
+"""Where actors run: placement groups, which keep Ray's resources through the restarts of the actors in them.
+
+An engine has a group of one bundle with all its GPUs, so it is whole on one node. All trainer ranks are in one group,
+one bundle each, packed on as few nodes as possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.nodes import Node, Resources, eligible, live_nodes, numbers_of, shortage
+from asyncrl_cli.records.training import Seat
+from asyncrl_cli.spec.sections import NodeSelector
+from asyncrl_cli.system.remote import START_TIMEOUT_S
+
+FIRST_NOTICE_S, NOTICE_S = 15.0, 60.0
+"""Seconds until a warning that a part waits for resources, and between two notices."""
+LOOK_S = 5.0
+"""Seconds between two looks whether nodes that the spec names have joined the cluster."""
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives each node."""
+
+
+T = TypeVar("T")
+
+
+def rank_order(seats: Sequence[Seat]) -> list[int]:
+    """The indices of the seats in the order of ranks: node by node, and by GPU on a node.
+
+    Ranks next to each other then share a node as far as possible: rings and ZeRO's groups within a node need that.
+    """
+
+    def key(index: int) -> tuple[Any, ...]:
+        seat = seats[index]
+        return numbers_of(seat.address), seat.node_id, [numbers_of(gpu) for gpu in seat.gpus], index
+
+    return sorted(range(len(seats)), key=key)
+
+
+class PlacementGroup:
+    """Resources of one engine, or of all trainer ranks.
+
+    Ray keeps them until ``remove`` or the run's end. If a node dies, Ray finds another place for its bundles.
+    """
+
+    def __init__(self, who: str, bundle: Resources, selector: NodeSelector, count: int = 1) -> None:
+        """``who`` is the part's name in messages; ``bundle`` are the resources of each of the ``count`` actors."""
+        self.who = who
+        self._bundle = {kind: amount for kind, amount in bundle.items() if amount}
+        self.count = count
+        self._selector = selector
+        self._group: Any = None
+        self._named: frozenset[str] = frozenset()
+
+    def ask(self) -> None:
+        """Ask Ray for the resources, unless that is done; returns at once.
+
+        A group that waits for nodes that the spec names is replaced when others of them are there.
+        """
+        from ray.util.placement_group import placement_group
+
+        labels, named = dict(self._selector.labels), frozenset[str]()
+        if self._selector.nodes:
+            named = frozenset(node.node_id for node in eligible(live_nodes(), self._selector))
+            if named == self._named or (self._group is not None and self._table()["state"] == "CREATED"):
+                return
+            self.remove()
+            if not named:
+                return
+            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that comes back has another id
+        elif self._group is not None:
+            return
+        self._named = named
+        selectors = [labels] * self.count if labels else None
+        self._group = placement_group([self._bundle] * self.count, "PACK", bundle_label_selector=selectors)
+
+    async def ready(self, timeout_s: float) -> bool:
+        """Whether Ray holds the resources now or within this time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._group is None:
+                    await asyncio.get_running_loop().create_future()
+                await self._group.ready()
+        except TimeoutError:
+            return False
+        return True
+
+    async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
+        """Wait until Ray holds the resources; ``warn`` gets what is missing. Raises ``RunError`` after ``limit_s``
+        seconds; None waits without a limit."""
+        started = time.monotonic()
+        next_notice = started + FIRST_NOTICE_S
+        self.ask()
+        while not await self.ready(LOOK_S):
+            if (now := time.monotonic()) >= next_notice:
+                waits = self.shortage(await asyncio.to_thread(live_nodes))
+                if limit_s is not None and now - started > limit_s:
+                    raise RunError(
+                        f"Ray found no room for {self.who} within {limit_s:.0f} s: {waits}",
+                        location="cluster",
+                        hint="stop what else runs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
+                    )
+                warn(f"{self.who} waits until Ray has room for it: {waits}")
+                next_notice = now + NOTICE_S
+            self.ask()
+
+    async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
+        """The first answer of actors in the group, with what is missing if their node dies before it.
+
+        Ray notices a death after some seconds, and until then the group counts as held. Raises as ``held``.
+        """
+        call = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait({call}, timeout=LOOK_S))[0]:
+                await self.held(warn)
+            return call.result()
+        finally:
+            call.cancel()
+
+    def shortage(self, nodes: Sequence[Node]) -> str:
+        """What the group needs and what the nodes have."""
+        return shortage(self._bundle, self.count, eligible(nodes, self._selector))
+
+    def options(self, index: int = 0) -> dict[str, Any]:
+        """Options of the actor in a bundle: it runs with the bundle's resources."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        return {
+            "num_cpus": self._bundle.get("CPU", 0),
+            "num_gpus": self._bundle.get("GPU", 0),
+            "scheduling_strategy": strategy,
+        }
+
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' ids, bundle by bundle; empty while Ray has no place for all of them."""
+        if self._group is None or (table := self._table())["state"] != "CREATED":
+            return ()
+        places = table["bundles_to_node_id"]
+        return tuple(places[index] for index in range(self.count))
+
+    def remove(self) -> None:
+        """Give the resources back; what runs in the group dies."""
+        from ray.util.placement_group import remove_placement_group
+
+        group, self._group, self._named = self._group, None, frozenset()
+        if group is not None:
+            remove_placement_group(group)
+
+    def _table(self) -> dict[str, Any]:
+        from ray.util.placement_group import placement_group_table
+
+        table: dict[str, Any] = placement_group_table(self._group)
+        return table
+
+
+def driver_affinity() -> Any:
+    """Schedules an actor on the driver's node: there are the run's folder, the journal and the gateway."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -1,0 +1,33 @@
+"""Which of a host's network interfaces leads to another host."""
+
+from __future__ import annotations
+
+import socket
+
+from asyncrl_cli.core.errors import RunError
+
+
+def interface_to(address: str) -> str:
+    """The interface over which this host reaches an address; nothing is sent. Raises ``RunError`` if there is none."""
+    import psutil
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # a datagram socket: only the route is looked up
+        except OSError as error:
+            raise RunError(
+                f"this host has no route to {address}: {error.strerror}",
+                location=socket.gethostname(),
+                hint="put the hosts into one network, or choose nodes that are (cluster.trainer, cluster.engines)",
+            ) from None
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        # An IPv6 address may carry its interface: fe80::1%eth0.
+        if any(one.family == family and one.address.partition("%")[0] == own for one in addresses):
+            return str(name)
+    raise RunError(
+        f"no network interface of this host has the address {own}, from which it reaches {address}",
+        location=socket.gethostname(),
+        hint="set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where Ray is started on this host",
+    )

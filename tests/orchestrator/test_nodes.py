@@ -1,0 +1,191 @@
+"""Which nodes a part of the run may use, what fits on them, and what the run says is missing."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from stand_ins import spec
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.nodes import (
+    SHOWN_NODES,
+    Node,
+    check_resources,
+    eligible,
+    most_engines,
+    numbers_of,
+    shortage,
+)
+from asyncrl_cli.spec.sections import ClusterSpec, ExperimentSpec, NodeSelector
+
+
+def node(number: int, cpus: float = 8.0, gpus: float = 0.0, labels: dict[str, str] | None = None) -> Node:
+    total = {"CPU": cpus, "GPU": gpus}
+    return Node(f"id{number}", f"10.0.0.{number}", f"host-{number}", labels or {}, total, total)
+
+
+def wanting(engines: int, gpus: int, cluster: ClusterSpec | None = None, ranks: int = 1) -> ExperimentSpec:
+    """A spec of engines with so many GPUs, and of ranks on one CPU each."""
+    base = spec()
+    return base.model_copy(
+        update={
+            "rollout": base.rollout.model_copy(update={"engines": engines, "gpus_per_engine": gpus}),
+            "trainer": base.trainer.model_copy(update={"ranks": ranks}),
+            "cluster": cluster or ClusterSpec(),
+        }
+    )
+
+
+# -- which nodes
+
+
+LABELS = [{}, {"market": "spot"}, {"market": "on-demand"}, {"market": "spot", "role": "rollout"}]
+
+
+@pytest.mark.parametrize(
+    ("selector", "numbers"),
+    [
+        (NodeSelector(), [0, 1, 2, 3]),
+        (NodeSelector(labels={"market": "spot"}), [1, 3]),
+        (NodeSelector(labels={"market": "!spot"}), [0, 2]),
+        (NodeSelector(labels={"market": "in(spot, on-demand)"}), [1, 2, 3]),
+        (NodeSelector(labels={"market": "!in(spot,on-demand)"}), [0]),
+        (NodeSelector(labels={"market": "spot", "role": "rollout"}), [3]),
+        (NodeSelector(nodes=["10.0.0.2", "host-0"]), [0, 2]),
+        (NodeSelector(nodes=["10.0.0.2", "host-1"], labels={"market": "spot"}), [1]),
+        (NodeSelector(nodes=["10.0.0.9"]), []),
+    ],
+)
+def test_a_selector_chooses_by_name_and_by_label(selector: NodeSelector, numbers: list[int]) -> None:
+    nodes = [node(number, labels=labels) for number, labels in enumerate(LABELS)]
+    assert [one.node_id for one in eligible(nodes, selector)] == [f"id{number}" for number in numbers]
+
+
+def test_addresses_are_in_the_order_of_their_numbers() -> None:
+    addresses = ["10.0.0.9", "10.0.0.10", "10.0.1.1", "fe80::1", "fe80::b"]
+    assert sorted(set(addresses), key=numbers_of) == addresses
+
+
+# -- what fits
+
+
+SIZES = st.integers(0, 4)
+
+
+@given(
+    st.lists(st.tuples(SIZES, SIZES, st.sampled_from(["engines", "ranks", "both"])), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)).filter(any),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)).filter(any),
+)
+@example([(4, 4, "both"), (4, 4, "both")], 2, (1, 3), (1, 2))
+def test_as_many_engines_fit_as_the_best_of_all_placements_has(
+    sizes: list[tuple[int, int, str]], ranks: int, engine: tuple[int, int], rank: tuple[int, int]
+) -> None:
+    nodes = [node(number, cpus, gpus) for number, (cpus, gpus, _) in enumerate(sizes)]
+    for_engines = [one for one, (*_, use) in zip(nodes, sizes, strict=True) if use != "ranks"]
+    for_ranks = [one for one, (*_, use) in zip(nodes, sizes, strict=True) if use != "engines"]
+    best = None
+    for placed in product(range(ranks + 1), repeat=len(nodes)):
+        if sum(placed) != ranks:
+            continue
+        engines = 0
+        for one, here, (cpus, gpus, use) in zip(nodes, placed, sizes, strict=True):
+            left = [cpus - here * rank[0], gpus - here * rank[1]]
+            if min(left) < 0 or (here and one not in for_ranks):
+                break
+            fits = [amount // wanted for amount, wanted in zip(left, engine, strict=True) if wanted]
+            engines += min(fits) if use != "ranks" else 0
+        else:
+            best = engines if best is None else max(best, engines)
+    wants = [dict(zip(("CPU", "GPU"), one, strict=True)) for one in (engine, rank)]
+    assert most_engines(for_engines, for_ranks, wants[0], wants[1], ranks) == best
+
+
+def test_a_cluster_with_room_names_what_fits() -> None:
+    found = check_resources(wanting(2, 4), [node(1, 8, 8), node(2)], 2, 1)
+    assert found == "room for 2 engines of 1 CPU and 4 GPUs and 1 trainer rank of 1 CPU on 2 nodes"
+
+
+def refusal(spec: ExperimentSpec, nodes: list[Node]) -> RunError:
+    with pytest.raises(RunError) as error:
+        check_resources(spec, nodes, spec.rollout.min_engines, spec.trainer.ranks)
+    assert error.value.hint
+    return error.value
+
+
+def test_enough_in_sum_and_no_node_that_fits_is_refused_as_that() -> None:
+    error = refusal(wanting(1, 4), [node(1, 8, 2), node(2, 8, 2)])
+    assert error.location == "cluster.engines"
+    assert error.message == (
+        "no node has room for one engine: it needs 1 CPU and 4 GPUs on one node, and there are "
+        "8 CPUs and 2 GPUs on host-1 (10.0.0.1); 8 CPUs and 2 GPUs on host-2 (10.0.0.2)"
+    )
+
+
+def test_a_cluster_with_room_for_some_engines_only_is_refused_with_their_number() -> None:
+    error = refusal(wanting(3, 2), [node(1, 8, 3), node(2, 8, 3)])
+    assert error.location == "cluster"
+    assert error.message == (
+        "the run needs 3 engines of 1 CPU and 2 GPUs and 1 trainer rank of 1 CPU, and there is room for 2 of the "
+        "engines beside the ranks: 8 CPUs and 3 GPUs on host-1 (10.0.0.1); 8 CPUs and 3 GPUs on host-2 (10.0.0.2)"
+    )
+
+
+def test_ranks_that_do_not_fit_alone_are_refused() -> None:
+    assert "there is room for fewer than 3 trainer ranks" in refusal(wanting(1, 0, ranks=3), [node(1, 2)]).message
+
+
+def test_only_what_a_command_starts_must_fit() -> None:
+    assert check_resources(wanting(1, 8), [node(1, 1)], 0, 1) == "room for 1 trainer rank of 1 CPU on 1 node"
+    with pytest.raises(RunError, match="needs 1 CPU and 8 GPUs on one node"):
+        check_resources(wanting(1, 8), [node(1, 1)], 1, 0)
+
+
+def test_a_name_that_no_node_has_is_refused() -> None:
+    cluster = ClusterSpec(address="auto", trainer=NodeSelector(nodes=["host-1", "host-7"]))
+    error = refusal(wanting(1, 0, cluster), [node(1), node(2)])
+    assert (error.location, error.message) == (
+        "cluster.trainer.nodes",
+        "no node of the cluster has the address or name host-7",
+    )
+    assert error.hint == "the cluster has host-1 (10.0.0.1), host-2 (10.0.0.2)"
+
+
+def test_labels_that_no_node_has_are_refused() -> None:
+    cluster = ClusterSpec(address="auto", engines=NodeSelector(labels={"role": "rollout", "market": "!spot"}))
+    error = refusal(wanting(1, 0, cluster), [node(1), node(2, labels={"role": "trainer"})])
+    assert (error.location, error.message) == (
+        "cluster.engines.labels",
+        "no node of the cluster has the labels role=rollout, market=!spot",
+    )
+
+
+# -- what is missing
+
+
+def test_on_one_node_a_shortage_is_about_the_resources_that_are_wanted() -> None:
+    there = Node("id", "10.0.0.1", total={"CPU": 1.0, "GPU": 2.0}, free={"GPU": 2.0})
+    assert shortage({"CPU": 2}, 1, [there]) == "it needs 2 CPUs; free are 0 of 1 CPUs"
+    assert shortage({"CPU": 2}, 3, [there]) == "it needs 3 × 2 CPUs; free are 0 of 1 CPUs"
+
+
+def test_on_several_nodes_a_shortage_is_shown_node_by_node() -> None:
+    nodes = [node(1, 8, 2), Node("id2", "10.0.0.2", total={"CPU": 4.0, "GPU": 8.0}, free={"CPU": 1.0})]
+    assert shortage({"CPU": 1, "GPU": 4}, 1, nodes) == (
+        "it needs 1 CPU and 4 GPUs, all on one node; free are 8 of 8 CPUs, 2 of 2 GPUs on host-1 (10.0.0.1); "
+        "1 of 4 CPUs, 0 of 8 GPUs on 10.0.0.2"
+    )
+
+
+def test_a_shortage_in_a_large_cluster_has_a_short_text() -> None:
+    text = shortage({"CPU": 1}, 1, [node(number) for number in range(SHOWN_NODES + 5)])
+    assert text.count("of 8 CPUs") == SHOWN_NODES
+    assert text.endswith(" and 5 more")
+
+
+def test_a_shortage_without_any_node_says_so() -> None:
+    assert shortage({"CPU": 1}, 1, []) == "it needs 1 CPU; the cluster has no node that it may use"
