@@ -189,7 +189,7 @@ def _reasons(
     from asyncrl_cli.runs.checkpoints import keep_reasons
 
     steps = [checkpoint.step for checkpoint in checkpoints]
-    return keep_reasons(steps, accuracies, retention.keep_last, retention.keep_every, retention.keep_best)
+    return keep_reasons(steps, accuracies, retention)
 
 
 def _accuracies(run: RunDirectory) -> dict[int, float]:

@@ -28,7 +28,7 @@ from asyncrl_cli.runs.checkpoints import (
     TrainerLayout,
     checkpoint_name,
     complete_checkpoints,
-    kept,
+    keep_reasons,
     remove,
     seal,
     sweep,
@@ -106,16 +106,8 @@ class Checkpoints:
 
     def _prune(self, accuracies: Mapping[int, float], awaited: Collection[int]) -> list[int]:
         found = complete_checkpoints(self._folder)
-        retention = self._retention
-        remaining = kept(
-            [checkpoint.step for checkpoint in found],
-            accuracies,
-            retention.keep_last,
-            retention.keep_every,
-            retention.keep_best,
-            awaited,
-        )
-        removed = [checkpoint for checkpoint in found if checkpoint.step not in remaining]
+        reasons = keep_reasons([checkpoint.step for checkpoint in found], accuracies, self._retention, awaited)
+        removed = [checkpoint for checkpoint in found if not reasons[checkpoint.step]]
         for checkpoint in removed:
             remove(checkpoint)
         return [checkpoint.step for checkpoint in removed]

@@ -22,11 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_write, rename, sync
 from asyncrl_cli.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from asyncrl_cli.spec.sections import CheckpointSpec
 
 STATE = "state"
 """The trainer's part of a checkpoint."""
@@ -217,12 +220,7 @@ def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda:
 
 
 def keep_reasons(
-    steps: Collection[int],
-    accuracies: Mapping[int, float],
-    keep_last: int,
-    keep_every: int,
-    keep_best: int,
-    awaited: Collection[int] = (),
+    steps: Collection[int], accuracies: Mapping[int, float], keep: CheckpointSpec, awaited: Collection[int] = ()
 ) -> dict[int, tuple[str, ...]]:
     """For every step, why its checkpoint is kept; one without a reason is removed.
 
@@ -230,32 +228,19 @@ def keep_reasons(
     ones the newest counts first. The checkpoints of ``awaited`` steps, whose evaluation is still running, are kept if
     ``keep_best`` is set. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
     """
-    newest = sorted(steps, reverse=True)[:keep_last]
+    newest = sorted(steps, reverse=True)[: keep.keep_last]
     judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)
-    best = [step for _, step in judged[:keep_best]]
+    best = [step for _, step in judged[: keep.keep_best]]
     reasons: dict[int, tuple[str, ...]] = {}
     for step in sorted(steps):
         held = {
-            f"last {keep_last}": step in newest,
-            f"every {keep_every}": bool(keep_every) and step % keep_every == 0,
-            f"best {keep_best}": step in best,
-            "evaluation running": bool(keep_best) and step in awaited and step not in accuracies,
+            f"last {keep.keep_last}": step in newest,
+            f"every {keep.keep_every}": bool(keep.keep_every) and step % keep.keep_every == 0,
+            f"best {keep.keep_best}": step in best,
+            "evaluation running": bool(keep.keep_best) and step in awaited and step not in accuracies,
         }
         reasons[step] = tuple(reason for reason, holds in held.items() if holds)
     return reasons
-
-
-def kept(
-    steps: Collection[int],
-    accuracies: Mapping[int, float],
-    keep_last: int,
-    keep_every: int,
-    keep_best: int,
-    awaited: Collection[int] = (),
-) -> set[int]:
-    """The steps whose checkpoints are kept; see ``keep_reasons``."""
-    reasons = keep_reasons(steps, accuracies, keep_last, keep_every, keep_best, awaited)
-    return {step for step, why in reasons.items() if why}
 
 
 def remove(checkpoint: Checkpoint) -> None:

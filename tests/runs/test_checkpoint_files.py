@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from asyncrl_cli.runs.checkpoints import (
     checkpoint_of,
     complete_checkpoints,
     keep_reasons,
-    kept,
     remove,
     seal,
     sweep,
@@ -28,6 +28,7 @@ from asyncrl_cli.runs.checkpoints import (
     verify,
 )
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import CheckpointSpec
 
 SHARD = "state/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
@@ -221,6 +222,18 @@ STEPS = st.sets(st.integers(0, 60), max_size=12)
 ACCURACIES = st.dictionaries(st.integers(0, 60), st.sampled_from([0.0, 0.25, 0.5, 0.75]), max_size=20)
 
 
+def kept(
+    steps: Collection[int],
+    accuracies: dict[int, float],
+    last: int,
+    every: int,
+    best: int,
+    awaited: Collection[int] = (),
+) -> set[int]:
+    keep = CheckpointSpec(keep_last=last, keep_every=every, keep_best=best)
+    return {step for step, why in keep_reasons(steps, accuracies, keep, awaited).items() if why}
+
+
 @given(
     steps=STEPS,
     accuracies=ACCURACIES,
@@ -274,7 +287,9 @@ def test_pruning_after_every_step_keeps_what_pruning_at_the_end_keeps(
 
 
 def test_the_reasons_are_given() -> None:
-    reasons = keep_reasons([5, 10, 15, 20], {5: 0.5, 10: 0.5, 20: 0.1}, 1, 20, 1, awaited=[15])
+    reasons = keep_reasons(
+        [5, 10, 15, 20], {5: 0.5, 10: 0.5, 20: 0.1}, CheckpointSpec(keep_last=1, keep_every=20, keep_best=1), [15]
+    )
     assert reasons == {
         5: (),
         10: ("best 1",),
