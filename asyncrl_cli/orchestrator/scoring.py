@@ -21,7 +21,7 @@ from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 SCORER = "scorer"
 """Its name, which is that of its log file."""
 AT_ONCE = 16
-"""Responses that the actor has at least, to choose from; as many as its processes take, if these are more."""
+"""Responses that the actor may have at a time, to choose from; as many as its processes take, if these are more."""
 ACTOR_S = 60.0
 """Seconds that the actor may take to answer a ping. What it does has limits of its own."""
 
@@ -35,9 +35,10 @@ class Scoring:
     def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget) -> None:
         self._actor = SupervisedActor("scorer", SCORER, make_actor, _start, budget)
         self._calls = task.reward_workers * task.reward_concurrency
-        self._per_call = -(-AT_ONCE // self._calls)
-        self._turns = asyncio.Semaphore(self._calls)
-        self._alone = asyncio.Lock()
+        self._at_once = max(AT_ONCE, self._calls)
+        self._per_call = -(-self._at_once // self._calls)
+        self._room = asyncio.Semaphore(self._at_once)
+        self._entering = asyncio.Lock()
 
     async def start(self) -> None:
         """Have the task loaded, for who wants to know early that it can be."""
@@ -65,14 +66,14 @@ class Scoring:
         return scored
 
     async def _score_some(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
-        async with self._turns:
+        async with self._room_for(len(responses)):
             try:
                 return await self._ask(responses)
             except ActorLost:
                 pass
         scored: list[Scored | RewardFailure] = []
         for response in responses:
-            async with self._all_turns():
+            async with self._room_for(self._at_once):
                 try:
                     scored += await self._ask([response])
                 except ActorLost as lost:
@@ -80,17 +81,19 @@ class Scoring:
         return scored
 
     @asynccontextmanager
-    async def _all_turns(self) -> AsyncIterator[None]:
+    async def _room_for(self, responses: int) -> AsyncIterator[None]:
+        """Responses are counted, not calls: engines deliver rollouts by ones and twos, and a call at a time would bound
+        the rewards of many engines by the time that a call takes to come back (decision 0043)."""
         taken = 0
         try:
-            async with self._alone:  # two that collect turns would wait for each other
-                while taken < self._calls:
-                    await self._turns.acquire()
+            async with self._entering:  # two that take room bit by bit would wait for each other
+                while taken < responses:
+                    await self._room.acquire()
                     taken += 1
             yield
         finally:
             for _ in range(taken):
-                self._turns.release()
+                self._room.release()
 
     async def _ask(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
         return await self._actor.call(lambda actor: _answer(actor.score.remote(list(responses)), actor))

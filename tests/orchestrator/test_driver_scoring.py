@@ -122,6 +122,28 @@ def test_as_many_calls_as_the_actor_has_places_are_under_way(killed: list[Any]) 
     assert list(map(plain, asyncio.run(both()))) == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0]]
 
 
+def test_many_small_calls_share_the_room_of_the_actor(killed: list[Any]) -> None:
+    """One worker process, and callers with one response each, as engines deliver them."""
+    most = asyncio.Event()
+
+    async def when_the_room_is_full(texts: list[str]) -> list[Any]:
+        if len(actor.calls) == AT_ONCE:
+            most.set()
+        await most.wait()
+        return await lengths(texts)
+
+    actor = StandIn(when_the_room_is_full)
+
+    async def ask() -> list[list[Scored | RewardFailure]]:
+        asked, _ = scoring_with(actor)
+        calls = [asyncio.ensure_future(asked.score(responses("x" * i))) for i in range(AT_ONCE + 3)]
+        await asyncio.wait_for(most.wait(), 30)
+        assert len(actor.calls) == AT_ONCE
+        return await asyncio.wait_for(asyncio.gather(*calls), 30)
+
+    assert [plain(scored) for scored in asyncio.run(ask())] == [[float(i)] for i in range(AT_ONCE + 3)]
+
+
 def test_calls_that_lose_one_actor_together_are_tried_again_one_by_one(killed: list[Any]) -> None:
     async def deadly(texts: list[str]) -> list[Any]:
         await asyncio.sleep(0)
