@@ -49,8 +49,10 @@ class _Holder:
         self.fault = str(fault)
         self.refused = self.refused or isinstance(fault, _WrongBytes)
         self.held, self.ask_at = b"", 0.0  # it may be another process by now
-        self.retry_at = time.monotonic() + min(RETRY_S * 2**self.faults, MAX_RETRY_S)
-        self.faults = min(self.faults + 1, 16)
+        now = time.monotonic()
+        if now >= self.retry_at:  # else it is the same event, seen by another of its connections
+            self.retry_at = now + min(RETRY_S * 2**self.faults, MAX_RETRY_S)
+            self.faults = min(self.faults + 1, 16)
 
     def state(self) -> str:
         return self.fault or f"it has {sum(self.held)} chunks"

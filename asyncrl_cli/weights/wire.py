@@ -25,7 +25,7 @@ def read_head(connection: socket.socket, timeout_s: float) -> tuple[str, bytes]:
     while b"\r\n\r\n" not in received:
         if len(received) >= HEAD_BYTES:
             raise ValueError("the head is too long")
-        _bound(connection, deadline)
+        connection.settimeout(_left(deadline))
         more = connection.recv(HEAD_BYTES - len(received))
         if not more:
             raise ConnectionError("it closed the connection")
@@ -35,11 +35,12 @@ def read_head(connection: socket.socket, timeout_s: float) -> tuple[str, bytes]:
 
 
 def send(connection: socket.socket, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-    """Send all parts. Raises ``OSError``."""
+    """Send all parts. Raises ``OSError``, ``SILENCE_S`` after the deadline at the latest."""
     views = [memoryview(part) for part in parts]
     first = 0
+    connection.settimeout(SILENCE_S)
     while first < len(views):
-        _bound(connection, deadline)
+        _left(deadline)
         sent = connection.sendmsg(views[first : first + VIEWS])
         first = _advance(views, first, sent)
 
@@ -52,13 +53,14 @@ def receive(connection: socket.socket, into: Sequence[memoryview], start: bytes,
     views = list(into)
     total = sum(len(view) for view in views)
     done, first = 0, 0
+    connection.settimeout(SILENCE_S)
     while first < len(views):
         if start:
             count = min(len(start), len(views[first]))
             views[first][:count] = start[:count]
             start = start[count:]
         else:
-            _bound(connection, deadline)
+            _left(deadline)
             count = connection.recvmsg_into(views[first : first + VIEWS])[0]
             if count == 0:
                 raise ConnectionError(f"it ended after {done} of {total} bytes")
@@ -78,8 +80,8 @@ def _advance(views: list[memoryview], first: int, count: int) -> int:
     return first
 
 
-def _bound(connection: socket.socket, deadline: float) -> None:
+def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    connection.settimeout(min(left, SILENCE_S))
+    return left

@@ -1,0 +1,189 @@
+"""The server of weights: nothing without the token, and nothing but weights with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.weights import http_server, wire
+from asyncrl_cli.weights.http_mover import HttpMover
+from asyncrl_cli.weights.http_server import WeightServer
+from asyncrl_cli.weights.layout import plan_slots
+from asyncrl_cli.weights.manifest import Endpoint, Manifest
+from asyncrl_cli.weights.movers import HolderFault
+from asyncrl_cli.weights.replica import Replica
+
+TOKEN = "a-token-of-the-run"
+SLOTS = plan_slots([("w", torch.int8, (1000,))])
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    with closing(Replica(SLOTS, 1)) as replica:
+        yield replica
+
+
+@pytest.fixture(scope="module")
+def manifest(replica: Replica) -> Manifest:
+    descriptor = os.open(replica.begin(7), os.O_RDWR)
+    os.pwrite(descriptor, bytes(i % 251 for i in range(1000)), 0)
+    os.close(descriptor)
+    with ThreadPoolExecutor(1) as threads:
+        return Manifest.of(7, SLOTS, 1, [replica.digest(7, {0}, threads)])
+
+
+@pytest.fixture
+def server(replica: Replica) -> Iterator[WeightServer]:
+    with closing(WeightServer(replica, TOKEN, "127.0.0.1")) as server:
+        yield server
+
+
+def ask(server: WeightServer, request: bytes) -> bytes:
+    """What the server sends until it closes the connection."""
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+        return answer
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+def request(path: str, token: str = TOKEN, method: str = "GET", more: str = "") -> bytes:
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{more}\r\n".encode()
+
+
+def test_a_chunk_is_given_to_who_has_the_token(server: WeightServer, manifest: Manifest) -> None:
+    answer = ask(server, request(f"/weights/7/chunks/0/{manifest.digests[0]}"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: 1000")
+    assert body == bytes(i % 251 for i in range(1000))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "Authorization: Bearer \r\n",
+        f"Authorization: Bearer {TOKEN[:-1]}\r\n",
+        f"Authorization: Bearer {TOKEN}x\r\n",
+        f"Authorization: Bearer {TOKEN.upper()}\r\n",
+        f"Authorization: Basic {TOKEN}\r\n",
+        f"Authorization: {TOKEN}\r\n",
+        f"X-Authorization: Bearer {TOKEN}\r\n",
+    ],
+)
+@pytest.mark.parametrize("line", ["GET /weights/7", "GET /weights/7/chunks/0/{digest}", "GET /x", "PUT /weights/7"])
+def test_without_the_token_there_is_one_answer_for_everything(
+    server: WeightServer, manifest: Manifest, header: str, line: str
+) -> None:
+    line = line.format(digest=manifest.digests[0])
+    answer = ask(server, f"{line} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+    assert answer == (
+        b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nWWW-Authenticate: Bearer\r\nConnection: close\r\n\r\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/", 404),
+        ("/weights", 404),
+        ("/weights/7/", 404),
+        ("/weights/7/chunks/0", 404),
+        ("/weights/7/chunks/0/{digest}/..", 404),
+        ("/weights/7/chunks/1/{digest}", 404),
+        ("/weights/8/chunks/0/{digest}", 404),
+        ("/weights/7/chunks/0/" + "0" * 64, 404),
+        ("/weights/-7", 404),
+        ("/../etc/passwd", 404),
+        ("/weights/7?version=8", 404),
+    ],
+)
+def test_other_paths_are_refused(server: WeightServer, manifest: Manifest, path: str, expected: int) -> None:
+    assert status(ask(server, request(path.format(digest=manifest.digests[0])))) == expected
+
+
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "OPTIONS", "CONNECT"])
+def test_other_methods_are_refused(server: WeightServer, method: str) -> None:
+    assert status(ask(server, request("/weights/7", method=method))) == 405
+
+
+@pytest.mark.parametrize("more", ["Content-Length: 5\r\n", "Transfer-Encoding: chunked\r\n", "Authorization: x\r\n"])
+def test_a_request_with_a_body_or_two_authorizations_is_refused(server: WeightServer, more: str) -> None:
+    assert status(ask(server, request("/weights/7", more=more))) == 400
+
+
+def test_requests_are_bounded_in_size(server: WeightServer) -> None:
+    padding = "x" * (wire.HEAD_BYTES - len(request("/weights/7", more="X: \r\n")))
+    longest = request("/weights/7", more=f"X: {padding}\r\n")
+    assert status(ask(server, longest)) == 200
+    assert status(ask(server, b"G" * len(longest))) == 400, "without waiting for its end"
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"", b"GET /weights/7 HTTP/1.1\r\n", b"GET "]))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_comes_gets_no_weights_and_ends_nothing(
+    server: WeightServer, manifest: Manifest, data: bytes, start: bytes
+) -> None:
+    answer = ask(server, start + data + b"\r\n\r\n")
+    assert status(answer) in (400, 401)
+    assert status(ask(server, request("/weights/7"))) == 200
+
+
+def test_a_client_that_is_silent_is_not_waited_for(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "SILENCE_S", 0.2)
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(b"GET /weights/7 HTTP/1.1\r\n")
+        assert connection.recv(100) == b""
+
+
+def test_connections_are_bounded(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CONNECTIONS", 1)
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as first:
+        first.sendall(request("/weights/7"))
+        assert first.recv(100)
+        with socket.create_connection((address.hostname, address.port), timeout=10) as second:
+            assert second.recv(100) == b""
+
+
+def test_the_token_is_logged_nowhere(
+    server: WeightServer, manifest: Manifest, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    ask(server, request("/weights/7"))
+    ask(server, request("/weights/7", token=TOKEN + "x"))
+    ask(server, request("/other"))
+    with pytest.raises(HolderFault) as caught:
+        HttpMover(TOKEN).connect(Endpoint("n", server.url)).fetch(7, 3, manifest.digests[0], [memoryview(bytearray(1))])
+    output = capfd.readouterr()
+    assert TOKEN not in caplog.text + output.out + output.err + repr(caught.value)
+
+
+def test_an_address_of_another_host_cannot_be_served_on(replica: Replica) -> None:
+    with pytest.raises(RunError, match=r"weights cannot be served on 192\.0\.2\.1"):
+        WeightServer(replica, TOKEN, "192.0.2.1")
+
+
+def test_only_the_given_address_is_served(server: WeightServer) -> None:
+    port = urlsplit(server.url).port
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", port), timeout=10)

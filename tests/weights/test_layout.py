@@ -1,0 +1,118 @@
+"""The layout: tensors where they belong, and chunks that have every byte of every tensor once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from math import prod
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.weights import layout
+from asyncrl_cli.weights.layout import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    ByteRange,
+    TensorSlot,
+    chunks_of,
+    plan_slots,
+    shard_of,
+    size_of,
+)
+
+Tensors = list[tuple[str, torch.dtype, tuple[int, ...]]]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64, torch.bool, torch.float8_e4m3fn]
+
+
+def tensors_strategy(min_size: int = 0) -> st.SearchStrategy[Tensors]:
+    shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+    entries = st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=min_size, max_size=8)
+    return entries.map(lambda rows: [(f"layer.{i}", dtype, shape) for i, (dtype, shape) in enumerate(rows)])
+
+
+def bytes_of(ranges: tuple[ByteRange, ...]) -> list[int]:
+    return [position for start, stop in ranges for position in range(start, stop)]
+
+
+@given(tensors_strategy())
+def test_slots_are_aligned_in_order_and_never_overlap(tensors: Tensors) -> None:
+    slots = plan_slots(tensors)
+    assert [(slot.name, slot.torch_dtype, slot.shape) for slot in slots] == tensors
+    end = 0
+    for slot, (_, dtype, shape) in zip(slots, tensors, strict=True):
+        assert slot.offset % ALIGNMENT == 0
+        assert end <= slot.offset < end + ALIGNMENT
+        assert slot.nbytes == torch.empty(shape, dtype=dtype).nbytes
+        assert slot.numel == prod(shape)
+        end = slot.offset + slot.nbytes
+    assert end <= size_of(slots) < end + ALIGNMENT
+
+
+@given(st.integers(0, 1000), st.integers(1, 40))
+def test_shards_of_a_tensor_follow_one_another_and_are_those_of_zero_3(numel: int, ranks: int) -> None:
+    shards = [shard_of(numel, rank, ranks) for rank in range(ranks)]
+    assert [position for start, stop in shards for position in range(start, stop)] == list(range(numel))
+    # DeepSpeed pads the tensor to a multiple of the ranks, and gives each the same share.
+    padded = numel + -numel % ranks
+    for rank, (start, stop) in enumerate(shards):
+        assert (start, stop) == (
+            min(rank * padded // ranks, numel),
+            min((rank + 1) * padded // ranks, numel),
+        )
+
+
+@given(tensors_strategy(), st.integers(1, 9), st.integers(1, 300))
+@settings(deadline=None, max_examples=300)
+def test_chunks_have_every_byte_of_every_tensor_once(tensors: Tensors, ranks: int, chunk_bytes: int) -> None:
+    slots = plan_slots(tensors)
+    with patch.object(layout, "CHUNK_BYTES", chunk_bytes):
+        chunks = chunks_of.__wrapped__(slots, ranks)
+    found = Counter(position for chunk in chunks for position in bytes_of(chunk.ranges))
+    wanted = [position for slot in slots for position in range(slot.offset, slot.offset + slot.nbytes)]
+    assert found == Counter(wanted), "each once, and no byte of the gaps between tensors"
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert all(0 < chunk.nbytes <= chunk_bytes for chunk in chunks)
+
+
+@given(tensors_strategy(), st.integers(1, 9), st.integers(1, 300))
+@settings(deadline=None, max_examples=300)
+def test_a_chunk_has_bytes_of_its_rank_alone_and_is_as_large_as_it_may_be(
+    tensors: Tensors, ranks: int, chunk_bytes: int
+) -> None:
+    slots = plan_slots(tensors)
+    with patch.object(layout, "CHUNK_BYTES", chunk_bytes):
+        chunks = chunks_of.__wrapped__(slots, ranks)
+    for rank in range(ranks):
+        own: list[int] = []
+        for slot in slots:
+            start, stop = (slot.offset + element * slot.itemsize for element in shard_of(slot.numel, rank, ranks))
+            own += range(start, stop)
+        of_rank = [chunk for chunk in chunks if chunk.rank == rank]
+        assert [position for chunk in of_rank for position in bytes_of(chunk.ranges)] == own
+        assert all(chunk.nbytes == chunk_bytes for chunk in of_rank[:-1])
+        # Neighbouring ranges are one: each costs a place in a system call.
+        for chunk in of_rank:
+            assert all(one.stop < other.start for one, other in zip(chunk.ranges, chunk.ranges[1:], strict=False))
+
+
+def test_a_large_tensor_is_split_at_the_size_of_a_chunk() -> None:
+    slots = plan_slots([("small", torch.float32, (16,)), ("large", torch.bfloat16, (CHUNK_BYTES,))])
+    first, second, third = chunks_of(slots, 1)
+    assert (first.ranges, second.ranges) == (((0, CHUNK_BYTES),), ((CHUNK_BYTES, 2 * CHUNK_BYTES),))
+    assert third.ranges == ((2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 64),)
+
+
+def test_of_a_small_tensor_some_ranks_have_nothing() -> None:
+    chunks = chunks_of((TensorSlot("scale", "float32", (3,), 0, 4),), 5)
+    assert [(chunk.rank, chunk.ranges) for chunk in chunks] == [(0, ((0, 4),)), (1, ((4, 8),)), (2, ((8, 12),))]
+
+
+@pytest.mark.parametrize("module", ["layout", "manifest", "replica", "agent"])
+def test_an_agent_does_not_load_torch(module: str) -> None:
+    code = f"import sys, asyncrl_cli.weights.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

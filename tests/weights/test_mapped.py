@@ -1,0 +1,180 @@
+"""The tensors in other processes of the host: the same bytes, one version at a time, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl_cli.weights.layout import plan_slots
+from asyncrl_cli.weights.manifest import Manifest, ReplicaGone
+from asyncrl_cli.weights.mapped import MappedReplica
+from asyncrl_cli.weights.replica import Replica
+
+SHAPES = [
+    ("embedding", torch.float32, (99, 5)),
+    ("scale", torch.bfloat16, ()),
+    ("nothing", torch.float32, (0, 3)),
+    ("head", torch.bfloat16, (7, 3)),
+]
+SLOTS = plan_slots(SHAPES)
+SETUP = f"""
+import json, signal, sys, torch
+from asyncrl_cli.weights.layout import plan_slots
+from asyncrl_cli.weights.mapped import MappedReplica
+from asyncrl_cli.weights.replica import Replica
+slots = plan_slots([(n, getattr(torch, d), tuple(s)) for n, d, s in {[(n, str(d)[6:], s) for n, d, s in SHAPES]!r}])
+"""
+READER = f"""{SETUP}
+mapped = MappedReplica(slots)
+for line in sys.stdin:
+    path, version = json.loads(line)
+    with mapped.open(path, version) as tensors:
+        print(json.dumps({{name: tensor.double().flatten().tolist() for name, tensor in tensors.items()}}), flush=True)
+        if version == 1:
+            print(sys.stdin.readline(), flush=True)
+"""
+OWNER = f"""{SETUP}
+replica = Replica(slots, 1)
+path = replica.begin(3)
+with MappedReplica(slots).open(path, 3) as tensors:
+    for tensor in tensors.values():
+        tensor.fill_(3)
+print(path, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    with closing(Replica(SLOTS, 2)) as replica:
+        yield replica
+
+
+@pytest.fixture
+def mapped() -> Iterator[MappedReplica]:
+    with closing(MappedReplica(SLOTS)) as mapped:
+        yield mapped
+
+
+def publish(replica: Replica, mapped: MappedReplica, version: int, keep: Manifest | None = None) -> Manifest:
+    with mapped.open(replica.begin(version, keep), version) as tensors:
+        for tensor in tensors.values():
+            tensor.fill_(version)
+    with ThreadPoolExecutor(1) as threads:
+        return Manifest.of(version, SLOTS, 2, [replica.digest(version, {0, 1}, threads)])
+
+
+def test_tensors_have_their_names_dtypes_and_shapes(replica: Replica, mapped: MappedReplica) -> None:
+    with mapped.open(replica.begin(1), 1) as tensors:
+        assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()] == SHAPES
+
+
+@pytest.mark.parametrize(("name", "index"), [("embedding", (0, 0)), ("scale", ()), ("head", (6, 2))])
+def test_the_checksum_changes_with_a_single_element(
+    replica: Replica, mapped: MappedReplica, name: str, index: tuple[int, ...]
+) -> None:
+    first = publish(replica, mapped, 1)
+    path = replica.begin(1, first)
+    with mapped.open(path, 1) as tensors:
+        for tensor in tensors.values():
+            tensor.fill_(1)
+        tensors[name][index] += 1
+    with ThreadPoolExecutor(1) as threads:
+        other = Manifest.of(1, SLOTS, 2, [replica.digest(1, {0, 1}, threads)])
+    assert other.checksum != first.checksum
+    assert publish(replica, mapped, 1, other).checksum == first.checksum
+
+
+def test_a_path_of_another_version_is_refused(replica: Replica, mapped: MappedReplica) -> None:
+    old = publish(replica, mapped, 1)
+    path = replica.path(old)
+    assert path is not None
+    publish(replica, mapped, 3, publish(replica, mapped, 2, old))
+    with (
+        pytest.raises(ReplicaGone, match="the memory of weight version 1 was reused for version 3"),
+        mapped.open(path, 1),
+    ):
+        pass
+
+
+def test_memory_that_is_too_small_is_refused_and_not_grown(mapped: MappedReplica) -> None:
+    small = os.memfd_create("too-small")
+    try:
+        os.ftruncate(small, 10)
+        with (
+            pytest.raises(ReplicaGone, match="there are 10 bytes of weights, expected are"),
+            mapped.open(f"/proc/{os.getpid()}/fd/{small}", 1),
+        ):
+            pass
+        assert os.fstat(small).st_size == 10
+    finally:
+        os.close(small)
+
+
+def test_each_memory_is_mapped_once_and_no_descriptor_is_lost(replica: Replica) -> None:
+    with closing(MappedReplica(SLOTS)) as mapped:
+        last: Manifest | None = None
+        descriptors, pointers = set(), set()
+        for version in range(6):
+            last = publish(replica, mapped, version, last)
+            with mapped.open(replica.path(last) or "", version) as tensors:
+                pointers.add(tensors["head"].data_ptr())
+            descriptors.add(len(os.listdir("/proc/self/fd")))
+    assert len(pointers) == 2
+    assert len(descriptors) == 2, "one with one memory mapped, one with two"
+
+
+@pytest.mark.slow
+def test_another_process_reads_the_same_tensors_while_the_next_version_is_written(
+    replica: Replica, mapped: MappedReplica
+) -> None:
+    def tell(message: object) -> None:
+        assert reader.stdin is not None
+        reader.stdin.write(json.dumps(message) + "\n")
+        reader.stdin.flush()
+
+    def check(version: int) -> None:
+        assert reader.stdout is not None
+        tensors = json.loads(reader.stdout.readline())
+        assert set(tensors) == {name for name, _, _ in SHAPES}
+        assert all(value == version for values in tensors.values() for value in values)
+
+    first = publish(replica, mapped, 1)
+    with subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        tell([replica.path(first), 1])
+        check(1)
+        # It loads still: the memory of its version is not used again.
+        third = publish(replica, mapped, 3, publish(replica, mapped, 2, first))
+        tell("it has loaded")
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        reader.stdout.readline()
+        tell([replica.path(third), 3])
+        check(3)
+
+
+@pytest.mark.slow
+def test_when_the_agent_is_killed_what_is_mapped_stays_and_nothing_else() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        path = owner.stdout.readline().strip()
+        with closing(MappedReplica(SLOTS)) as mapped:
+            with mapped.open(path, 3) as tensors:
+                owner.send_signal(signal.SIGKILL)
+                owner.wait()
+                assert all(bool((tensor == 3).all()) for tensor in tensors.values())
+            with pytest.raises(ReplicaGone, match="No such file"), mapped.open(path, 3):
+                pass
+    assert not list(Path("/dev/shm").glob("*asyncrl*"))

@@ -1,0 +1,275 @@
+"""Fetching a version from other processes: from good holders, and past those that lie, stall or die."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.weights import pull as pull_module
+from asyncrl_cli.weights import wire
+from asyncrl_cli.weights.http_mover import HttpMover
+from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed
+from asyncrl_cli.weights.movers import HolderFault, Link
+from asyncrl_cli.weights.pull import Pull
+from asyncrl_cli.weights.replica import Replica
+from tests.weights.holders import CHUNKS, RANKS, SLOTS, TOKEN, content, hold, manifest
+
+BAD = {
+    "lying": "it sent wrong bytes for chunk",
+    "other-version": "it sent wrong bytes for chunk",
+    "short": "bytes, expected are",
+    "long": "bytes, expected are",
+    "cut": "it ended after",
+    "error": "it answered with HTTP status 500",
+    "refusing": "it refuses the run's token",
+    "nothing-after-all": "it does not have the chunk",
+    "no-http": "its answer is not HTTP/1.1 with a length",
+    "endless-head": "the head is too long",
+    "silent": "it did not answer in time",
+    "stalling": "it did not answer in time",
+}
+
+
+class Holders:
+    """Holders as processes."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def __call__(self, *kinds: str) -> list[Endpoint]:
+        for kind in kinds:
+            command = [sys.executable, "-m", "tests.weights.holders", kind]
+            self.processes[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return [Endpoint(kind, self.line(kind)) for kind in kinds]
+
+    def line(self, kind: str) -> str:
+        output = self.processes[kind].stdout
+        assert output is not None
+        return output.readline().strip()
+
+    def kill(self, kind: str) -> None:
+        self.processes[kind].kill()
+        self.processes[kind].wait()
+
+    def close(self) -> None:
+        for kind, process in self.processes.items():
+            self.kill(kind)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@pytest.fixture
+def holders() -> Iterator[Holders]:
+    with closing(Holders()) as holders:
+        yield holders
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    with closing(Replica(SLOTS, RANKS)) as replica:
+        yield replica
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SILENCE_S", 0.3)
+    monkeypatch.setattr("asyncrl_cli.weights.http_mover.SILENCE_S", 0.3)
+
+
+def pull(replica: Replica, holders: Sequence[Endpoint], timeout_s: float = 60, version: int = 1) -> Pulled:
+    return Pull(replica, manifest(version), HttpMover(TOKEN), holders, timeout_s).run()
+
+
+def has_version(replica: Replica, path: str, version: int) -> bool:
+    memory = Path(path).read_bytes()
+    return replica.path(manifest(version)) == path and all(
+        memory[slot.offset : slot.offset + slot.nbytes] == content(version)[slot.offset : slot.offset + slot.nbytes]
+        for slot in SLOTS
+    )
+
+
+@pytest.mark.parametrize("kinds", [["good"], ["rank-0", "rank-1"], ["rank-1", "good", "rank-0"]])
+def test_the_bytes_of_the_version_arrive_once(replica: Replica, holders: Holders, kinds: list[str]) -> None:
+    pulled = pull(replica, holders(*kinds))
+    assert has_version(replica, pulled.path, 1)
+    assert pulled.fetched_bytes == sum(slot.nbytes for slot in SLOTS)
+    assert pulled.faults == {}
+    again = pull(replica, [])
+    assert (again.path, again.fetched_bytes) == (pulled.path, 0)
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.usefixtures("impatient")
+def test_a_bad_holder_is_named_and_a_good_one_is_enough(replica: Replica, holders: Holders, kind: str) -> None:
+    bad, good = holders(kind, "good")
+    with pytest.raises(PullFailed) as caught:
+        pull(replica, [bad], timeout_s=0.8)
+    assert f"{len(CHUNKS)} of {len(CHUNKS)} chunks of weight version 1 are missing" in caught.value.message
+    assert f"{bad.url} (node {kind[:8]}): " in caught.value.message
+    assert BAD[kind] in caught.value.message
+    assert TOKEN not in str(caught.value)
+    assert not any(replica.held(1)), "nothing of it is used"
+    pulled = pull(replica, [bad, good])
+    assert has_version(replica, pulled.path, 1)
+    assert set(pulled.faults) <= {kind}
+
+
+def test_a_holder_that_is_not_there_is_named(replica: Replica, holders: Holders) -> None:
+    dead, good = holders("rank-0", "good")
+    holders.kill("rank-0")
+    pulled = pull(replica, [dead, good])
+    assert has_version(replica, pulled.path, 1)
+    assert pulled.faults == {"rank-0": "Connection refused"}
+
+
+def test_without_a_holder_of_a_chunk_the_rest_stays_and_the_next_pull_continues(
+    replica: Replica, holders: Holders
+) -> None:
+    first, second = holders("rank-0", "rank-1")
+    with pytest.raises(PullFailed, match=r"it has 5 chunks"):
+        pull(replica, [first], timeout_s=1)
+    held = replica.held(1)
+    assert [index for index, has in enumerate(held) if has] == [chunk.index for chunk in CHUNKS if chunk.rank == 0]
+    pulled = pull(replica, [second])
+    assert has_version(replica, pulled.path, 1)
+    assert pulled.fetched_bytes == sum(chunk.nbytes for chunk in CHUNKS if chunk.rank == 1)
+
+
+def test_a_holder_that_is_killed_in_the_middle(replica: Replica, holders: Holders) -> None:
+    stalling, good = holders("stalling", "good")
+    with ThreadPoolExecutor(1) as thread:
+        pulling = thread.submit(pull, replica, [stalling, good])
+        assert holders.line("stalling") == "waiting", "half a chunk has been sent"
+        holders.kill("stalling")
+        pulled = pulling.result(60)
+    assert has_version(replica, pulled.path, 1)
+    assert "stalling" in pulled.faults
+
+
+def test_an_idle_holder_takes_over_what_is_slow(
+    replica: Replica, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_module, "SLOW_S", 0.2)
+    stalling, good = holders("stalling", "good")
+    pulled = pull(replica, [stalling, good], timeout_s=wire.SILENCE_S)  # or the silence would end it
+    assert has_version(replica, pulled.path, 1)
+    assert pulled.faults == {"stalling": "it was slower than another"}
+
+
+def test_a_newer_pull_overtakes_an_older_one(replica: Replica, holders: Holders) -> None:
+    (stalling,) = holders("stalling")
+    older = Pull(replica, manifest(1), HttpMover(TOKEN), [stalling], 60)
+    with ThreadPoolExecutor(1) as thread:
+        running: Future[Pulled] = thread.submit(older.run)
+        holders.line("stalling")
+        older.overtake()
+        with pytest.raises(Overtaken, match="weight version 1 is not fetched any more"):
+            running.result(60)
+    assert not any(replica.held(1))
+
+
+def test_a_version_that_is_replaced_while_it_arrives(replica: Replica, holders: Holders) -> None:
+    """Ranks of this host begin versions 2 and 3 meanwhile: there is no memory left for version 1."""
+    (stalling,) = holders("stalling")
+    older = Pull(replica, manifest(1), HttpMover(TOKEN), [stalling], 60)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(older.run)
+        holders.line("stalling")
+        hold(replica, 2)
+        hold(replica, 3)
+        older.overtake()
+        with pytest.raises(Overtaken):
+            running.result(60)
+    assert replica.versions() == {2: len(CHUNKS), 3: len(CHUNKS)}
+    path = replica.path(manifest(3))
+    assert path is not None
+    assert has_version(replica, path, 3)
+
+
+def test_hosts_that_fetch_at_the_same_time_give_to_each_other(holders: Holders) -> None:
+    """Of two hosts each has one trainer host, and the other one as a peer."""
+    rank_0, rank_1 = holders("rank-0", "rank-1")
+    mover = HttpMover(TOKEN)
+    with closing(Replica(SLOTS, RANKS)) as one, closing(Replica(SLOTS, RANKS)) as other:
+        peers = []
+        servers = [HttpMover(TOKEN), HttpMover(TOKEN)]
+        for server, replica in zip(servers, (one, other), strict=True):
+            peers.append(Endpoint(f"peer-{len(peers)}", server.serve(replica, "127.0.0.1")))
+        pulls = [
+            Pull(one, manifest(1), mover, [rank_0, peers[1]], 60),
+            Pull(other, manifest(1), mover, [rank_1, peers[0]], 60),
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            for replica, pulled in zip((one, other), threads.map(Pull.run, pulls), strict=True):
+                assert has_version(replica, pulled.path, 1)
+        for server in servers:
+            server.close()
+
+
+def test_unchanged_chunks_are_not_fetched_again(replica: Replica, holders: Holders) -> None:
+    """As with frozen weights: version 9 has the bytes of version 1, but for chunk 2."""
+    pulled = pull(replica, holders("good"))
+    digests = list(manifest(1).digests)
+    digests[2] = manifest(2).digests[2]
+    next_version = Manifest(9, SLOTS, RANKS, tuple(digests))
+    with pytest.raises(PullFailed, match=f"1 of {len(CHUNKS)} chunks of weight version 9 are missing"):
+        Pull(replica, next_version, HttpMover(TOKEN), [], 0.1).run()
+    assert replica.path(manifest(1)) == pulled.path
+    assert sum(replica.held(9)) == len(CHUNKS) - 1
+
+
+def test_a_version_that_was_made_again_with_other_bytes_is_fetched_again(replica: Replica, holders: Holders) -> None:
+    first = pull(replica, holders("good"))
+    again = replace(manifest(2), version=1)
+    with closing(Replica(SLOTS, RANKS)) as trainer, closing(HttpMover(TOKEN)) as mover:
+        descriptor = os.open(trainer.begin(1), os.O_RDWR)
+        os.pwrite(descriptor, content(2), 0)
+        os.close(descriptor)
+        with ThreadPoolExecutor(1) as threads:
+            trainer.digest(1, range(RANKS), threads)
+        endpoint = Endpoint("trainer", mover.serve(trainer, "127.0.0.1"))
+        second = Pull(replica, again, mover, [endpoint], 60).run()
+    assert replica.path(again) == second.path != first.path
+    assert has_version(replica, first.path, 1), "which engines may still load"
+
+
+class CountingLink:
+    """A holder in memory, which counts what it is asked."""
+
+    def __init__(self, asked: list[int]) -> None:
+        self.asked = asked
+
+    def held(self, version: int, count: int) -> bytes:
+        return b"\x01" * count
+
+    def fetch(self, version: int, index: int, digest: str, into: Sequence[memoryview]) -> None:
+        self.asked.append(index)
+        raise HolderFault("it has wrong bytes")
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CountingMover(HttpMover):
+    """Connects to ``CountingLink``s."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKEN)
+        self.asked: list[int] = []
+        self.connect: Callable[[Endpoint], Link] = lambda _: CountingLink(self.asked)  # type: ignore[method-assign,assignment]
+
+
+def test_a_holder_that_fails_is_asked_less_and_less(replica: Replica) -> None:
+    mover = CountingMover()
+    with pytest.raises(PullFailed, match="it has wrong bytes"):
+        Pull(replica, manifest(1), mover, [Endpoint("n", "http://x")], 0.9).run()
+    assert 1 <= len(mover.asked) <= 4 * 3, "by four connections, at once, after 0.25 s and after another 0.5 s"
