@@ -29,7 +29,7 @@ class Buffer:
 
     Attributes:
         version: None when nothing was written yet.
-        serial: of two buffers the one with the higher number was begun later.
+        serial: of two buffers with the same version, the one with the higher number was begun later.
         written_here: by trainer ranks of this host, not by a pull.
         digests: BLAKE3 (hex) of each chunk that is checked, by index.
         pins: how many threads read or write its bytes now.
@@ -61,6 +61,11 @@ class Buffer:
     @property
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of two buffers the older one has the lower value."""
+        return (-1 if self.version is None else self.version, self.serial)
 
     @property
     def being_written(self) -> bool:
@@ -213,7 +218,7 @@ class Replica:
     def _free(self, version: int) -> list[Buffer]:
         """The buffers that a pull may overwrite: not the newest complete version, not one that ranks write."""
         complete = [b for b in self._buffers if len(b.digests) == len(self.chunks)]
-        kept = max(complete, key=lambda b: b.serial, default=None)
+        kept = max(complete, key=lambda b: b.order, default=None)
         free = [b for b in self._buffers if b is not kept and not b.being_written]
         if not free:
             raise RunError(
@@ -226,7 +231,7 @@ class Replica:
     def _take(self, free: Iterable[Buffer], version: int, written_here: bool) -> Buffer:
         """One of the free buffers for ``version``: an incomplete one before a complete one, an older one before a newer
         one."""
-        taken = min(free, key=lambda b: (len(b.digests) == len(self.chunks), b.serial))
+        taken = min(free, key=lambda b: (len(b.digests) == len(self.chunks), b.order))
         self._serial += 1
         if taken.begin(version, self._serial, written_here):
             return taken
