@@ -73,10 +73,18 @@ class WeightServer:
                     full = self._closed or len(self._connections) >= CONNECTIONS
                     if not full:
                         self._connections.add(connection)
+                try:
+                    if not full:
+                        Thread(target=self._serve, args=(connection,), name="weights-client", daemon=True).start()
+                except RuntimeError:  # the host has no more threads
+                    full = True
                 if full:
-                    connection.close()
-                else:
-                    Thread(target=self._serve, args=(connection,), name="weights-client", daemon=True).start()
+                    self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -87,9 +95,7 @@ class WeightServer:
         except OSError:
             pass  # the client is gone, or too slow: it asks again, here or elsewhere
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+            self._drop(connection)
 
     def _answer(self, connection: socket.socket, patience_s: float) -> bool:
         """Read one request and answer it; returns whether another may follow."""

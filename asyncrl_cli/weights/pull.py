@@ -89,6 +89,7 @@ class Pull:
         self._fetched_bytes = 0
         self._overtaken = False
         self._ended = False
+        self._error: Exception | None = None  # of this code, not of a holder
 
     def overtake(self) -> None:
         """End it; ``run`` raises ``Overtaken``. Called by another thread."""
@@ -107,25 +108,32 @@ class Pull:
                 for holder in self._holders
                 for _ in range(each)
             ]
-            for thread in threads:
-                thread.start()
-            with self._changed:
-                self._changed.wait_for(self._over, max(0.0, self._deadline - time.monotonic()))
-                self._ended = True
-                self._changed.notify_all()
-                for link in self._links:
-                    link.abort()
-            for thread in threads:
-                thread.join()
+            try:
+                for thread in threads:
+                    thread.start()
+                with self._changed:
+                    self._changed.wait_for(self._over, max(0.0, self._deadline - time.monotonic()))
+            finally:
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
+                    for link in self._links:
+                        link.abort()
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
         return self._result()
 
     def _over(self) -> bool:
-        return self._overtaken or self._complete() or all(holder.refused for holder in self._holders)
+        hopeless = all(holder.refused for holder in self._holders)
+        return self._overtaken or self._complete() or hopeless or self._error is not None
 
     def _complete(self) -> bool:
         return not self._missing and not self._transfers
 
     def _result(self) -> Pulled:
+        if self._error is not None:
+            raise self._error
         version, seconds = self.manifest.version, time.monotonic() - self._started
         path = self._replica.path(self.manifest)
         if path is not None:
@@ -155,6 +163,10 @@ class Pull:
                     self._failed(holder, job, fault)
                     link.close()
                     link = self._connect(holder)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
         finally:
             link.close()
 

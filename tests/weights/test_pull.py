@@ -88,6 +88,16 @@ def pull(replica: Replica, holders: Sequence[Endpoint], timeout_s: float = 60, v
     return Pull(replica, manifest(version), HttpMover(TOKEN), holders, timeout_s).run()
 
 
+def failure(replica: Replica, holder: Endpoint, fault: str) -> PullFailed:
+    """The error of a pull in which this fault was met; on a busy machine a short one may end before it."""
+    for timeout_s in (0.7, 5.0, 60.0):
+        with pytest.raises(PullFailed) as caught:
+            pull(replica, [holder], timeout_s)
+        if fault in caught.value.message:
+            break
+    return caught.value
+
+
 def has_version(replica: Replica, path: str, version: int) -> bool:
     memory = Path(path).read_bytes()
     return replica.path(manifest(version)) == path and all(
@@ -110,12 +120,11 @@ def test_the_bytes_of_the_version_arrive_once(replica: Replica, holders: Holders
 @pytest.mark.usefixtures("impatient")
 def test_a_bad_holder_is_named_and_a_good_one_is_enough(replica: Replica, holders: Holders, kind: str) -> None:
     bad, good = holders(kind, "good")
-    with pytest.raises(PullFailed) as caught:
-        pull(replica, [bad], timeout_s=0.8)
-    assert f"{len(CHUNKS)} of {len(CHUNKS)} chunks of weight version 1 are missing" in caught.value.message
-    assert f"{bad.url} (node {kind[:8]}): " in caught.value.message
-    assert BAD[kind] in caught.value.message
-    assert TOKEN not in str(caught.value)
+    error = failure(replica, bad, BAD[kind])
+    assert f"{len(CHUNKS)} of {len(CHUNKS)} chunks of weight version 1 are missing" in error.message
+    assert f"{bad.url} (node {kind[:8]}): " in error.message
+    assert BAD[kind] in error.message
+    assert TOKEN not in str(error)
     assert not any(replica.held(1)), "nothing of it is used"
     pulled = pull(replica, [bad, good])
     assert has_version(replica, pulled.path, 1)
@@ -134,9 +143,10 @@ def test_without_a_holder_of_a_chunk_the_rest_stays_and_the_next_pull_continues(
     replica: Replica, holders: Holders
 ) -> None:
     first, second = holders("rank-0", "rank-1")
-    with pytest.raises(PullFailed, match=r"it has 5 chunks"):
-        pull(replica, [first], timeout_s=1)
-    held = replica.held(1)
+    count = sum(chunk.rank == 0 for chunk in CHUNKS)
+    while sum(held := replica.held(1)) < count:  # at once, on a machine that is not busy
+        with pytest.raises(PullFailed, match=f"it has {count} chunks|it did not answer in time"):
+            pull(replica, [first], timeout_s=1)
     assert [index for index, has in enumerate(held) if has] == [chunk.index for chunk in CHUNKS if chunk.rank == 0]
     pulled = pull(replica, [second])
     assert has_version(replica, pulled.path, 1)
@@ -242,17 +252,18 @@ def test_a_version_that_was_made_again_with_other_bytes_is_fetched_again(replica
 
 
 class CountingLink:
-    """A holder in memory, which counts what it is asked."""
+    """A holder in memory, which counts what it is asked, and fails."""
 
-    def __init__(self, asked: list[int]) -> None:
+    def __init__(self, asked: list[int], failure: Exception) -> None:
         self.asked = asked
+        self.failure = failure
 
     def held(self, version: int, count: int) -> bytes:
         return b"\x01" * count
 
     def fetch(self, version: int, index: int, digest: str, into: Sequence[memoryview]) -> None:
         self.asked.append(index)
-        raise HolderFault("it has wrong bytes")
+        raise self.failure
 
     def abort(self) -> None: ...
 
@@ -262,14 +273,20 @@ class CountingLink:
 class CountingMover(HttpMover):
     """Connects to ``CountingLink``s."""
 
-    def __init__(self) -> None:
+    def __init__(self, failure: Exception) -> None:
         super().__init__(TOKEN)
         self.asked: list[int] = []
-        self.connect: Callable[[Endpoint], Link] = lambda _: CountingLink(self.asked)  # type: ignore[method-assign,assignment]
+        self.connect: Callable[[Endpoint], Link] = lambda _: CountingLink(self.asked, failure)  # type: ignore[method-assign,assignment]
 
 
 def test_a_holder_that_fails_is_asked_less_and_less(replica: Replica) -> None:
-    mover = CountingMover()
-    with pytest.raises(PullFailed, match="it has wrong bytes"):
+    mover = CountingMover(HolderFault("it has a fault"))
+    with pytest.raises(PullFailed, match="it has a fault"):
         Pull(replica, manifest(1), mover, [Endpoint("n", "http://x")], 0.9).run()
     assert 1 <= len(mover.asked) <= 4 * 3, "by four connections, at once, after 0.25 s and after another 0.5 s"
+
+
+def test_an_error_of_the_mover_itself_is_not_waited_for(replica: Replica) -> None:
+    mover = CountingMover(KeyError("a mistake in a mover"))
+    with pytest.raises(KeyError, match="a mistake in a mover"):
+        Pull(replica, manifest(1), mover, [Endpoint("n", "http://x")], 600).run()

@@ -269,7 +269,7 @@ def test_an_older_version_that_was_fetched_later_goes_first(replica: Replica) ->
     assert set(replica.versions()) == {2, 3}
 
 
-def test_a_version_written_again_with_other_bytes_is_told_from_the_first(replica: Replica) -> None:
+def test_a_version_written_again_with_other_bytes_is_not_the_first_one(replica: Replica) -> None:
     everything(replica, 5)
     first = manifest(5)
     path = replica.begin(5, first)
