@@ -3,26 +3,21 @@
     python benchmarks/weight_plan.py [--only NAME]
 
 The models are built without memory (torch's meta device), and versions are laid out as a run lays them out: bfloat16,
-a shard for each trainer rank. Below them the rates of this machine: a copy in memory and BLAKE3 with one thread, and a
-host's pull from another, both in this process and over loopback: sending, receiving and checking share the cores.
+a shard for each trainer rank. Below them the rates of this machine, with one thread each: a copy in memory, BLAKE3, and
+the allocation of a host's replica. ``weight_movers.py`` measures what goes from host to host.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.weights.http_mover import HttpMover
 from asyncrl_cli.weights.layout import TensorSlot, chunks_of, plan_slots, size_of
-from asyncrl_cli.weights.manifest import Endpoint, Manifest
-from asyncrl_cli.weights.pull import Pull
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.replica import Replica, digest_of
 
 GB = 1e9
@@ -138,24 +133,6 @@ def rates() -> Iterator[str]:
     allocating_s, replica = seconds(Replica, SLOTS, 1)
     replica.close()
     yield f"a host's memory for two versions, allocated: {2 * COPIED_BYTES / allocating_s / GB:.1f} GB/s"
-    yield f"a pull over loopback, {os.cpu_count()} cores: {COPIED_BYTES / min(pulls()) / GB:.2f} GB/s"
-
-
-def pulls() -> Iterator[float]:
-    """Seconds of a few pulls."""
-    token = "benchmark"
-    holder, fetcher, mover = Replica(SLOTS, 1), Replica(SLOTS, 1), HttpMover(token)
-    endpoint = Endpoint("holder", mover.serve(holder, "127.0.0.1"))
-    with ThreadPoolExecutor() as threads:
-        for version in range(5):
-            with Path(holder.begin(version)).open("r+b") as memory:  # equal bytes would be copied, not fetched
-                memory.write(bytes([version]) * COPIED_BYTES)
-            digests = holder.digest(version, [0], threads)
-            manifest = Manifest.of(version, SLOTS, 1, [digests])
-            pulled = Pull(fetcher, manifest, HttpMover(token), [endpoint], 60.0).run()
-            if pulled.fetched_bytes == COPIED_BYTES:
-                yield pulled.seconds
-    mover.close()
 
 
 def main() -> None:
