@@ -38,10 +38,10 @@ class HostAgent:
     async def start(
         self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str, mover: str = "http"
     ) -> Endpoint:
-        """Map the memory, and serve it on this address of the host from now on. Raises ``RunError``."""
+        """Allocate the memory, and serve it on this address of the host from now on. Raises ``RunError``."""
         import ray
 
-        self._replica = await asyncio.to_thread(Replica, slots, ranks)  # of a large model the layout takes seconds
+        self._replica = await asyncio.to_thread(Replica, slots, ranks)
         self._mover = MOVERS[mover](token)
         self._node_id = ray.get_runtime_context().get_node_id()
         return Endpoint(self._node_id, self._mover.serve(self._replica, interface_ip))

@@ -2,7 +2,7 @@
 
 The memory is anonymous (``memfd_create``), reached by other processes of the host as ``/proc/PID/fd/N``: it has no name
 that could be left behind, and the kernel frees it with the last process that maps it, however that ended. The two
-buffers are used in turn, so each takes its pages once: fresh ones would cost the writers several times their copy.
+buffers are allocated once and used in turn: fresh pages would cost the writers several times their copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Buffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Map memory; its pages are taken when they are first written. Raises ``RunError`` when it cannot be mapped."""
+        """Allocate. Raises ``RunError`` when the host does not have the memory."""
         self.version: int | None = None
         self.serial = 0
         self.written_here = False
@@ -46,15 +46,15 @@ class Buffer:
         self._descriptor = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
         size = nbytes + ALIGNMENT
         try:
-            # No page is taken yet: a host of trainer ranks alone never has more than their shards.
-            os.ftruncate(self._descriptor, size)
-            mapped = mmap.mmap(self._descriptor, size)
+            # Memory that is missing is an error here. Without it, it is a signal that kills the writer halfway.
+            os.posix_fallocate(self._descriptor, 0, size)
+            mapped = mmap.mmap(self._descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             os.close(self._descriptor)
             raise RunError(
-                f"{size / GIB:.2f} GiB for weights cannot be mapped: {error.strerror}",
+                f"{size / GIB:.2f} GiB of memory for weights cannot be had: {error.strerror}",
                 location="weights",
-                hint="every host with engines keeps two copies of the weights in memory",
+                hint="every host with engines or trainer ranks keeps two copies of the weights in memory",
             ) from None
         self._bytes = memoryview(mapped)
 
@@ -104,7 +104,7 @@ class Replica:
     """Two buffers, and what is known of their bytes. Any thread may call any method."""
 
     def __init__(self, slots: tuple[TensorSlot, ...], ranks: int) -> None:
-        """Map both buffers. Raises ``RunError`` when that is not possible."""
+        """Allocate both buffers. Raises ``RunError`` when the host does not have the memory."""
         self.slots = slots
         self.ranks = ranks
         self.chunks = chunks_of(slots, ranks)

@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -295,31 +295,15 @@ def test_bytes_of_a_fetched_version_are_not_digested_here(replica: Replica) -> N
         replica.digest(0, {0}, THREADS)
 
 
-def test_memory_that_cannot_be_mapped_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_host_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
+        raise OSError(28, "No space left on device")
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("mmap.mmap", full)
-    with pytest.raises(RunError, match="cannot be mapped: Cannot allocate memory"):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RunError, match="cannot be had: No space left on device"):
         Replica(SLOTS, RANKS)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_host_has_pages_for_what_it_was_given_alone() -> None:
-    slots = plan_slots([("large", torch.int8, (4096 * 100,))])
-    with closing(Replica(slots, 4)) as replica:
-        path = replica.begin(1)
-        assert pages(path) <= 1
-        descriptor = os.open(path, os.O_RDWR)
-        os.pwrite(descriptor, b"x" * 4096 * 25, 4096 * 25)
-        os.close(descriptor)
-        replica.digest(1, {1}, THREADS)
-        assert pages(path) <= 26, "of a quarter, and the one behind the weights"
-
-
-def pages(path: str) -> int:
-    return os.stat(path).st_blocks * 512 // 4096
 
 
 def test_the_memory_has_no_name(replica: Replica) -> None:
