@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import engine_wants, rank_wants
 from asyncrl_cli.orchestrator.placement import PlacementGroup, driver_affinity
+from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.inputs import TaskSpec
@@ -70,6 +70,24 @@ class ActorFactory:
             **group.options(index), runtime_env={"env_vars": trainer_environment(self.spec)}
         )
         return options.remote(self.spec, self._logs)
+
+    def host_agent(self, name: str, node: str) -> Any:
+        """The agent of a Ray node, by its id."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from asyncrl_cli.weights.agent import HostAgent
+
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        return ray.remote(HostAgent).options(num_cpus=0, scheduling_strategy=there).remote(name, self._logs)
+
+    def address_of(self, node: str) -> str:
+        """The address at which other nodes reach a Ray node."""
+        import ray
+
+        if self.spec.cluster.address is None:
+            return "127.0.0.1"
+        return next((str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node), "")
 
     def scorer(self, task: TaskSpec) -> Any:
         import ray
@@ -127,17 +145,20 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
 async def start_all(
     engines: Sequence[EngineProcess],
     trainers: TrainerRanks,
+    replicas: Replicas,
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,
 ) -> str:
     """Bring engines and trainer up; returns the initial model's folder. Those that die meanwhile are started again.
 
+    Agents of the hosts of trainer ranks start meanwhile.
+
     Raises ``UserError`` with the first cause: a mistake in the settings ends the start at once.
     """
     progress("starting engines and trainer")
     starting = [
-        asyncio.create_task(_start_trainers(trainers, checkpoint, progress, budget)),
+        asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget)),
         *(asyncio.create_task(engine.running()) for engine in engines),
     ]
     try:
@@ -145,21 +166,21 @@ async def start_all(
     finally:
         for task in starting:
             task.cancel()
-    if any(engine.node != trainers.seats[0].node_id for engine in engines):
-        raise RunError(
-            "an engine runs on another host than trainer rank 0, and weights travel through its memory",
-            location="cluster",
-            hint="give the run one host that has room for all engines and trainer rank 0",
-        )
     return str(model_dir)
 
 
 async def _start_trainers(
-    trainers: TrainerRanks, checkpoint: Path | None, progress: Callable[[str], None], budget: RestartBudget
+    trainers: TrainerRanks,
+    replicas: Replicas,
+    checkpoint: Path | None,
+    progress: Callable[[str], None],
+    budget: RestartBudget,
 ) -> str:
     while True:
         try:
             await trainers.preload()
+            for node in trainers.nodes:
+                replicas.expect(node)
             model_dir = await trainers.prepare_model(progress)
             progress("starting trainer")
             await trainers.start(checkpoint)

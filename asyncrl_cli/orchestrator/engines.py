@@ -92,6 +92,7 @@ class EngineKeeper:
                     await self._weights.bring_up(engine)
                     self._on_serving()
                 await self._client.collect(engine)
+                continue  # withdrawn: it lives, and serves again when its host has the weights
             except (EngineLost, RunError) as lost:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
             # Its requests first: other engines continue them while this one starts (decision 0015).

@@ -35,6 +35,7 @@ from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
+from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
@@ -264,12 +265,13 @@ async def _start(
     buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog knows since when a call takes too long, so its message comes first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
+    replicas = Replicas(factory.host_agent, factory.address_of, budget)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None
     loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
-    starting = asyncio.create_task(start_all(engines, ranks, folder, reporter.status, budget))
+    starting = asyncio.create_task(start_all(engines, ranks, replicas, folder, reporter.status, budget))
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
         closing.append(buffer.close)
@@ -318,6 +320,7 @@ async def _start(
         run=run,
         buffer=buffer,
         ranks=ranks,
+        replicas=replicas,
         client=client,
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),

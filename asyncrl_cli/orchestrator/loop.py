@@ -26,6 +26,7 @@ from asyncrl_cli.orchestrator.evaluation import Evaluator, Series
 from asyncrl_cli.orchestrator.metrics import StepRecorder
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import Publisher
+from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
@@ -46,6 +47,7 @@ class Parts:
     run: RunDirectory
     buffer: BufferClient
     ranks: TrainerRanks
+    replicas: Replicas
     client: GenerationClient
     scoring: Scoring
     prompts: PromptSource
@@ -75,7 +77,7 @@ class Orchestrator:
         self._steps = StepRecorder(
             spec, parts.client, parts.prompts, parts.buffer, parts.reporter, reported=opening.trained
         )
-        self._publisher = Publisher(spec, parts.ranks, parts.client, parts.watchdog)
+        self._publisher = Publisher(spec, parts.ranks, parts.client, parts.replicas, parts.watchdog, parts.budget)
         self._trainer = ResilientTrainer(
             *(parts.ranks, self._publisher, parts.buffer, parts.run, parts.budget),
             step=checkpoint_step,

@@ -173,6 +173,8 @@ def step_metrics(
     if published is not None:
         metrics |= {
             "publish/seconds": published.seconds,
+            "publish/write_s": published.write_s,
+            "publish/transfer_s": published.transfer_s,
             "publish/stall_s": published.stall_s,
             "publish/probe_gap": published.gap,
             "publish/probe_change": published.change,

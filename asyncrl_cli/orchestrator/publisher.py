@@ -1,41 +1,87 @@
 """Publishing: new weights reach every engine, and every engine proves that it serves them.
 
-Invariant: an engine serves rollouts only after it has answered a probe with log-probs that agree with the
-trainer's own under the same weights. An engine that kept an old copy of any layer cannot. ``serve`` and
-``bring_up`` take turns, so that the mapping is never written while an engine reads it.
+The phases of a publish: the ranks write their shards into the replicas of their hosts, and are free again; the agents
+compute the digests; the hosts of engines pull what they lack, while their engines generate with the old version; then
+each engine pauses, loads, resumes and proves (decision 0038).
+
+Invariant: an engine that serves has answered a probe with log-probs that agree with the trainer's own under the weights
+of the current version, or ``deliver`` is waiting for it to do so. So when ``deliver`` returns, which is before its
+record is made durable, no engine that gets requests serves an older version: a group that is admitted at version v has
+no token older than v. Two places keep this, each without an await: ``deliver`` makes a version the current one and
+lists the engines that serve; ``bring_up`` sees that what an engine has proved is the current version, and has it serve.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.replicas import AgentLost, Replicas, Written
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import DRIVER, Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
-from asyncrl_cli.records.training import Publication
+from asyncrl_cli.records.training import Probe
 from asyncrl_cli.rollout.client import EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorLost, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.weights.manifest import Manifest, Pulled, PullFailed, ReplicaGone
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference in nats between an engine's and the trainer's log-probs of the probe, by the coarser
 dtype of the two. In fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
 NOISE = {"float32": 1e-4, "bfloat16": 0.1}
 """Nats, likewise: two versions whose probes differ by more than this can be distinguished."""
+LATE_S = 10.0
+"""A host is late when it takes twice as long as the fastest one, and this many seconds more."""
+RETRY_S = 1.0
+"""Seconds until a host that could not get a version tries again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """A version that engines can load. ``last_probe`` are the trainer's log-probs under the version before it;
+    ``replaced`` is set when it is no longer the current one."""
+
+    manifest: Manifest
+    probe: Probe
+    last_probe: np.ndarray | None
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One engine's change to a version: seconds that its host took to get it, its stall in seconds, its gap in nats."""
+
+    transfer_s: float
+    stall_s: float
+    gap: float
 
 
 class Publisher:
     """Publishes one version at a time."""
 
-    def __init__(self, spec: ExperimentSpec, ranks: TrainerRanks, client: GenerationClient, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        ranks: TrainerRanks,
+        client: GenerationClient,
+        replicas: Replicas,
+        watchdog: Watchdog,
+        budget: RestartBudget,
+    ) -> None:
         self._ranks = ranks
         self._client = client
+        self._replicas = replicas
         self._watchdog = watchdog
+        self._budget = budget
         self._publish_every = spec.pipeline.publish_every
         # An engine that drains takes as long as its rollouts do.
         drains = spec.pipeline.weight_update == "drain"
@@ -44,103 +90,211 @@ class Publisher:
         self._tolerance, self._noise = TOLERANCE[coarsest], NOISE[coarsest]
         self._policy = spec.pipeline.weight_update
         self._current: Publication | None = None
-        self._last_probe: np.ndarray | None = None
-        self._lock = asyncio.Lock()
         self._available = asyncio.Event()
+        self._publishing = False
+        self._waiting = 0  # engines that wait for a version that no host has
+        self._usual_s: float | None = None  # that the fastest host took to pull, in the newest publish with a pull
 
     @property
     def checksum(self) -> str | None:
         """The checksum of the version that engines serve."""
-        return None if self._current is None else self._current.checksum
+        return None if self._current is None else self._current.manifest.checksum
 
     @property
     def available(self) -> bool:
-        """Whether the weights of the current version lie ready for engines."""
+        """Whether engines can get the current version from the hosts, as far as is known."""
         return self._available.is_set()
 
-    def lost(self) -> None:
-        """The trainer is gone, and the mapping with it: no engine can be brought up before the next ``serve``."""
-        self._available.clear()
+    @property
+    def missed(self) -> bool:
+        """Whether engines wait for the current version, none serves, no host has it, and none is being published."""
+        waiting = self._waiting > 0 and not self._client.serving()
+        return waiting and not self.available and not self._publishing
 
     async def serve(self, version: int) -> PublishRecord:
-        """Have the trainer write ``version``, and all engines that serve by then load and prove it.
+        """``write`` and ``deliver``, again and again while the version is lost in between. Raises ``TrainerLost``."""
+        while True:
+            if (record := await self.deliver(await self.write(version))) is not None:
+                return record
 
-        An engine that cannot is marked dead and skipped. When the very same weights are being served already, as after
-        a trainer's restart, the engines are not disturbed. Raises ``TrainerLost``.
+    async def write(self, version: int) -> Written:
+        """Have the ranks write ``version``; they are free when this returns. Raises ``TrainerLost``."""
+        self._replicas.keep({*self._ranks.nodes, *(engine.process.node for engine in self._client.engines)})
+        served = None if self._current is None else self._current.manifest
+        writing = self._replicas.write(self._ranks, version, served)
+        self._publishing = True
+        try:
+            return await self._watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
+        except BaseException:
+            self._publishing = False
+            raise
+
+    async def deliver(self, written: Written) -> PublishRecord | None:
+        """Have all engines that serve load and prove a version; None when a host has lost it, so that it must be
+        written again.
+
+        An engine that cannot is marked dead. Engines whose host does not get the version in time do not serve any more,
+        and their requests continue elsewhere, until ``bring_up``. When the very same weights are being served already,
+        as when they were written again for engines that come, the engines are not disturbed.
         """
-        async with self._lock:  # the mapping is not written while an engine that comes up reads it (decision 0002)
-            started = time.monotonic()
-            try:
-                writing = self._ranks.publish(version)
-                publication = await self._watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
-            except BaseException:
-                self.lost()  # the mapping may be half written
-                raise
-            served, self._current = self._current, publication
-            self._available.set()
-            change = 0.0 if served is None else _distance(publication.probe_logprobs, served.probe_logprobs)
-            engines: list[EngineState] = []
-            if served is None or (served.version, served.checksum) != (version, publication.checksum):
-                self._last_probe = None if served is None else served.probe_logprobs
-                # After the write: an engine that has come up meanwhile is included; none joins from here on.
-                engines = self._client.serving()
-            reports = await asyncio.gather(*(self._update(engine) for engine in engines))
-            proved = [report for report in reports if report is not None]
-            return PublishRecord(
-                version=version,
-                step=version * self._publish_every,
-                checksum=publication.checksum,
-                seconds=time.monotonic() - started,
-                stall_s=max((stall for stall, _ in proved), default=0.0),
-                gap=max((gap for _, gap in proved), default=0.0),
-                change=change,
-            )
+        started, version = time.monotonic(), written.version
+        try:
+            manifest = await self._replicas.manifest(written)
+        except AgentLost:
+            return None
+        finally:
+            self._publishing = False
+        served, probe = self._current, written.probe
+        same = served is not None and served.manifest == manifest
+        last = None if served is None else served.last_probe if same else served.probe.logprobs
+        # No await before the list of engines: one that comes up either serves by now, or finds another current version
+        # than it has proved.
+        self._current = publication = Publication(manifest, probe, last)
+        if served is not None:
+            served.replaced.set()
+        engines = [] if same else self._client.serving()
+        self._available.set()
+        updates = await self._update_all(engines, publication)
+        return PublishRecord(
+            version=version,
+            step=version * self._publish_every,
+            checksum=manifest.checksum,
+            seconds=written.seconds + time.monotonic() - started,
+            stall_s=max((update.stall_s for update in updates), default=0.0),
+            gap=max((update.gap for update in updates), default=0.0),
+            change=0.0 if served is None else _distance(probe.logprobs, served.probe.logprobs),
+            write_s=written.seconds,
+            transfer_s=max((update.transfer_s for update in updates), default=0.0),
+        )
 
     async def bring_up(self, engine: EngineState) -> None:
-        """Have a new engine load and prove the current version, and serve. Raises ``RunError`` when it cannot."""
+        """Have an engine load and prove the current version, and serve. Raises ``RunError`` when it cannot."""
         while True:
-            await self._available.wait()
-            async with self._lock:
-                if self._available.is_set():  # the trainer may have been lost while others had the lock
-                    await self._prove(engine)
-                    # Within the lock: the next publish must find it among those that serve (decision 0003).
-                    engine.serving = True
-                    return
+            self._waiting += 1
+            try:
+                await self._available.wait()
+            finally:
+                self._waiting -= 1
+            publication = self._current
+            assert publication is not None
+            pull = asyncio.ensure_future(self._replicas.pull(engine.process.node, publication.manifest))
+            try:
+                # A host that cannot keep up fetches the newest version, and not those that were replaced meanwhile.
+                if not await _first(pull, publication.replaced):
+                    continue
+                await self._prove(engine, publication, pull.result().path)
+            except (PullFailed, ReplicaGone):
+                await self._get_again(publication)
+                continue
+            # No await in between: from here on the next ``deliver`` lists it.
+            if self._current is publication:
+                engine.serving = True
+                return
 
-    async def _update(self, engine: EngineState) -> tuple[float, float] | None:
+    async def _get_again(self, publication: Publication) -> None:
+        """A host could not get a version: wait for the next try, or have the trainer write the version again."""
+        if self._current is publication and not await self._replicas.have(publication.manifest):
+            if self._current is publication:
+                self._available.clear()
+        else:
+            await asyncio.sleep(RETRY_S)
+
+    async def _update_all(self, engines: Iterable[EngineState], publication: Publication) -> list[Update]:
+        """Change engines to a version, each as soon as its host has it; what those did that serve it."""
+        hosts: dict[str, list[EngineState]] = {}
+        for engine in engines:
+            hosts.setdefault(engine.process.node, []).append(engine)
+        pulls = {node: asyncio.ensure_future(self._replicas.pull(node, publication.manifest)) for node in hosts}
+        too_late = asyncio.ensure_future(self._too_late(pulls.values()))
         try:
-            return await self._prove(engine)
-        except RunError as error:
-            self._client.mark_dead(engine.name, error.message)
-            return None
+            updates = await asyncio.gather(
+                *(
+                    self._update(engine, publication, pulls[node], too_late)
+                    for node, group in hosts.items()
+                    for engine in group
+                )
+            )
+        finally:
+            for waiting in (too_late, *pulls.values()):  # the agent of a late host continues
+                waiting.cancel()
+        return [update for update in updates if update is not None]
 
-    async def _prove(self, engine: EngineState) -> tuple[float, float]:
+    async def _too_late(self, pulls: Iterable[asyncio.Future[Pulled]]) -> None:
+        """Return when the hosts that have not got a version are late."""
+        started, waiting = time.monotonic(), set(pulls)
+        fastest: float | None = None
+        while waiting:
+            usual_s = self._usual_s if fastest is None else fastest
+            left_s = None if usual_s is None else max(0.0, 2 * usual_s + LATE_S - (time.monotonic() - started))
+            done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                return
+            for pull in done:
+                # Nothing is fetched by a host on which all ranks have written.
+                if pull.exception() is None and pull.result().fetched_bytes and fastest is None:
+                    self._usual_s = fastest = pull.result().seconds
+
+    async def _update(
+        self,
+        engine: EngineState,
+        publication: Publication,
+        pull: asyncio.Future[Pulled],
+        too_late: asyncio.Future[None],
+    ) -> Update | None:
+        actor, version = engine.process.actor, publication.manifest.version
+        try:
+            either: list[asyncio.Future[Any]] = [pull, too_late]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not pull.done():
+                raise PullFailed(f"its host has not got weight version {version} in time", location=engine.name)
+            pulled = pull.result()
+            stall_s, gap = await self._prove(engine, publication, pulled.path)
+            return Update(pulled.seconds, stall_s, gap)
+        except (PullFailed, ReplicaGone) as missing:
+            # Not a fault of the engine: it comes back when its host has the version (``bring_up``).
+            await self._client.withdraw(engine)
+            await self._budget.note("weights", engine.name, f"{missing.message}; it does not serve until then")
+        except RunError as error:
+            if engine.process.actor is actor:
+                self._client.mark_dead(engine.name, error.message)
+        return None
+
+    async def _prove(self, engine: EngineState, publication: Publication, path: str) -> tuple[float, float]:
         """Update one engine; returns its stall in seconds and its gap in nats."""
         name, actor = engine.name, engine.process.actor
-        publication, last = self._current, self._last_probe
-        assert publication is not None
+        manifest, probe, last = publication.manifest, publication.probe, publication.last_probe
         if actor is None:  # lost since it was chosen; its keeper has another started
             raise ActorLost("it was lost before the update", location=name)
         answer: Attestation = await wait_for(
-            actor.update_weights.remote(
-                *(publication.version, publication.checksum, publication.source, self._policy, publication.probe_ids)
-            ),
+            actor.update_weights.remote(manifest.version, path, manifest.slots, self._policy, probe.ids),
             name,
             self._timeout_s,
         )
-        gap = _distance(answer.probe_logprobs, publication.probe_logprobs)
-        change = 0.0 if last is None else _distance(publication.probe_logprobs, last)
+        gap = _distance(answer.probe_logprobs, probe.logprobs)
+        change = 0.0 if last is None else _distance(probe.logprobs, last)
         # A small update moves the probe by less than the tolerance: then the engine must at least be nearer to
         # this version than to the last one.
         outdated = last is not None and change > self._noise and gap >= _distance(answer.probe_logprobs, last)
-        if answer.version != publication.version or not gap <= self._tolerance or outdated:
+        if answer.version != manifest.version or not gap <= self._tolerance or outdated:
             raise RunError(
-                f"it does not serve weight version {publication.version}: its log-probs of the probe differ from the "
+                f"it does not serve weight version {manifest.version}: its log-probs of the probe differ from the "
                 f"trainer's by {gap:.3g} nats; allowed are {self._tolerance:g}, and less than from the last version's",
                 location=name,
                 hint="this is a fault of the engine's weight update; please report it with the log",
             )
         return answer.stall_s, gap
+
+
+async def _first(work: asyncio.Future[Pulled], event: asyncio.Event) -> bool:
+    """Wait for either; whether it was the work. The other one is not waited for any more."""
+    happening = asyncio.ensure_future(event.wait())
+    either: list[asyncio.Future[Any]] = [work, happening]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
+    finally:
+        for waiting in either:
+            waiting.cancel()
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:

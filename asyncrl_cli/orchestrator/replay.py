@@ -18,10 +18,12 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
+from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,12 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
     factory = ActorFactory(spec, run.path, search_path, _log_folder(run))
     limit_s = spec.pipeline.stall_minutes * 60
     ranks = TrainerRanks(factory.trainer, factory.trainer_group(), search_path, limit_s, progress)
+
+    async def not_recorded(kind: str, part: str, message: str) -> None:
+        """A replay writes no journal."""
+
+    budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
+    replicas = Replicas(factory.host_agent, factory.address_of, budget)
     connection = open_for_reading(run.path / FILE)
     try:
         progress("starting the trainer")
@@ -95,9 +103,9 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
             version, rest = divmod(step + 1, spec.pipeline.publish_every)
             equal = None
             if not rest:
-                publication = await ranks.publish(version)
+                manifest = await replicas.manifest(await replicas.write(ranks, version))
                 recorded = checksum(connection, version)
-                equal = None if recorded is None else recorded == publication.checksum
+                equal = None if recorded is None else recorded == manifest.checksum
             show(
                 ReplayedStep(
                     step=step,

@@ -76,11 +76,13 @@ class ResilientTrainer:
     async def publish(self) -> PublishRecord:
         """Have every engine serve the present weights as the next version.
 
-        Writing and loading are one piece of work, both repeated after a death: the weights that engines load
-        lie in the memory of rank 0 (decision 0002).
+        The ranks write the weights; from then on the hosts have them, and a death of a rank does not matter. When a
+        host loses them before the engines have got them, they are written again.
         """
-        version = self.version + 1
-        record = await self._at(version * self._publish_every, lambda: self._publisher.serve(version))
+        version, record = self.version + 1, None
+        while record is None:
+            written = await self._at(version * self._publish_every, lambda: self._publisher.write(version))
+            record = await self._publisher.deliver(written)
         self.version, self._checksum = version, record.checksum
         return record
 
@@ -89,11 +91,23 @@ class ResilientTrainer:
         return await self._at(step, write)
 
     async def guard(self) -> None:
-        """Notice a death while nothing is asked of the ranks: engines may be waiting for their weights. Never ends."""
+        """Notice a death while nothing is asked of the ranks, and engines that wait for weights that no host has any
+        more. Never ends."""
+        out_of_reach = -1
         while True:
             await asyncio.sleep(GUARD_S)
             async with self._turn:
-                await self._do(self.step, self._ranks.check)
+                passed = self.version >= 0 and self.step > self.version * self._publish_every
+                if passed and self._publisher.missed and out_of_reach != self.version:
+                    # Without engines there is no batch, and so no step that would bring the next version.
+                    self._down = True
+                    lost = f"no host has version {self.version} any more, and all engines wait for it"
+                    await self._budget.spend("trainer", "trainer-0", lost)
+                    await self._do(self.step, self._ranks.check)
+                    # A checkpoint of a later step may be the newest one: then the next publish is due.
+                    out_of_reach = -1 if self._publisher.available else self.version
+                else:
+                    await self._do(self.step, self._ranks.check)
 
     async def _at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         """The result of ``work``, done with the weights after ``step`` steps; it is done again after a death."""
@@ -109,8 +123,6 @@ class ResilientTrainer:
                 return await work()
             except TrainerLost as lost:
                 self._down = True
-                # First: the mapping went with rank 0, and no engine may read it (decision 0002).
-                self._publisher.lost()
                 await self._budget.spend("trainer", lost.name, lost.cause)
 
     async def _catch_up(self, step: int) -> None:
@@ -128,9 +140,12 @@ class ResilientTrainer:
             await self._publish_again(step)
 
     async def _publish_again(self, step: int) -> None:
-        """Engines that were restarted need the present version: write it when the trainer passes its step on the way
-        to ``step``, unless the next version is published there anyway."""
-        if self._publisher.available or step == (self.version + 1) * self._publish_every:
+        """Engines that start need the present version, and no host has it after a resume, or once the agents that had
+        it are lost: write it when the trainer passes its step on the way to ``step``, unless the next version is
+        published there anyway."""
+        if self._publisher.available:
+            return
+        if step == (self.version + 1) * self._publish_every and not self._publisher.missed:
             return
         if self.step != self.version * self._publish_every:
             return

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
-from asyncrl_cli.records.training import Publication, Seat, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, wait_for
+from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
 """Seconds that the other ranks have to end a call after one rank has failed."""
@@ -63,6 +64,11 @@ class TrainerRanks:
         self._warn = warn
         self._actors: list[Any] = []
         self._model_dir = ""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The Ray nodes of the ranks, rank by rank."""
+        return tuple(seat.node_id for seat in self.seats)
 
     async def preload(self) -> None:
         """End what is left of the ranks, ask Ray for others, number them, and have them import what ``start`` needs.
@@ -125,10 +131,18 @@ class TrainerRanks:
         report: StepReport = (await self._call("train_step", shared))[0]
         return report
 
-    async def publish(self, version: int) -> Publication:
-        """Write the weights into the mapping."""
-        publication: Publication = (await self._call("publish", version))[0]
-        return publication
+    async def layout(self) -> tuple[TensorSlot, ...]:
+        """The layout of the weights that engines get."""
+        layout: tuple[TensorSlot, ...] = (await self._call("layout"))[0]
+        return layout
+
+    async def write(self, version: int, paths: Sequence[str]) -> Probe:
+        """Have each rank write its shard into the memory at its path, one for each rank.
+
+        Raises ``ReplicaGone`` when a rank does not find its memory.
+        """
+        probe: Probe = (await self._call("write", version, paths))[0]
+        return probe
 
     async def save_checkpoint(self, folder: Path) -> None:
         """Write every rank's shard."""

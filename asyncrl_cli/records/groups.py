@@ -192,8 +192,9 @@ class StepRecord:
 class PublishRecord:
     """A published version: the step it follows, the checksum of its bytes, and how it went.
 
-    ``seconds`` and ``stall_s`` are times. ``gap`` and ``change`` are nats: the largest difference between engine and
-    trainer, and between this version's probe and the last one's.
+    ``seconds`` is the time of all, ``write_s`` that of the trainer's own part, ``transfer_s`` the longest that a host
+    of engines took to get the version, ``stall_s`` the longest pause of an engine. ``gap`` and ``change`` are nats: the
+    largest difference between engine and trainer, and between this version's probe and the last one's.
     """
 
     version: int
@@ -203,3 +204,5 @@ class PublishRecord:
     stall_s: float
     gap: float
     change: float
+    write_s: float = 0.0
+    transfer_s: float = 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isclose
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,15 +73,11 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Publication:
-    """Weights that lie ready in the mapping.
+class Probe:
+    """A fixed sequence and the trainer's own log-probs of it: an engine that serves the same weights agrees.
 
-    ``source`` is what ``WeightMapping.describe`` returns. ``probe_logprobs`` (float32, [probe tokens - 1]) are
-    the trainer's own log-probs of ``probe_ids`` under these weights: an engine that serves them agrees.
+    ``logprobs`` are float32, of shape [len(ids) - 1]: the first token has none.
     """
 
-    version: int
-    checksum: str
-    source: dict[str, Any]
-    probe_ids: tuple[int, ...]
-    probe_logprobs: NDArray[np.float32]
+    ids: tuple[int, ...]
+    logprobs: NDArray[np.float32]

@@ -45,6 +45,8 @@ POLL_S = 5.0
 AHEAD = 0.25
 """An engine gets this share more requests than it runs at once, so that a free slot is filled before the client knows
 of it."""
+WITHDRAW_S = 10.0
+"""Seconds that an engine has to return its requests when it is taken out of service."""
 MAX_AFFINITIES = 10_000
 """Affinities whose engine is remembered; the least recently used are forgotten."""
 
@@ -61,6 +63,8 @@ class EngineHandle(Protocol):
     """One engine's actor, and the ones that take its place after it."""
 
     name: str
+    node: str
+    """The id of the Ray node that it runs on."""
     actor: Any
     """Has the methods of ``RolloutWorker``, to be called with ``.remote()``."""
 
@@ -239,8 +243,9 @@ class GenerationClient:
     # -- engines
 
     async def collect(self, engine: EngineState) -> None:
-        """Deliver what a serving engine generates, until the engine is lost: raises ``EngineLost``."""
-        while True:
+        """Deliver what a serving engine generates. Returns when it was withdrawn and none of its requests is left;
+        raises ``EngineLost`` when it is lost."""
+        while engine.serving or engine.pending or engine.dead_because:
             self._dispatch()
             limit_s = POLL_S + self._hang_s
             try:
@@ -263,6 +268,23 @@ class GenerationClient:
                 # Before the kill: nothing may be sent to it any more.
                 engine.serving, engine.dead_because = False, cause
                 engine.process.kill()
+
+    async def withdraw(self, engine: EngineState) -> None:
+        """Take an engine that lives out of service: it gets no more requests, and those that it has continue elsewhere.
+
+        They keep all their tokens if it answers, which it has ``WITHDRAW_S`` seconds for, else those that it has
+        reported. It may serve again later.
+        """
+        engine.serving, engine.to_abort = False, False
+        for rollout_id in list(engine.outbox):
+            self._requeue(engine.pending[rollout_id], "aborted")
+        try:
+            await wait_for(engine.process.actor.abort.remote(), engine.name, min(WITHDRAW_S, self._hang_s))
+        except UserError:
+            # Should it serve again, it must not continue requests that others have by then.
+            engine.to_cancel.update(engine.pending)
+            self._continue(list(engine.pending.values()), "lost")
+        self._dispatch_soon()
 
     def reclaim(self, engine: EngineState) -> None:
         """An engine is lost: its requests continue from the tokens reported, on any engine that serves."""

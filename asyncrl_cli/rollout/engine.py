@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from asyncrl_cli.rollout.engine_settings import start_vllm
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens, sampled_logprobs
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.weights.layout import TensorSlot
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -44,7 +46,7 @@ class Engine:
         self._vllm = start_vllm(spec, model_dir, "auto" if own_weights else "dummy", log)
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._version = -1
-        self._mapped: str | None = None
+        self._layout: tuple[TensorSlot, ...] | None = None
         self._probes = 0
         # vLLM gets no more requests than it runs at once, and none while it loads weights, so a request's cache salt,
         # chosen when vLLM gets it, names the version that it starts under (decision 0005).
@@ -119,25 +121,29 @@ class Engine:
     async def update_weights(
         self,
         version: int,
-        checksum: str,
-        source: dict[str, Any],
+        path: str,
+        slots: tuple[TensorSlot, ...],
         policy: str,
         on_pause: Callable[[], None] = lambda: None,
     ) -> float:
-        """Load the mapped weights as ``version``; returns the seconds that no token was generated.
+        """Load ``version`` from the host's replica; returns the seconds that no token was generated.
 
-        ``source`` is what ``WeightMapping.describe`` returns; ``policy`` is the spec's ``weight_update``. ``on_pause``
-        is called before the weights load, when ``segments`` has all tokens of the version that is replaced.
+        It is complete at ``path``, laid out as ``slots``; ``policy`` is the spec's ``weight_update``. ``on_pause`` is
+        called before the weights load, when ``segments`` has all tokens of the version that is replaced.
         """
         async with self._scheduler:
-            return await self._load(version, checksum, source, policy, on_pause)
+            return await self._load(version, path, slots, policy, on_pause)
 
     async def _load(
-        self, version: int, checksum: str, source: dict[str, Any], policy: str, on_pause: Callable[[], None]
+        self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, on_pause: Callable[[], None]
     ) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         core = self._vllm.engine_core
+        if slots != self._layout:
+            layout = [asdict(slot) for slot in slots]
+            await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest({"slots": layout}))
+            self._layout = slots
         # Before the pause: a request submitted from now on waits, or its salt would name the old version.
         self._loading = True
         if policy == "drain":
@@ -146,14 +152,11 @@ class Engine:
             await core.pause_scheduler_async(mode="keep", clear_cache=policy == "recompute")
         started = time.monotonic()
         try:
-            if self._mapped != source["path"]:
-                await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest(source))
-                self._mapped = source["path"]
             # The last tokens left vLLM's process before its answer to the pause; when it has answered this call too,
             # they are here, and ``on_pause`` sees all of them (decision 0010).
             await self._vllm.start_weight_update()
             on_pause()
-            await self._vllm.update_weights(WeightTransferUpdateRequest({"checksum": checksum}))
+            await self._vllm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
             await self._vllm.finish_weight_update(str(version))
             self._version = version
         finally:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.records.generation import (
     EVALUATION,
@@ -32,6 +31,8 @@ from asyncrl_cli.rollout.activity import ActivityClock
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.weights.layout import TensorSlot
+from asyncrl_cli.weights.manifest import ReplicaGone
 
 COALESCE_S = 0.05
 """Seconds that ``collect`` waits after the first finished rollout for others to join its delivery; not if one is
@@ -141,12 +142,15 @@ class RolloutWorker:
         return Delivery(rollouts, [] if dead else failures, segments, activity, aborted)
 
     async def update_weights(
-        self, version: int, checksum: str, source: dict[str, Any], policy: str, probe_ids: tuple[int, ...]
+        self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, probe_ids: tuple[int, ...]
     ) -> Attestation:
-        """Load the mapped weights as ``version`` and prove it."""
+        """Load ``version`` from the host's replica, and prove it. Raises ``ReplicaGone`` when its memory is gone."""
+        # While nothing has changed yet: an update that fails halfway costs the engine.
+        if not os.path.exists(path):
+            raise ReplicaGone(f"the memory of weight version {version} is gone")
         stall_s = 0.0
         try:
-            stall_s = await self._engine.update_weights(version, checksum, source, policy, self._on_pause)
+            stall_s = await self._engine.update_weights(version, path, slots, policy, self._on_pause)
         finally:
             self._clock.end_update(stall_s)
         return await self._engine.attest(probe_ids, stall_s)

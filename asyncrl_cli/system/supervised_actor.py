@@ -15,7 +15,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.system.remote import ActorLost
 
-Part = Literal["engine", "trainer", "buffer", "scorer", "episode-worker", "gateway"]
+Part = Literal["engine", "trainer", "buffer", "scorer", "episode-worker", "gateway", "host-agent"]
 
 WINDOW_S = 6 * 3600.0
 """Seconds over which restarts are counted. One takes 10 minutes at most, so a part that never comes up ends the run."""

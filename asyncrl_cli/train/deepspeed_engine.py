@@ -209,7 +209,7 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 @contextmanager
 def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[None]:
     """Full parameters inside the block; a collective call under ZeRO-3."""
-    if zero_stage < 3:
+    if zero_stage < 3 or not parameters:
         yield
         return
     import deepspeed

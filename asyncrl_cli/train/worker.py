@@ -7,13 +7,15 @@ need no messages beside their collective calls. Calls that move weights are coll
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.records.training import Publication, Seat, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.weights.layout import TensorSlot
 
 LOOPBACK = "127.0.0.1"
 """Where ranks meet that share a host."""
@@ -78,7 +80,9 @@ class TrainerWorker:
         from asyncrl_cli.train.model.reference import Copy, load_reference
         from asyncrl_cli.train.model.tokenizer import PROBE_TOKENS, load_tokenizer, probe_ids
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
+        from asyncrl_cli.train.shards import engine_layout
         from asyncrl_cli.train.step import Learner
+        from asyncrl_cli.weights.mapped import MappedReplica
 
         trainer = self._spec.trainer
         if trainer.gpus_per_rank == 0:
@@ -105,7 +109,8 @@ class TrainerWorker:
         critic = ds.start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
         limit = SkipLimit(trainer.max_skipped_updates)
         self._learner = Learner(self._spec, self._rank, objective, self._engine, limit, reference, critic)
-        self._mapping: Any = None
+        self._layout = engine_layout(self._model, getattr(torch, self._spec.rollout.dtype))
+        self._replica = MappedReplica(self._layout)
         tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
         vocabulary = self._model.config.get_text_config().vocab_size
         self._probe_ids = probe_ids(tokenizer, vocabulary, min(PROBE_TOKENS, self._spec.model.max_length - 1))
@@ -128,34 +133,33 @@ class TrainerWorker:
         report, self._updates = train_batch(self._learner, batch, self._updates)
         return report
 
-    def publish(self, version: int) -> Publication | None:
-        """Write the weights into the mapping, with what proves them. Rank 0 returns the publication.
+    def layout(self) -> tuple[TensorSlot, ...]:
+        """The layout of the weights that engines get; the same on every rank."""
+        return self._layout
 
-        The publisher calls this only when no engine reads the mapping: there is one buffer, not two (decision 0002).
+    def write(self, version: int, paths: Sequence[str]) -> Probe | None:
+        """Write this rank's shard of the weights into the memory at its path, one of ``paths`` for each rank.
+
+        Rank 0 returns what proves them. Collective: a rank that does not find its memory takes part all the same, and
+        then raises ``ReplicaGone``.
         """
-        import torch
+        from asyncrl_cli.train.shards import shards, write_shard
+        from asyncrl_cli.weights.manifest import ReplicaGone
 
-        from asyncrl_cli.train import deepspeed_engine as ds
-        from asyncrl_cli.train.model.lora import plain_weights
-        from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
-
-        if self._mapping is None and self._rank == 0:
-            dtype = getattr(torch, self._spec.rollout.dtype)
-            self._mapping = WeightMapping.create(
-                plan_slots(
-                    (weight.name, dtype, ds.full_shape(weight.parameter)) for weight in plain_weights(self._model)
-                )
-            )
-        targets = dict(self._mapping.tensors()) if self._rank == 0 else {}
-        # All ranks take all weights, in this order: under ZeRO-3 each is gathered from all of them.
-        for weight in ds.full_weights(self._model, self._spec.trainer.zero_stage):
-            if self._rank == 0:
-                targets[weight.name].copy_(weight.merged())
-        probe_ids, logprobs = self._probe()  # on all ranks: the forward pass is collective (decision 0003)
-        if self._rank != 0:
-            return None
-        # After the last copy: the checksum is of what engines will read.
-        return Publication(version, self._mapping.checksum(), self._mapping.describe(), probe_ids, logprobs)
+        own = shards(self._model, self._rank, self._spec.trainer.ranks, self._spec.trainer.zero_stage)
+        missing: ReplicaGone | None = None
+        try:
+            with self._replica.open(paths[self._rank], version) as tensors:
+                for name, begin, elements in own:
+                    write_shard(tensors[name], begin, elements)
+        except ReplicaGone as gone:
+            missing = gone
+            for _ in own:  # the other ranks gather adapters with this one
+                pass
+        ids, logprobs = self._probe()  # on all ranks: the forward pass is collective (decision 0003)
+        if missing is not None:
+            raise missing
+        return Probe(ids, logprobs) if self._rank == 0 else None
 
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""

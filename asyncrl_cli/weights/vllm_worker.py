@@ -22,35 +22,36 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl_cli.system.process_tree import die_with
-from asyncrl_cli.weights.mapping import WeightMapping
+from asyncrl_cli.weights.layout import TensorSlot
+from asyncrl_cli.weights.mapped import MappedReplica
 
-BACKEND = "asyncrl_mapping"
+BACKEND = "asyncrl_replica"
 
 
 @dataclass
-class MappingInitInfo(WeightTransferInitInfo):
-    """What ``WeightMapping.describe`` returns."""
+class ReplicaInitInfo(WeightTransferInitInfo):
+    """The layout: what ``TensorSlot`` has, of each tensor."""
 
-    path: str
     slots: list[dict[str, Any]]
 
 
 @dataclass
-class MappingUpdateInfo(WeightTransferUpdateInfo):
-    """The checksum that the mapped bytes must have."""
+class ReplicaUpdateInfo(WeightTransferUpdateInfo):
+    """A version that is complete on this host, and the path of its memory."""
 
-    checksum: str
+    version: int
+    path: str
 
 
-class MappingTransferEngine(WeightTransferEngine[MappingInitInfo, MappingUpdateInfo]):
-    """Loads the model from a ``WeightMapping``."""
+class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateInfo]):
+    """Loads the model from the host's replica. The agent has checked the bytes: nothing is computed over them here."""
 
-    init_info_cls = MappingInitInfo
-    update_info_cls = MappingUpdateInfo
+    init_info_cls = ReplicaInitInfo
+    update_info_cls = ReplicaUpdateInfo
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: MappingInitInfo) -> None:
-        self.mapping = WeightMapping.open(init_info.path, init_info.slots)
+    def init_transfer_engine(self, init_info: ReplicaInitInfo) -> None:
+        self.replica = MappedReplica(tuple(TensorSlot(**slot) for slot in init_info.slots))
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -60,15 +61,14 @@ class MappingTransferEngine(WeightTransferEngine[MappingInitInfo, MappingUpdateI
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class synchronizes an accelerator afterwards; a CPU has none.
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: MappingUpdateInfo) -> None:
-        """Load every tensor; raises ``RuntimeError`` when the bytes are not the ones announced."""
-        found = self.mapping.checksum()
-        if found != update_info.checksum:
-            raise RuntimeError(f"the mapped weights have checksum {found}, announced was {update_info.checksum}")
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self.mapping.tensors())
+    def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
+        """Load every tensor; raises ``ReplicaGone`` when the memory is of another version by now."""
+        with self.replica.open(update_info.path, update_info.version) as tensors:
+            # Views of the shared memory: a tensor-parallel loader takes its part before it copies to the device.
+            self.model.load_weights(tensors.items())
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # before the memory is given back
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -87,7 +87,7 @@ class MappingTransferEngine(WeightTransferEngine[MappingInitInfo, MappingUpdateI
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
     def shutdown(self) -> None:
-        self.__dict__.pop("mapping", None)
+        self.__dict__.pop("replica", None)
 
 
 class WorkerExtension:
@@ -97,4 +97,4 @@ class WorkerExtension:
 die_with(os.getppid())
 # Else a progress bar of vLLM, shown or not, makes a named semaphore, which a killed process leaves in /dev/shm.
 tqdm.set_lock(threading.RLock())
-WeightTransferEngineFactory.register_engine(BACKEND, MappingTransferEngine)
+WeightTransferEngineFactory.register_engine(BACKEND, ReplicaTransferEngine)

@@ -53,7 +53,7 @@ def main() -> None:
                 continue
             with open(pulled.path, "rb") as memory:
                 equal = memory.read(size_of(slots)) == _content(slots)
-            _say(url=url, fetched=pulled.fetched_bytes, equal=equal, faults=dict(pulled.faults))
+            _say(url=url, fetched=pulled.fetched_bytes, seconds=pulled.seconds, equal=equal, faults=dict(pulled.faults))
             break
     while True:
         time.sleep(60)

@@ -15,7 +15,9 @@ import torch
 
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.weights.mapping import WeightMapping, plan_slots
+from asyncrl_cli.weights.layout import plan_slots
+from asyncrl_cli.weights.mapped import MappedReplica
+from asyncrl_cli.weights.replica import Replica
 
 from .conftest import Runs
 
@@ -38,7 +40,9 @@ class Bench:
         self._load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.models: dict[int, Any] = {}
         named = list(self._load().named_parameters())
-        self.mapping = WeightMapping.create(plan_slots((name, p.dtype, tuple(p.shape)) for name, p in named))
+        self.slots = plan_slots((name, p.dtype, tuple(p.shape)) for name, p in named)
+        self.replica = Replica(self.slots, ranks=1)
+        self._mapped = MappedReplica(self.slots)
         self.engine = Engine(spec, str(folder))
         self._requests = 0
 
@@ -47,15 +51,17 @@ class Bench:
         generator = torch.Generator().manual_seed(version)
         model = self._load()
         parameters = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, target in self.mapping.tensors():
+        path = self.replica.begin(version)
+        with torch.no_grad(), self._mapped.open(path, version) as tensors:
+            for name, target in tensors.items():
                 noise = torch.randn(target.shape, generator=generator)
                 parameters[name].add_(noise, alpha=0.05)
                 if endless and name.endswith("embed_tokens.weight"):  # the head's, too
                     parameters[name][model.config.eos_token_id] = 0.0
                 target.copy_(parameters[name])
         self.models[version] = model
-        await self.engine.update_weights(version, self.mapping.checksum(), self.mapping.describe(), policy)
+        await self.engine.update_weights(version, path, self.slots, policy)
+        self.path = path
 
     async def generate(self, prompt: list[int], tokens: int) -> Rollout:
         self._requests += 1
@@ -176,12 +182,12 @@ def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEven
     assert np.abs(served - bench.recomputed(rollout, 60)).max() > 100 * TOLERANCE
 
 
-def test_weights_that_do_not_match_their_checksum_are_refused(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
+def test_memory_that_is_of_another_version_is_refused(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
     async def publish() -> None:
         await bench.publish(70, "keep")
-        await bench.engine.update_weights(71, "0" * 64, bench.mapping.describe(), "keep")
+        await bench.engine.update_weights(71, bench.path, bench.slots, "keep")
 
-    with pytest.raises(Exception, match="checksum"):
+    with pytest.raises(Exception, match="version 71 was reused for version 70"):
         loop.run_until_complete(publish())
 
 

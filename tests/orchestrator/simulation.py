@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from stand_in_hosts import StandInAgent, StandInHosts, layout
 from stand_ins import Actor, RoomyGroup, StandInBuffer, StandInProcess, prompts, remote
 
 from asyncrl_cli.data.loader import PromptLoader, stages_of
@@ -44,13 +45,14 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.training import Publication, Seat, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.weights.manifest import ReplicaGone
 from asyncrl_cli.workers.scoring import Response, Scored
 
 Weights = tuple[str, ...]
@@ -62,11 +64,6 @@ LIMIT_S = 120.0
 def number(*parts: object) -> int:
     """A number that follows from all of these."""
     return zlib.crc32(repr(parts).encode())
-
-
-def checksum(weights: Weights) -> str:
-    """What a publish of these weights records."""
-    return f"{number(weights):08x}"
 
 
 def token(request_seed: int | None, place: int, weights: Weights) -> int:
@@ -117,9 +114,10 @@ class Fate:
 class Engine(Actor):
     """Generates a few tokens of some rollouts at a time."""
 
-    def __init__(self, fate: Fate) -> None:
+    def __init__(self, fate: Fate, hosts: StandInHosts) -> None:
         super().__init__()
         self._fate = fate
+        self._hosts = hosts
         self._version, self._weights = -1, ("none",)
         self._running: dict[str, tuple[RolloutRequest, Rollout]] = {}
         self._reported: dict[str, int] = {}
@@ -128,11 +126,16 @@ class Engine(Actor):
 
     @remote
     async def update_weights(
-        self, version: int, checksum: str, source: dict[str, Any], policy: str, probe_ids: tuple[int, ...]
+        self, version: int, path: str, slots: Any, policy: str, probe_ids: tuple[int, ...]
     ) -> Attestation:
         self._may_die(0.05)
         assert version >= self._version, "versions move forward"
-        self._version, self._weights = version, source["weights"]
+        if path not in self._hosts.memory:
+            raise ReplicaGone("the memory is gone")
+        shards = self._hosts.memory[path]
+        assert set(shards) == set(range(len(shards))), "every rank has written"
+        (self._weights,) = set(shards.values())
+        self._version = version
         return Attestation(version, probe(self._weights), 0.0)
 
     @remote
@@ -159,7 +162,7 @@ class Engine(Actor):
 
     @remote
     async def collect(self, timeout_s: float) -> Delivery:
-        while not (self._running or self._aborted):
+        if not (self._running or self._aborted):
             self._news.clear()
             await self._news.wait()
         await asyncio.sleep(0)
@@ -227,20 +230,22 @@ def _extended(rollout: Rollout, ids: list[int], version: int) -> Rollout:
 class Rank(Actor):
     """A trainer rank. One call runs at a time, as in Ray."""
 
-    def __init__(self, fate: Fate, rank: int) -> None:
+    def __init__(self, fate: Fate, hosts: StandInHosts, ranks: int, rank: int) -> None:
         super().__init__()
         self._fate = fate
+        self._hosts = hosts
+        self._ranks = ranks
         self._rank = rank
         self._turn = asyncio.Lock()
         self._weights: Weights = ()
 
     @remote
     async def visit(self) -> Seat:
-        return Seat("node", "127.0.0.1")
+        return Seat(f"host-{self._rank}", "127.0.0.1")
 
     @remote
     async def preload(self, rank: int, one_host: bool) -> tuple[str, int]:
-        assert rank == self._rank and one_host
+        assert rank == self._rank and one_host == (self._ranks == 1)
         return "127.0.0.1", 1
 
     @remote
@@ -269,11 +274,15 @@ class Rank(Actor):
             return StepReport({}, 0.001, 1)
 
     @remote
-    async def publish(self, version: int) -> Publication:
+    async def layout(self) -> Any:
+        return layout(self._ranks)
+
+    @remote
+    async def write(self, version: int, paths: list[str]) -> Probe:
         async with self._turn:
             await self._work(0.05)
-            source = {"path": str(id(self)), "weights": self._weights}
-            return Publication(version, checksum(self._weights), source, (1, 2), probe(self._weights))
+            self._hosts.write(paths[self._rank], self._rank, self._weights)
+            return Probe((1, 2), probe(self._weights))
 
     @remote
     async def save_checkpoint(self, folder: str) -> None:
@@ -417,8 +426,10 @@ class Simulation:
         budget = RestartBudget(1000, record, lambda text: None)
         buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0, budget)
         opening = await buffer.open(start.kind, start.note, start.base)
+        hosts = StandInHosts(budget)
+        hosts.works = self._agent_works
         ranks = TrainerRanks(
-            lambda group, rank: self._noted(Rank(self.fate, rank)),
+            lambda group, rank: self._noted(Rank(self.fate, hosts, spec.trainer.ranks, rank)),
             RoomyGroup("the trainer", spec.trainer.ranks),
             Path(),
             600.0,
@@ -428,8 +439,13 @@ class Simulation:
         await ranks.preload()
         await ranks.start(start.checkpoint and start.checkpoint.folder)
         watchdog = Watchdog(600.0, reporter.warn)
+
+        def make_engine() -> Any:
+            return self._noted(Engine(self.fate, hosts))
+
+        # The first engine is where rank 0 is, the others where no rank is.
         processes: list[Any] = [
-            StandInProcess(f"engine-{index}", lambda: self._noted(Engine(self.fate)), budget)
+            StandInProcess(f"engine-{index}", make_engine, budget, f"host-{9 * index}")
             for index in range(spec.rollout.min_engines)
         ]
         client = GenerationClient(
@@ -447,6 +463,7 @@ class Simulation:
             run=run,
             buffer=buffer,
             ranks=ranks,
+            replicas=hosts.replicas,
             client=client,
             scoring=scorer,
             prompts=PromptSource(
@@ -468,6 +485,14 @@ class Simulation:
         )
         return Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
 
+    async def _agent_works(self, agent: StandInAgent) -> None:
+        for _ in range(self.fate.random.randint(0, 5)):
+            await asyncio.sleep(0)
+        self.fate.pass_by()
+        if self.fate.strikes("agent", 0.05):
+            agent.die()
+            await asyncio.sleep(0)
+
     def _noted(self, actor: Any) -> Any:
         self._actors.append(actor)
         return actor
@@ -484,6 +509,7 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
+        patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
         patch("asyncrl_cli.core.files.sync", lambda path: None),
     ):

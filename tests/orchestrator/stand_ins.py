@@ -101,7 +101,7 @@ class RemoteMethod:
         self._function = function
 
     def remote(self, *arguments: Any) -> asyncio.Future[Any]:
-        return self._actor.begin(self._function(*arguments))
+        return Actor.begin(self._actor, self._function(*arguments))  # an actor may have a method of this name
 
     def options(self, **_: Any) -> RemoteMethod:
         return self
@@ -242,8 +242,13 @@ class StandInProcess(SupervisedActor):
     """An engine's actors, one after another."""
 
     def __init__(
-        self, name: str, make_actor: Callable[[], Actor] = StandInEngine, budget: RestartBudget | None = None
+        self,
+        name: str,
+        make_actor: Callable[[], Actor] = StandInEngine,
+        budget: RestartBudget | None = None,
+        node: str = "host-0",
     ) -> None:
+        self.node = node
         super().__init__("engine", name, make_actor, self.start, budget or Notes().budget(1000))
         self.ask()
         self.started = True

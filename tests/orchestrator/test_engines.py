@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stand_in_hosts import StandInHosts, layout
 from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, run, segment, spec, turns
 
 from asyncrl_cli.core.errors import RunError
@@ -17,7 +18,7 @@ from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation, EngineActivity
-from asyncrl_cli.records.training import Publication
+from asyncrl_cli.records.training import Probe
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.system.remote import ActorLost
 from asyncrl_cli.system.supervised_actor import RestartBudget
@@ -67,14 +68,19 @@ class Harness:
         self.processes = [FailingProcess(f"engine-{index}", budget) for index in range(engines)]
         processes: list[Any] = [*self.processes]
         self.client = GenerationClient(processes, slots=8, retries=0, hang_s=600.0, decode=str)
-        trainer: Any = SimpleNamespace(publish=self._write)
-        self.publisher = Publisher(spec(), trainer, self.client, Watchdog(600.0, print))
+        self.hosts = StandInHosts(budget)
+        trainer: Any = SimpleNamespace(write=self._write, layout=self._layout, nodes=("trainer",))
+        self.publisher = Publisher(*(spec(), trainer, self.client, self.hosts.replicas, Watchdog(600.0, print), budget))
         self.serving = asyncio.Semaphore(0)
         self.keeper = EngineKeeper(self.client, self.publisher, on_serving=self.serving.release)
         self.ended: list[str] = []
 
-    async def _write(self, version: int) -> Publication:
-        return Publication(version, f"sum {version}", {}, (1, 2, 3, 4), PROBE)
+    async def _layout(self) -> Any:
+        return layout(1)
+
+    async def _write(self, version: int, paths: list[str]) -> Probe:
+        self.hosts.write(paths[0], 0, version)
+        return Probe((1, 2, 3, 4), PROBE)
 
     async def publish(self, version: int) -> None:
         await self.publisher.serve(version)
@@ -219,10 +225,11 @@ def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
     assert "restarted 1 times in 6 hours, and it failed again; the first cause: engine-1: it is slow" in str(cause)
 
 
-def test_while_the_trainer_is_lost_a_restarted_engine_waits_for_its_weights() -> None:
+def test_while_no_host_has_its_weights_a_restarted_engine_waits() -> None:
     async def check() -> None:
         async with kept(2) as harness:
-            harness.publisher.lost()
+            harness.hosts.agent("trainer").die()
+            harness.hosts.agent("host-0").die()
             harness.processes[0].actor.die()
             while len(harness.processes[0].made) < 2:
                 await asyncio.sleep(0)

@@ -90,7 +90,7 @@ def test_the_numbers_of_a_step() -> None:
     metrics = step_metrics(
         batch=BATCH,
         report=StepReport({"loss/policy": 0.125}, seconds=1.5, trained_tokens=9),
-        published=PublishRecord(version=4, step=4, checksum="c", seconds=0.5, stall_s=0.25, gap=1e-5, change=0.01),
+        published=PublishRecord(4, 4, "c", 0.5, 0.25, gap=1e-5, change=0.01, write_s=0.03, transfer_s=0.04),
         window=WINDOW,
         counts=Counts(running=1, finished=2, taken=16, rejected=3, requeued=4, late=5),
     )
@@ -121,6 +121,8 @@ def test_the_numbers_of_a_step() -> None:
         "buffer/groups_requeued": 4,
         "buffer/groups_late": 5,
         "publish/seconds": 0.5,
+        "publish/write_s": 0.03,
+        "publish/transfer_s": 0.04,
         "publish/stall_s": 0.25,
         "publish/probe_gap": 1e-5,
         "publish/probe_change": 0.01,

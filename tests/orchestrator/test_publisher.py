@@ -1,4 +1,6 @@
-"""Publishing: an engine serves nothing before it has proved the new weights; one that cannot is left out by name."""
+"""Publishing: an engine serves nothing before it has proved the new weights; one that cannot is left out by name.
+
+Hosts that are slow or lose their memory delay nobody else."""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
-from stand_ins import run, spec
+from stand_in_hosts import StandInAgent, StandInHosts, checksum, layout
+from stand_ins import Notes, run, spec, turns
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.publisher import Publisher
@@ -17,11 +20,11 @@ from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
-from asyncrl_cli.records.training import Publication
+from asyncrl_cli.records.training import Probe
+from asyncrl_cli.weights.manifest import ReplicaGone
 
 PROBE = (1, 2, 3, 4)
-TURNS = 10
-"""Turns of the loop after which everything has happened that can."""
+RANKS = 2
 
 
 def logprobs(version: int, step: float = 0.01) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -44,15 +47,17 @@ class Engine:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.update_weights = self
+        self.hosts: StandInHosts
 
-    async def remote(
-        self, version: int, checksum: str, source: dict[str, Any], policy: str, probe_ids: tuple[int, ...]
-    ) -> Attestation:
-        assert (source, policy, probe_ids) == ({"path": "p"}, "keep", PROBE)
-        assert checksum.startswith(f"sum {version}")
+    async def remote(self, version: int, path: str, slots: Any, policy: str, probe_ids: tuple[int, ...]) -> Attestation:
+        assert (slots, policy, probe_ids) == (layout(RANKS), "keep", PROBE)
         if self.dead:
             raise ActorDiedError()
+        if path not in self.hosts.memory:
+            raise ReplicaGone("the memory is gone")
         self.loaded.append(version)
+        shards = self.hosts.memory[path]
+        assert [shards[rank][:2] for rank in range(RANKS)] == [(version, rank) for rank in range(RANKS)]
         await self.may_answer.wait()
         serves = version if self.stuck_at is None else min(version, self.stuck_at)
         answer = logprobs(serves, self.step) + np.float32(self.off)
@@ -60,39 +65,68 @@ class Engine:
 
 
 class Harness:
-    """A trainer that publishes ``logprobs``, engines that serve, and those that were reported as failed."""
+    """A trainer of two ranks, on hosts ``a`` and ``b``, that publishes ``logprobs``; engines that serve, the first on
+    ``a`` and the others on hosts without ranks; and those that were reported as failed or taken out of service."""
 
-    def __init__(self, *engines: Any, **sections: Any) -> None:
-        self.engines = [(f"engine-{i}", engine) for i, engine in enumerate(engines)]
+    def __init__(self, *engines: Engine | None, **sections: Any) -> None:
         self.step = 0.01
         self.bits = ""
         self.lost = False
+        self.nodes = ("a", "b")
         self.failed: dict[str, str] = {}
+        self.withdrawn: list[str] = []
         self.up: list[Engine] = []
+        self.writes = 0
+        self.notes = Notes()
+        self.hosts = StandInHosts(self.notes.budget())
+        self.engines = [self.state(f"engine-{i}", engine, f"c{i}" if i else "a") for i, engine in enumerate(engines)]
+        for state in self.engines:
+            state.serving = True
         stand_in: Any = self
-        self.publisher = Publisher(spec(**sections), stand_in, stand_in, Watchdog(600.0, print))
+        self.publisher = Publisher(
+            spec(**sections), stand_in, stand_in, self.hosts.replicas, Watchdog(600.0, print), self.notes.budget()
+        )
 
-    async def publish(self, version: int) -> Publication:
+    def state(self, name: str, engine: Engine | None, node: str) -> Any:
+        if engine is not None:
+            engine.hosts = self.hosts
+        return SimpleNamespace(name=name, process=SimpleNamespace(actor=engine, node=node), serving=False)
+
+    async def layout(self) -> Any:
+        return layout(RANKS)
+
+    async def write(self, version: int, paths: list[str]) -> Probe:
+        self.writes += 1
         if self.lost:
             raise TrainerLost("trainer-0", "the process died")
-        return Publication(version, f"sum {version}{self.bits}", {"path": "p"}, PROBE, logprobs(version, self.step))
+        for rank, path in enumerate(paths):
+            self.hosts.write(path, rank, self.shard(version, rank))
+        return Probe(PROBE, logprobs(version, self.step))
+
+    def shard(self, version: int, rank: int) -> Any:
+        return version, rank, self.bits
+
+    def sum(self, version: int) -> str:
+        """The checksum of a version."""
+        return checksum(self.shard(version, rank) for rank in range(RANKS))
 
     async def serve(self, version: int) -> PublishRecord:
         return await self.publisher.serve(version)
 
-    async def bring_up(self, engine: Engine) -> None:
-        await self.publisher.bring_up(state := _state("new", engine))
+    async def bring_up(self, engine: Engine, node: str = "a") -> None:
+        state = self.state("new", engine, node)
+        await self.publisher.bring_up(state)
         self.up += [engine] * state.serving
 
     def serving(self) -> list[Any]:
-        return [_state(name, engine) for name, engine in self.engines]
+        return [engine for engine in self.engines if engine.serving]
 
     def mark_dead(self, name: str, cause: str) -> None:
         self.failed[name] = cause
 
-
-def _state(name: str, engine: Engine) -> Any:
-    return SimpleNamespace(name=name, process=SimpleNamespace(actor=engine), serving=False)
+    async def withdraw(self, engine: Any) -> None:
+        engine.serving = False
+        self.withdrawn.append(engine.name)
 
 
 def publish(harness: Harness, versions: int) -> list[PublishRecord]:
@@ -102,9 +136,9 @@ def publish(harness: Harness, versions: int) -> list[PublishRecord]:
     return asyncio.run(all_versions())
 
 
-async def turns() -> None:
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+def loaded(harness: Harness, engine: int = 0) -> list[int]:
+    """What an engine was given."""
+    return list(harness.engines[engine].process.actor.loaded)
 
 
 # -- who serves
@@ -113,12 +147,14 @@ async def turns() -> None:
 def test_engines_that_agree() -> None:
     harness = Harness(Engine(), Engine(off=1e-4))
     reports = publish(harness, versions=3)
-    assert [(report.version, report.checksum) for report in reports] == [(0, "sum 0"), (1, "sum 1"), (2, "sum 2")]
+    assert [report.version for report in reports] == [0, 1, 2]
+    assert [report.checksum for report in reports] == [harness.sum(version) for version in range(3)]
     assert [report.change for report in reports] == pytest.approx([0.0, 0.01, 0.01], abs=1e-5)
     assert all(report.gap == pytest.approx(1e-4, rel=0.01) for report in reports)
     assert all(report.stall_s == pytest.approx(0.2501) for report in reports)
     assert harness.failed == {}
-    assert harness.publisher.checksum == "sum 2"
+    assert harness.publisher.checksum == harness.sum(2)
+    assert len({report.checksum for report in reports}) == 3
 
 
 @pytest.mark.parametrize(
@@ -142,14 +178,14 @@ def test_an_engine_that_does_not_prove_them_is_reported_and_the_others_serve(
     assert cause in harness.failed["engine-1"]
     assert reports[1].gap < 1e-5, "the report is about those that serve"
     assert reports[1].stall_s == 0.25
-    assert harness.engines[0][1].loaded == [0, 1]
+    assert loaded(harness) == [0, 1]
 
 
 def test_an_engine_that_keeps_weights_which_changed_little_is_reported() -> None:
     harness = Harness(Engine(), Engine(stuck_at=1))
     harness.step = 5e-4  # less than the tolerance
-    for _, engine in harness.engines:
-        engine.step = harness.step
+    for engine in harness.engines:
+        engine.process.actor.step = harness.step
     publish(harness, versions=2)
     assert harness.failed == {}
     publish(harness, versions=3)
@@ -158,7 +194,7 @@ def test_an_engine_that_keeps_weights_which_changed_little_is_reported() -> None
 
 def test_weights_that_do_not_change_are_not_a_fault() -> None:
     harness = Harness(Engine())
-    harness.step = harness.engines[0][1].step = 0.0
+    harness.step = harness.engines[0].process.actor.step = 0.0
     assert [report.change for report in publish(harness, versions=3)] == [0.0, 0.0, 0.0]
     assert harness.failed == {}
 
@@ -178,10 +214,9 @@ def test_the_same_weights_are_not_loaded_twice() -> None:
         harness = Harness(Engine())
         await harness.serve(0)
         await harness.serve(1)
-        harness.publisher.lost()
         report = await harness.serve(1)
-        assert harness.engines[0][1].loaded == [0, 1]
-        assert (report.checksum, report.stall_s, report.gap, report.change) == ("sum 1", 0.0, 0.0, 0.0)
+        assert loaded(harness) == [0, 1]
+        assert (report.checksum, report.stall_s, report.gap, report.change) == (harness.sum(1), 0.0, 0.0, 0.0)
         assert harness.publisher.available
 
     run(check())
@@ -192,8 +227,8 @@ def test_the_same_version_with_other_bits_is_loaded() -> None:
         harness = Harness(Engine())
         await harness.serve(1)
         harness.bits = ", differently rounded"
-        assert (await harness.serve(1)).checksum == "sum 1, differently rounded"
-        assert harness.engines[0][1].loaded == [1, 1]
+        assert (await harness.serve(1)).checksum == harness.sum(1)
+        assert loaded(harness) == [1, 1]
 
     run(check())
 
@@ -233,62 +268,172 @@ def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> None:
     run(check())
 
 
-@pytest.mark.parametrize("lost_by", ["the driver's word", "a publish that fails"])
-def test_a_new_engine_waits_while_the_trainer_is_lost(lost_by: str) -> None:
+def test_a_new_engine_on_any_host_gets_the_present_weights_while_the_trainer_is_lost() -> None:
     async def check() -> None:
         harness, engine = Harness(Engine()), Engine()
         await harness.serve(3)
-        if lost_by == "the driver's word":
-            harness.publisher.lost()
-        else:
-            harness.lost = True
-            with pytest.raises(TrainerLost):
-                await harness.serve(4)
-            harness.lost = False
-        coming = asyncio.create_task(harness.bring_up(engine))
-        await turns()
-        assert (engine.loaded, harness.publisher.available) == ([], False)
-        assert harness.publisher.checksum == "sum 3", "the others still serve that"
-        await harness.serve(3)
-        await coming
-        assert engine.loaded == [3]
-        assert harness.engines[0][1].loaded == [3], "the others are not disturbed"
+        harness.lost = True
+        with pytest.raises(TrainerLost):
+            await harness.serve(4)
+        await harness.bring_up(engine, "d")
+        assert (engine.loaded, harness.up) == ([3], [engine])
+        assert harness.publisher.checksum == harness.sum(3), "the others still serve that, too"
 
     run(check())
 
 
-def test_a_publish_waits_until_a_new_engine_serves_so_that_it_is_included() -> None:
+def test_a_version_that_is_replaced_while_an_engine_loads_it_is_not_served() -> None:
     async def check() -> None:
         harness, engine = Harness(), Engine()
         await harness.serve(0)
         engine.may_answer.clear()
-        coming = asyncio.create_task(harness.bring_up(engine))
-        await turns()
-        publishing = asyncio.create_task(harness.serve(1))
-        await turns()
+        coming = asyncio.create_task(harness.bring_up(engine, "d"))
+        await turns(50)
         assert engine.loaded == [0]
-        assert harness.publisher.checksum == "sum 0", "the mapping is not written while an engine reads it"
-        harness.engines.append(("new", engine))
+        await harness.serve(1)
+        assert harness.up == [], "the publish does not wait for it"
         engine.may_answer.set()
-        await asyncio.gather(coming, publishing)
-        assert engine.loaded == [0, 1], "the one that came up meanwhile is published to as well"
+        await coming
+        assert (engine.loaded, harness.up) == ([0, 1], [engine])
 
     run(check())
 
 
-def test_a_trainer_lost_while_an_engine_waits_for_its_turn_makes_it_wait_on() -> None:
+def test_an_engine_that_comes_up_during_the_write_is_published_to() -> None:
     async def check() -> None:
-        harness, first, second = Harness(), Engine(), Engine()
+        harness, engine = Harness(), Engine()
         await harness.serve(0)
-        first.may_answer.clear()
-        coming = [asyncio.create_task(harness.bring_up(engine)) for engine in (first, second)]
-        await turns()
-        harness.publisher.lost()
-        first.may_answer.set()
-        await turns()
-        assert (harness.up, second.loaded) == ([first], [])
+        state = harness.state("new", engine, "d")
+        harness.engines.append(state)
+        written = await harness.publisher.write(1)
+        await harness.publisher.bring_up(state)
+        assert (engine.loaded, state.serving) == ([0], True)
+        await harness.publisher.deliver(written)
+        assert engine.loaded == [0, 1]
+
+    run(check())
+
+
+# -- hosts
+
+
+def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.LATE_S", 0.0)
+
+    async def check() -> None:
+        harness = Harness(Engine(), Engine(), Engine())
         await harness.serve(0)
-        await asyncio.gather(*coming)
-        assert harness.up == [first, second]
+        slow = harness.hosts.agent("c2")
+        slow.may_fetch.clear()
+        report = await harness.serve(1)
+        assert (harness.withdrawn, harness.failed) == (["engine-2"], {})
+        assert harness.notes == [("weights", "engine-2", NOT_IN_TIME)]
+        assert report.transfer_s == 0.5
+        assert [loaded(harness, engine) for engine in range(3)] == [[0, 1], [0, 1], [0]]
+        coming = asyncio.create_task(harness.publisher.bring_up(harness.engines[2]))
+        await turns(50)
+        assert not harness.engines[2].serving
+        await harness.serve(2)
+        assert harness.withdrawn == ["engine-2"], "it is not waited for again"
+        slow.may_fetch.set()
+        await coming
+        assert (loaded(harness, 2), harness.engines[2].serving) == ([0, 2], True)
+
+    run(check())
+
+
+NOT_IN_TIME = "its host has not got weight version 1 in time; it does not serve until then"
+
+
+def test_the_only_host_that_has_to_fetch_is_given_the_time_that_it_needs() -> None:
+    async def check() -> None:
+        harness = Harness(None, Engine())
+        harness.engines[0].serving = False
+        harness.hosts.replicas.expect("c1")
+        harness.hosts.agent("c1").may_fetch.clear()
+        publishing = asyncio.create_task(harness.serve(0))
+        await turns(100)
+        assert not publishing.done()
+        harness.hosts.agent("c1").may_fetch.set()
+        await publishing
+        assert (loaded(harness, 1), harness.withdrawn) == ([0], [])
+
+    run(check())
+
+
+def dies_once(node: str, call: int) -> Any:
+    """The agent of a node dies at one of its calls."""
+    calls = 0
+
+    async def works(agent: StandInAgent) -> None:
+        nonlocal calls
+        calls += agent._node == node
+        if calls == call and agent._node == node:
+            calls += 1
+            agent.die()
+            await asyncio.sleep(0)
+
+    return works
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+@pytest.mark.parametrize("node", ["a", "b", "c1"])
+def test_whichever_agent_dies_when_all_engines_serve_in_the_end(
+    node: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``a`` has a rank and an engine, ``b`` a rank, ``c1`` an engine."""
+    monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0)
+
+    async def check() -> None:
+        harness = Harness(Engine(), Engine())
+        await harness.serve(0)
+        harness.hosts.works = dies_once(node, call)
+        await harness.serve(1)
+        for engine in harness.engines:
+            if not engine.serving:
+                coming = asyncio.create_task(harness.publisher.bring_up(engine))
+                await turns(100)
+                if not harness.publisher.available:
+                    await harness.serve(1)  # as the trainer does between steps
+                await coming
+        assert harness.failed == {}
+        assert all(engine.serving for engine in harness.engines)
+        assert [loaded(harness, engine)[-1] for engine in range(2)] == [1, 1]
+        await harness.serve(2)
+        assert [loaded(harness, engine)[-1] for engine in range(2)] == [2, 2]
+
+    run(check())
+
+
+def test_what_no_host_has_any_more_is_written_again_while_others_serve() -> None:
+    async def check() -> None:
+        harness, engine = Harness(Engine()), Engine()
+        await harness.serve(3)
+        for node in ("a", "b"):
+            harness.hosts.agent(node).die()
+        coming = asyncio.create_task(harness.bring_up(engine))
+        await turns(50)
+        assert (harness.publisher.available, harness.up) == (False, [])
+        assert not harness.publisher.missed, "an engine serves"
+        harness.engines[0].serving = False
+        assert harness.publisher.missed
+        harness.engines[0].serving = True
+        await harness.serve(3)
+        await coming
+        assert (harness.up, loaded(harness)) == ([engine], [3])
+
+    run(check())
+
+
+def test_agents_of_hosts_that_the_run_has_left_are_ended() -> None:
+    async def check() -> None:
+        harness = Harness(Engine(), Engine())
+        await harness.serve(0)
+        gone = harness.hosts.agent("c1")
+        del harness.engines[1]
+        await harness.serve(1)
+        assert gone.dead
+        assert not harness.hosts.agent("a").dead
+        assert harness.notes == []
 
     run(check())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import Notes, run
+from stand_ins import Notes, run, turns
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
@@ -82,6 +82,10 @@ class Harness:
         self.notes = Notes()
         self.available = version < 0
         """Whether engines find the weights of the present version."""
+        self.missed = False
+        """Whether all engines wait for them in vain."""
+        self.lost_deliveries = 0
+        """How many of the next publishes a host loses."""
         self.sum_of = str
         """The checksum that a publish of some weights has."""
         self.recorded: list[int] = []
@@ -111,14 +115,23 @@ class Harness:
         self.read.append(step)
         return batch(step)
 
-    def lost(self) -> None:
-        self.available = False
-
     async def serve(self, version: int) -> PublishRecord:
+        record = await self.deliver(await self.write(version))
+        assert record is not None
+        return record
+
+    async def write(self, version: int) -> tuple[int, Step]:
         await self.ranks.call("serve")
-        self.available = True
-        self.served.append((version, self.ranks.weights))
-        return PublishRecord(version, len(self.ranks.weights), self.sum_of(self.ranks.weights), 0.0, 0.0, 0.0, 0.0)
+        return version, self.ranks.weights
+
+    async def deliver(self, written: tuple[int, Step]) -> PublishRecord | None:
+        if self.lost_deliveries:
+            self.lost_deliveries -= 1
+            return None
+        version, weights = written
+        self.available, self.missed = True, False
+        self.served.append(written)
+        return PublishRecord(version, len(weights), self.sum_of(weights), 0.0, 0.0, 0.0, 0.0)
 
     async def publish(self, record: PublishRecord) -> None:
         self.recorded.append(record.version)
@@ -236,8 +249,7 @@ def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) 
         harness.ranks.checkpoints[2] = (0, 1)
         await harness.at(5, "look")
         assert harness.losses == ([death] if death else [])
-        times = 2 if death == "train_step:4" else 1
-        assert harness.served == [(2, (0, 1, 2, 3))] * times
+        assert harness.served == [(2, (0, 1, 2, 3))], "once it is written, the hosts have it"
         assert harness.recorded == [2], "its publish was not recorded before"
         assert harness.notes == [("trainer", "trainer-1", death)] * bool(death), "the bits are the same"
 
@@ -246,17 +258,18 @@ def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) 
 
 def test_other_bits_of_the_same_version_are_noted() -> None:
     async def check() -> None:
-        harness = Harness(Ranks(dies=once("train_step:3")), publish_every=2)
+        harness = Harness(Ranks(), publish_every=2)
         await harness.trainer.publish()
         for step in range(2):
             await harness.trainer.train(batch(step))
         await harness.at(2, "save")
         await harness.trainer.publish()
         harness.sum_of = lambda weights: f"other bits of {weights}"
+        harness.available = False
         for step in range(2, 4):
             await harness.trainer.train(batch(step))
         assert harness.served == [(0, ()), (1, (0, 1)), (1, (0, 1))]
-        assert [kind for kind, _, _ in harness.notes] == ["trainer", "weights"]
+        assert [kind for kind, _, _ in harness.notes] == ["weights"]
         assert harness.recorded == [], "the loop records what it publishes"
 
     run(check())
@@ -269,6 +282,54 @@ def test_a_version_that_is_due_is_published_and_not_the_one_before() -> None:
         record = await harness.trainer.publish()
         assert (record.version, harness.trainer.version) == (2, 2)
         assert harness.served == [(2, (0, 1, 2, 3))]
+
+    run(check())
+
+
+def test_a_publish_whose_weights_are_lost_on_the_way_is_written_again() -> None:
+    async def check() -> None:
+        harness = Harness(Ranks(weights=(0, 1)), version=0, publish_every=2)
+        harness.lost_deliveries = 2
+        assert (await harness.trainer.publish()).version == 1
+        assert harness.served == [(1, (0, 1))]
+
+    run(check())
+
+
+@pytest.mark.parametrize("checkpoint", [None, 2])
+def test_the_trainer_goes_back_for_weights_that_all_engines_wait_for_in_vain(
+    checkpoint: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without engines there is no batch that would bring the next version."""
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
+
+    async def check() -> None:
+        harness = Harness(Ranks(weights=(0, 1, 2)), version=1, publish_every=2)
+        harness.ranks.checkpoints |= {} if checkpoint is None else {checkpoint: (0, 1)}
+        harness.available, harness.missed = False, True
+        guard = asyncio.create_task(harness.trainer.guard())
+        await turns()
+        assert harness.served == [(1, (0, 1))]
+        assert harness.trainer.step == 3
+        assert harness.losses == ["no host has version 1 any more, and all engines wait for it"]
+        guard.cancel()
+
+    run(check())
+
+
+def test_it_does_not_go_back_for_weights_that_no_checkpoint_leads_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
+
+    async def check() -> None:
+        harness = Harness(Ranks(weights=(0, 1, 2, 3)), version=1, publish_every=2)
+        harness.ranks.checkpoints[4] = (0, 1, 2, 3)
+        harness.available, harness.missed = False, True
+        guard = asyncio.create_task(harness.trainer.guard())
+        await turns(100)
+        assert harness.served == []
+        assert len(harness.losses) == 1
+        assert (await harness.trainer.publish()).version == 2, "which is due"
+        guard.cancel()
 
     run(check())
 

@@ -229,6 +229,82 @@ def test_an_engine_that_restarts_during_a_pause_gets_nothing_before_the_resume()
     run(check())
 
 
+# -- out of service, and back
+
+
+def test_a_withdrawn_engine_returns_its_requests_with_all_tokens_and_may_serve_again() -> None:
+    async def check() -> None:
+        client = client_over(2, slots=2)
+        first, second = actors(client)
+        collectors = [asyncio.create_task(client.collect(engine)) for engine in client.engines]
+        client.enqueue([request("a"), request("b"), request("c")], lambda ended: None)
+        await client.flush()
+        assert (first.ids, second.ids) == (["a", "c"], ["b"])
+        await client.withdraw(client.engines[0])
+        assert (first.aborts, second.aborts) == (1, 0)
+        assert second.ids == ["b"], "its tokens are not here yet"
+        first.put(segments=[segment("a", 0, 3)], aborted=["a", "c"])
+        await collectors[0]
+        await client.flush()
+        assert second.ids == ["b", "a", "c"]
+        assert [part.end for part in second.submitted[1].prefix] == [3]
+        client.engines[0].serving = True
+        client.enqueue([request("d")], lambda ended: None)
+        await client.flush()
+        assert (first.ids, first.cancelled) == (["a", "c", "d"], [])
+        collectors[1].cancel()
+
+    run(check())
+
+
+def test_requests_of_a_withdrawn_engine_that_does_not_answer_continue_from_what_it_has_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl_cli.rollout.client.WITHDRAW_S", 0.01)
+
+    async def check() -> None:
+        client = client_over(2)
+        first, second = actors(client)
+        collectors = [asyncio.create_task(client.collect(engine)) for engine in client.engines]
+        client.enqueue([request("a")], lambda ended: None)
+        await client.flush()
+        await first.deliver(segments=[segment("a", 0, 2)])
+        first.takes.clear()
+        await client.withdraw(client.engines[0])
+        await client.flush()
+        assert [part.end for part in second.submitted[0].prefix] == [2]
+        first.put(segments=[segment("a", 2, 3)], aborted=["a"])
+        await collectors[0]
+        first.takes.set()
+        client.engines[0].serving = True
+        client.enqueue([request("b")], lambda ended: None)
+        await client.flush()
+        assert (first.cancelled, first.ids, second.ids) == (["a"], ["a", "b"], ["a"])
+        collectors[1].cancel()
+
+    run(check())
+
+
+def test_an_unsent_request_of_a_withdrawn_engine_waits_for_another() -> None:
+    async def check() -> None:
+        client = client_over(1)
+        (engine,) = actors(client)
+        engine.takes.clear()
+        client.enqueue([request("a")], lambda ended: None)
+        await turns()
+        client.enqueue([request("b")], lambda ended: None)
+        await turns()
+        withdrawing = asyncio.create_task(client.withdraw(client.engines[0]))
+        await turns()
+        engine.takes.set()
+        await withdrawing
+        await turns()
+        assert engine.ids == ["a"]
+        assert client.running == 2
+
+    run(check())
+
+
 # -- callers
 
 

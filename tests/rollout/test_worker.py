@@ -24,10 +24,14 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.weights.layout import TensorSlot
+from asyncrl_cli.weights.manifest import ReplicaGone
 
 SPEC = ExperimentSpec.model_validate(
     {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
 )
+PATH = os.devnull
+"""Of memory that is there."""
 
 
 class StandInEngine:
@@ -38,6 +42,7 @@ class StandInEngine:
         self.cancelled: list[str] = []
         self.stall_s = 0.0
         self.dead = False
+        self.version: int | None = None
         self.tokens: dict[str, int] = {}
         """How many tokens each running rollout has."""
 
@@ -63,7 +68,7 @@ class StandInEngine:
         return sum(self.tokens.values())
 
     async def update_weights(
-        self, version: int, checksum: str, source: dict[str, Any], policy: str, on_pause: Callable[[], None]
+        self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, on_pause: Callable[[], None]
     ) -> float:
         on_pause()
         self.version = version
@@ -183,8 +188,19 @@ def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> 
     async def check() -> None:
         engine: Any = worker._engine
         engine.stall_s = 0.25
-        answer = await worker.update_weights(3, "checksum", {}, "keep", (1, 2, 3))
+        answer = await worker.update_weights(3, PATH, (), "keep", (1, 2, 3))
         assert (answer.version, answer.stall_s, answer.probe_logprobs.shape) == (3, 0.25, (2,))
+
+    asyncio.run(check())
+
+
+def test_memory_that_is_gone_is_noticed_before_anything_is_changed(worker: RolloutWorker, tmp_path: Path) -> None:
+    async def check() -> None:
+        engine: Any = worker._engine
+        with pytest.raises(ReplicaGone, match="the memory of weight version 3 is gone"):
+            await worker.update_weights(3, str(tmp_path / "gone"), (), "keep", (1, 2, 3))
+        assert engine.version is None
+        assert (await worker.collect(0.0)).activity.paused_s == 0.0
 
     asyncio.run(check())
 
@@ -193,7 +209,7 @@ def test_an_update_of_an_idle_engine_pauses_nothing(worker: RolloutWorker) -> No
     async def check() -> None:
         engine: Any = worker._engine
         engine.stall_s = 5.0
-        await worker.update_weights(1, "checksum", {}, "drain", (1, 2))
+        await worker.update_weights(1, PATH, (), "drain", (1, 2))
         activity = (await worker.collect(0.0)).activity
         assert activity.busy_s - activity.paused_s >= 0.0
 
@@ -204,16 +220,16 @@ def test_an_update_brings_the_new_tokens_of_running_rollouts(worker: RolloutWork
     async def check() -> None:
         engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
         engine.tokens = {"1-0": 4, "1-1": 0, "eval:0:greedy:0": 3}
-        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(1, PATH, (), "keep", (1, 2))
         engine.tokens |= {"1-0": 6, "1-1": 2}
-        await worker.update_weights(2, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(2, PATH, (), "keep", (1, 2))
         assert bounds(await worker.collect(60.0)) == [("1-0", 0, 4), ("1-0", 4, 6), ("1-1", 0, 2)]
         collecting = asyncio.create_task(worker.collect(60.0))
-        await worker.update_weights(3, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(3, PATH, (), "keep", (1, 2))
         await asyncio.sleep(0)
         assert not collecting.done(), "no token is new"
         engine.tokens["1-1"] = 3
-        await worker.update_weights(4, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(4, PATH, (), "keep", (1, 2))
         assert bounds(await collecting) == [("1-1", 2, 3)]
 
     asyncio.run(check())
@@ -239,7 +255,7 @@ def test_a_prefix_is_not_reported_again_and_not_counted_as_generated(worker: Rol
         await worker.submit([request("1-0", segment("1-0", 0, 3)), request("1-1", segment("1-1", 0, 2))])
         await asyncio.sleep(0)
         engine.tokens = {"1-0": 4, "1-1": 2}
-        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(1, PATH, (), "keep", (1, 2))
         assert bounds(await worker.collect(60.0)) == [("1-0", 3, 4)]
         engine.waiting["1-0"].set_result(rollout("1-0", tokens=5))
         assert (await worker.collect(60.0)).activity.generated_tokens == 2
@@ -251,7 +267,7 @@ def test_a_rollout_that_ended_drops_its_segments(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine = await submitted(worker, "1-0", "1-1", "1-2")
         engine.tokens = {"1-0": 4, "1-1": 5, "1-2": 6}
-        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(1, PATH, (), "keep", (1, 2))
         engine.waiting["1-0"].set_result(rollout("1-0"))
         await worker.cancel(["1-2"])
         await asyncio.sleep(0)
@@ -265,14 +281,14 @@ def test_a_failed_rollout_delivers_its_tokens(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine = await submitted(worker, "1-0", "1-1")
         engine.tokens = {"1-0": 4, "1-1": 5}
-        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(1, PATH, (), "keep", (1, 2))
         engine.tokens["1-0"] = 7
         engine.waiting["1-0"].set_exception(RuntimeError("the engine is dead"))
         delivery = await worker.collect(60.0)
         assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 7), ("1-1", 0, 5)]
         assert [failure.rollout_id for failure in delivery.failures] == ["1-0"]
         engine.tokens["1-0"] = 9
-        await worker.update_weights(2, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(2, PATH, (), "keep", (1, 2))
         assert bounds(await worker.collect(0.0)) == [], "it is over"
 
     asyncio.run(check())
@@ -321,7 +337,7 @@ def test_an_aborted_rollout_delivers_its_tokens_once_and_has_not_failed(worker: 
     async def check() -> None:
         engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
         engine.tokens = {"1-0": 4, "eval:0:greedy:0": 3}
-        await worker.update_weights(1, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(1, PATH, (), "keep", (1, 2))
         engine.tokens["1-0"] = 6
         await worker.abort()
         delivery = await worker.collect(60.0)
@@ -332,7 +348,7 @@ def test_an_aborted_rollout_delivers_its_tokens_once_and_has_not_failed(worker: 
         await worker.submit([request("1-0", segment("1-0", 0, 6))])
         await asyncio.sleep(0)
         engine.tokens = {"1-0": 7}
-        await worker.update_weights(2, "checksum", {}, "keep", (1, 2))
+        await worker.update_weights(2, PATH, (), "keep", (1, 2))
         assert bounds(await worker.collect(60.0)) == [("1-0", 6, 7)]
 
     asyncio.run(check())

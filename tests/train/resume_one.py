@@ -32,6 +32,8 @@ def main() -> None:
     import torch
 
     from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.weights.mapped import MappedReplica
+    from asyncrl_cli.weights.replica import Replica
 
     settings = ds.deepspeed_settings
 
@@ -64,9 +66,15 @@ def main() -> None:
     if target != "-":
         worker.save_checkpoint(target)
         worker.save_model(f"{out}.saved")
-    worker.publish(0)
+    replica = Replica(worker.layout(), spec.trainer.ranks)
+    path = replica.begin(0)
+    worker.write(0, [path] * spec.trainer.ranks)
+    with MappedReplica(worker.layout()).open(path, 0) as tensors:
+        published = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in published.values():  # what other ranks write is 0 here
+        torch.distributed.all_reduce(tensor)
     result = {
-        "published": {name: tensor.clone() for name, tensor in worker._mapping.tensors()} if rank == "0" else {},
+        "published": published,
         "updates": worker._updates,
         "draws": (random.random(), np.random.random(), torch.rand(1).item()),
         "weights": weights(),

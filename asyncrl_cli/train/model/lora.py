@@ -41,19 +41,29 @@ class PlainWeight:
     adapter: Any | None  # the adapted layer; None without an adapter
 
     @property
+    def adapter_parts(self) -> list[nn.Parameter]:
+        """What must be gathered for ``delta``."""
+        if self.adapter is None:
+            return []
+        adapter = (module for name, module in self.adapter.named_children() if name != BASE)
+        return [parameter for module in adapter for parameter in module.parameters()]
+
+    @property
     def parts(self) -> list[nn.Parameter]:
         """What must be gathered for ``merged``."""
-        if self.adapter is None:
-            return [self.parameter]
-        adapter = (module for name, module in self.adapter.named_children() if name != BASE)
-        return [self.parameter, *(parameter for module in adapter for parameter in module.parameters())]
+        return [self.parameter, *self.adapter_parts]
+
+    def delta(self) -> Tensor:
+        """What the adapter adds to the weight, in float32, of the weight's shape."""
+        assert self.adapter is not None
+        delta: Tensor = self.adapter.get_delta_weight(ADAPTER).detach().float()
+        return delta
 
     def merged(self) -> Tensor:
         """The merged weight, detached; with an adapter a new tensor, in float32."""
         if self.adapter is None:
             return self.parameter.detach()
-        delta: Tensor = self.adapter.get_delta_weight(ADAPTER).detach().float()
-        return self.parameter.detach().float() + delta
+        return self.parameter.detach().float() + self.delta()
 
 
 def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:

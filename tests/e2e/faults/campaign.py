@@ -80,6 +80,7 @@ FAULTS = (
     *("trainer settled, trainer soon", "engine settled, trainer soon"),
     *("engine settled", "engine publish", "engine publish", "engine save", "engine settled, engine soon"),
     *("core settled", "core publish", "core publish", "core commit", "trainer settled, core soon", "core soon"),
+    *("agent settled", "agent publish", "agent publish", "agent publish, engine soon", "agent settled, trainer soon"),
     *("scorer settled", "scorer commit", "scorer publish, scorer soon", "driver settled, scorer resume"),
 )
 """Faults as `part moment`; those joined by a comma follow one another in the same run."""

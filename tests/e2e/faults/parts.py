@@ -7,7 +7,7 @@ from typing import Literal
 
 from asyncrl_cli.system.reaper import marked_processes
 
-Part = Literal["driver", "buffer", "scorer", "trainer", "engine", "core"]
+Part = Literal["driver", "buffer", "scorer", "trainer", "engine", "core", "agent"]
 
 TITLES: dict[str, str] = {
     "buffer": "ray::Buffer",
@@ -16,6 +16,7 @@ TITLES: dict[str, str] = {
     "engine": "ray::RolloutWorker",
     "core": "VLLM::EngineCore",
     "gateway": "ray::GatewayActor",
+    "agent": "ray::HostAgent",
 }
 """How the command line of each part's processes begins. ``engine`` is the actor, ``core`` the process behind it."""
 

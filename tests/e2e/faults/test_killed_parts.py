@@ -12,13 +12,13 @@ from tests.e2e.faults.verdict import differences, judge, replay_violations
 
 pytestmark = pytest.mark.stack
 
-PARTS = ("buffer", "trainer", "engine", "scorer")
+PARTS = ("buffer", "trainer", "engine", "scorer", "host-agent")
 
 
 def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: Disturb, shared_runs: Runs) -> None:
     before = litter()
     run = disturb(100, rollout={"hang_seconds": 5.0}, checkpoints={"every": 10})
-    for fault in ("buffer commit", "trainer publish", "core publish", "scorer commit"):
+    for fault in ("buffer commit", "trainer publish", "agent publish", "core publish", "scorer commit"):
         assert run.inject(*fault.split())
     assert run.inject("core", "settled", signal.SIGSTOP)
     run.finish()
@@ -26,7 +26,7 @@ def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: 
     assert judge(run, before).violations == ()
     assert replay_violations(shared_runs, run) == []
     failures = {part: run.ask(f"SELECT count(*) FROM failures WHERE kind = '{part}'") for part in PARTS}
-    assert failures == {"buffer": 1, "trainer": 1, "engine": 2, "scorer": 1}, run.said()
+    assert failures == {"buffer": 1, "trainer": 1, "engine": 2, "scorer": 1, "host-agent": 1}, run.said()
 
 
 @pytest.mark.nightly

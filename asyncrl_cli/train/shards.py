@@ -1,0 +1,49 @@
+"""Each rank's own part of the weights, as engines have them.
+
+Rank r of T has elements [r * ceil(n / T), (r + 1) * ceil(n / T)) of every flat weight of n elements. That is ZeRO-3's
+own partition, so no weight is gathered for a publish: only an adapter's two small matrices are (decision 0038).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl_cli.train.deepspeed_engine import full_shape, gathered
+from asyncrl_cli.train.model.lora import plain_weights
+from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
+
+
+def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
+    """The layout of the weights that engines get; the same on every rank."""
+    return plan_slots((weight.name, dtype, full_shape(weight.parameter)) for weight in plain_weights(model))
+
+
+def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
+    """This rank's elements of every weight: name, index of the first element, the elements [count] on their device.
+
+    Merged weights are float32, the others have the trainer's dtype. Collective: all ranks take all of them.
+    """
+    for weight in plain_weights(model):
+        begin, end = shard_of(prod(full_shape(weight.parameter)), rank, ranks)
+        with gathered(weight.adapter_parts, zero_stage), torch.no_grad():
+            own = _own(weight.parameter, begin, end, zero_stage)
+            if weight.adapter is not None:
+                # The whole product on every rank: rows of it alone may differ in the last bits.
+                own = own.float() + weight.delta().reshape(-1)[begin:end].to(own.device)
+            yield weight.name, begin, own
+
+
+def write_shard(target: Tensor, begin: int, own: Tensor) -> None:
+    """Copy elements into the full tensor that engines get, in its dtype, from its element ``begin`` on."""
+    target.view(-1)[begin : begin + own.numel()].copy_(own)
+
+
+def _own(parameter: nn.Parameter, begin: int, end: int, zero_stage: int) -> Tensor:
+    if zero_stage == 3:
+        partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # padded at its end
+        return partition.detach()[: end - begin]
+    return parameter.detach().reshape(-1)[begin:end]

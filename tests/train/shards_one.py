@@ -1,0 +1,98 @@
+"""One rank that writes its shard of the same small models under several settings: the program of test_shards.py.
+
+python shards_one.py OUT.pt RANK PORT [KEY=VALUE ...]
+
+Saves, by setting, this rank's elements of every weight as engines get them, and the full weights, gathered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from train_one import SPEC
+
+from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.train import deepspeed_engine as ds
+
+SETTINGS = [
+    *((stage, "float32", "float32", "", tied) for stage in range(4) for tied in (True, False)),
+    *((stage, "bfloat16", "bfloat16", "", True) for stage in range(4)),
+    *((stage, "float32", "bfloat16", "lora", True) for stage in range(4)),
+    *((stage, "bfloat16", "float32", "lora", False) for stage in (0, 3)),
+    (3, "float32", "float32", "offload", True),
+]
+"""ZeRO stage, dtype of the trainer and of engines, what else is set, and whether the head is tied."""
+SIZES = {
+    "vocab_size": 41,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "initializer_range": 0.2,
+}
+"""Most weights have a number of elements that three ranks cannot share evenly."""
+
+
+def main() -> None:
+    out, rank, port, *overrides = sys.argv[1:]
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    os.environ.update(ds.trainer_environment(spec))
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    folders = {tied: Path(f"{out}.{tied}") for tied in (True, False)}
+    for tied, folder in folders.items():  # before ranks join, as only the first of them would write
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=tied)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    torch.save({setting: written(spec, folders[setting[4]], int(rank), setting) for setting in SETTINGS}, out)
+
+
+def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, str, bool]) -> Any:
+    """This rank's memory, in which what it does not own is NaN; and the gathered weights in the same dtype."""
+    import torch
+
+    from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+
+    stage, dtype, engine_dtype, kind, _ = setting
+    optimizer = spec.trainer.optimizer.model_copy(update={"learning_rate": 0.01})
+    change = {"zero_stage": stage, "dtype": dtype, "optimizer": optimizer}
+    change |= {"offload": "all"} if kind == "offload" else {}
+    lora = LoraSpec(rank=3, alpha=7.0) if kind == "lora" else None
+    spec = spec.model_copy(
+        update={
+            "trainer": spec.trainer.model_copy(update=change),
+            "model": spec.model.model_copy(update={"lora": lora}),
+        }
+    )
+    engine = ds.start_engine(spec, str(folder))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        ids = torch.randint(3, 40, (3, 12), generator=generator)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[:, 0] = False
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(ids, mask).sum())
+        engine.step()
+    model = engine.module.model
+    to = getattr(torch, engine_dtype)
+    memory = {slot.name: torch.full(slot.shape, torch.nan, dtype=to) for slot in engine_layout(model, to)}
+    again = {name: torch.full_like(tensor, torch.nan) for name, tensor in memory.items()}
+    for targets in (memory, again):  # the first time must leave the model as it was
+        for name, begin, own in shards(model, rank, spec.trainer.ranks, stage):
+            write_shard(targets[name], begin, own)
+    full = {weight.name: weight.merged().to(to).clone() for weight in ds.full_weights(model, stage)}
+    engine.destroy()
+    return memory, again, full
+
+
+if __name__ == "__main__":
+    main()
