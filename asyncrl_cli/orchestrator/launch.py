@@ -265,7 +265,7 @@ async def _start(
     buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog knows since when a call takes too long, so its message comes first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
-    replicas = Replicas(factory.host_agent, factory.address_of, budget)
+    replicas = Replicas(factory.host_agent, factory.address_of, budget, spec.weights.mover)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None
     checkpoint = start.checkpoint

@@ -70,12 +70,18 @@ class Replicas:
     """
 
     def __init__(
-        self, make: Callable[[str, str], Any], address_of: Callable[[str], str], budget: RestartBudget
+        self,
+        make: Callable[[str, str], Any],
+        address_of: Callable[[str], str],
+        budget: RestartBudget,
+        mover: str = "http",
     ) -> None:
-        """``make(name, node)`` asks Ray for an agent on a node, ``address_of(node)`` is the address that it serves."""
+        """``make(name, node)`` asks Ray for an agent on a node, ``address_of(node)`` is the address that it serves.
+        ``mover`` is the spec's ``weights.mover``."""
         self._make = make
         self._address_of = address_of
         self._budget = budget
+        self._mover = mover
         self._token = secrets.token_hex(32)
         self._agents: dict[str, _Agent] = {}
         self._slots: tuple[TensorSlot, ...] = ()
@@ -173,7 +179,7 @@ class Replicas:
 
             async def start(actor: Any) -> None:
                 agent.held, agent.endpoint = {}, None
-                settings = (self._slots, self._ranks, self._token, self._address_of(node))
+                settings = (self._slots, self._ranks, self._token, self._address_of(node), self._mover)
                 agent.endpoint = await wait_for(actor.start.remote(*settings), name, START_TIMEOUT_S)
 
             process = SupervisedActor("host-agent", name, lambda: self._make(name, node), start, self._budget)

@@ -370,6 +370,13 @@ class ClusterSpec(Section):
     """Nodes for the engines. An engine has all its GPUs on one node."""
 
 
+class WeightsSpec(Section):
+    """How weight versions get to the engines."""
+
+    mover: Literal["http"] = "http"
+    """How a host fetches what it lacks of a version from other hosts. `http` needs nothing but TCP between them."""
+
+
 class StopSpec(Section):
     """When the run ends."""
 
@@ -412,5 +419,7 @@ class ExperimentSpec(Section):
     """Notices of the run's end and of stalls."""
     cluster: ClusterSpec = Field(default_factory=ClusterSpec)
     """Ray."""
+    weights: WeightsSpec = Field(default_factory=WeightsSpec)
+    """Weight versions."""
     stop: StopSpec = Field(examples=[{"steps": 100}])
     """When the run ends."""

@@ -47,7 +47,7 @@ class StandInAgent(Actor):
         self.pulls = 0
 
     @remote
-    async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, address: str) -> Endpoint:
+    async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, address: str, mover: str) -> Endpoint:
         assert slots == layout(ranks)
         return Endpoint(self._node, address)
 
