@@ -47,7 +47,8 @@ def main() -> None:
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
     workers.redirect_output = lambda *_: None  # the test shows what goes wrong
-    worker = workers.TrainerWorker(int(rank), spec, str(Path(out).parent))
+    worker = workers.TrainerWorker(spec, str(Path(out).parent))
+    worker._rank = int(rank)
     worker.start(str(folder), "127.0.0.1", int(port), None if source == "-" else source, ".")
     # Not where every process starts, so that equal draws later mean something.
     if source == "-":
