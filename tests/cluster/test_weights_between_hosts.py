@@ -1,4 +1,4 @@
-"""Weights go from host to host while hosts die, fall silent, are cut off and slow; each must end with whole bytes."""
+"""Weights between hosts that are killed, silent, disconnected or slow: the bytes that arrive must be the right ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 MIB = 40
 LIMIT_S = 90
 SLOW = 6 * 2**20
-"""Bytes a second: the transfer takes long enough to be struck."""
+"""Bytes a second: the transfer takes long enough to be interrupted."""
 
 
 class Weights:
@@ -85,13 +85,13 @@ def test_a_host_gets_the_version_from_two_and_gives_it_to_the_next(weights: Weig
     assert _wait(command, "equal")["equal"]
 
 
-@pytest.mark.parametrize("how", ["killed", "silent", "cut off"])
+@pytest.mark.parametrize("how", ["killed", "silent", "disconnected"])
 def test_a_holder_that_goes_in_the_middle_is_named_and_the_other_one_gives_the_rest(weights: Weights, how: str) -> None:
     dying, dying_url = weights.holder("one")
     _, other_url = weights.holder("two")
     host, command = weights.puller("three", dying_url, other_url)
     _moving(host, 8)
-    if how == "cut off":
+    if how == "disconnected":
         dying.partition()
     else:
         dying.kill(silent=how == "silent")
@@ -100,7 +100,7 @@ def test_a_holder_that_goes_in_the_middle_is_named_and_the_other_one_gives_the_r
     assert dying_url in pulled["faults"]
 
 
-def test_a_host_that_was_cut_off_continues_where_it_was(weights: Weights) -> None:
+def test_a_host_that_was_disconnected_continues_where_it_was(weights: Weights) -> None:
     _, url = weights.holder("one")
     host, command = weights.puller("two", url, timeout_s=8, attempts=20)
     _moving(host, MIB / 2)  # more than the chunks that are on their way at once

@@ -1,0 +1,173 @@
+"""What happens to the hosts of a run, and the hosts that it happens to.
+
+An event happens to a run that trains. After a while what was broken comes back, as a machine that is replaced or a
+network that is mended: otherwise a run that has lost its only host of engines could not continue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.cluster.hosts import Host, Network
+from tests.cluster.ray_cluster import RayCluster
+from tests.cluster.runs import HostedRun
+from tests.e2e.faults.disturbed import Ended, Kill
+
+PARTITION_S = 20.0
+SLOW_BYTES_S = 5_000_000
+ENGINE, CORE = "ray::RolloutWorker", "VLLM::EngineCore"
+
+
+@dataclass(slots=True)
+class Site:
+    """The hosts of a run: ``head`` and ``second`` with a trainer rank each, ``engines`` with two engines, and
+    ``guest``, which is on while a third engine is wanted."""
+
+    cluster: RayCluster
+    head: Host
+    second: Host
+    engines: Host
+    guest: Host
+
+    @classmethod
+    def ready(cls, network: Network) -> Site:
+        """Turn the hosts on, and wait until Ray has the first three."""
+        cluster = RayCluster(network)
+        site = cls(cluster, *(network.host(name) for name in ("head", "second", "engines", "guest")))
+        site.guest.kill()
+        for host in (site.head, site.second, site.engines):
+            site.join(host)
+        cluster.wait_for(site.head, site.second, site.engines)
+        return site
+
+    def join(self, host: Host) -> None:
+        """Start Ray on a host, with the room and the labels of its part."""
+        self.cluster.start(
+            host,
+            cpus=2 if host is self.engines else 1,
+            labels={"role": "trainer" if host in (self.head, self.second) else "rollout"},
+        )
+
+    def restore(self) -> None:
+        """Mend the network, replace hosts that are gone, and start Ray where it has ended, as an operator does.
+
+        A host that was partitioned for long finds itself declared dead, and its Ray node ends.
+        """
+        for host in (self.head, self.second, self.engines, self.guest):
+            if host.alive:
+                host.heal()
+                host.fast()
+            elif host is not self.guest:
+                host.boot()
+            if host.alive and self.cluster.ended(host):
+                self.join(host)
+
+    def inject(self, run: HostedRun, name: str) -> bool:
+        """Let an event happen to a run that trains. False when the run was complete before.
+
+        A driver that ends badly meanwhile is noted, and the run resumed.
+        """
+        while True:
+            try:
+                self._settled(run, 3)
+                run.pause(run.random.uniform(0, 2))
+                PREPARED.get(name, _nothing)(self, run)
+                run.evidence.take_snapshot(run.journal)
+                run.kills.append(Kill(name, "", time.time(), run.trained()))
+                run.say(f"    {name}, at step {run.trained()}")
+                EVENTS[name](self, run)
+            except Ended:
+                if run.code == 0:
+                    return bool(run.kills) and run.kills[-1].part == name
+                run.note_stop()
+                self.restore()
+                run.resume()
+                if run.kills and run.kills[-1].part == name:
+                    return True
+            else:
+                self.restore()
+                run.evidence.take_snapshot(run.journal)
+                return True
+
+    def _settled(self, run: HostedRun, steps: int) -> None:
+        wanted = min(run.trained() + steps, run.steps)
+        run.until(lambda: run.trained() >= wanted, f"step {wanted}")
+
+
+def _nothing(site: Site, run: HostedRun) -> None:
+    pass
+
+
+def _guest_serves(site: Site, run: HostedRun) -> None:
+    if not site.guest.alive:
+        _engine_added(site, run)
+
+
+def _guest_is_off(site: Site, run: HostedRun) -> None:
+    if site.guest.alive:
+        _engine_drained(site, run)
+
+
+def _engines_killed(site: Site, run: HostedRun) -> None:
+    site.engines.kill()
+    run.pause(run.random.uniform(0, 10))
+
+
+def _engines_without_power(site: Site, run: HostedRun) -> None:
+    site.engines.kill(silent=True)
+    run.pause(run.random.uniform(0, 10))
+
+
+def _engines_partitioned(site: Site, run: HostedRun) -> None:
+    site.engines.partition()
+    run.pause(PARTITION_S)
+    site.engines.heal()
+    # Ray's node ends when the head tells it that it was declared dead; it may also have been healed in time.
+    run.pause(10)
+
+
+def _engines_slow(site: Site, run: HostedRun) -> None:
+    site.engines.slow(SLOW_BYTES_S)
+    wanted = min(run.trained() + 5, run.steps)
+    run.until(lambda: run.trained() >= wanted, f"step {wanted} on a slow network")
+
+
+def _engine_added(site: Site, run: HostedRun) -> None:
+    site.guest.boot()
+    site.join(site.guest)
+    run.until(lambda: site.guest.processes_titled(CORE), "the engine on the host that was added")
+    wanted = min(run.trained() + 3, run.steps)
+    run.until(lambda: run.trained() >= wanted, f"step {wanted} with one more engine")
+
+
+def _engine_drained(site: Site, run: HostedRun) -> None:
+    site.cluster.drain(site.guest)
+    run.until(lambda: not site.guest.processes_titled(ENGINE), "the engine to leave the host that is drained")
+    site.guest.kill()
+
+
+def _trainer_killed(site: Site, run: HostedRun) -> None:
+    site.second.kill()
+    run.pause(run.random.uniform(0, 10))
+
+
+EVENTS: dict[str, Callable[[Site, HostedRun], None]] = {
+    "engines killed": _engines_killed,
+    "engines without power": _engines_without_power,
+    "engines partitioned": _engines_partitioned,
+    "engines at 5 MB/s": _engines_slow,
+    "engine added": _engine_added,
+    "engine drained": _engine_drained,
+    "trainer killed": _trainer_killed,
+}
+PREPARED: dict[str, Callable[[Site, HostedRun], None]] = {
+    "engine added": _guest_is_off,
+    "engine drained": _guest_serves,
+}
+ALL = tuple(EVENTS)
+UNDISTURBING = ("engines killed", "engines without power", "engines at 5 MB/s", "engine added", "trainer killed")
+"""Events after which a run without staleness equals one without them: nothing unfinished is recorded of what an engine
+was generating, so it is generated again, with the same random numbers. An engine that is drained hands over the tokens
+that it has, and another one continues them with other random numbers (docs/decisions/0010-segments.md)."""
