@@ -24,12 +24,13 @@ from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.weights.manifest import comparable
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
     """One step trained again. ``equal`` compares the weights with the version published after it; None when none was,
-    or it is not in the journal."""
+    it is not in the journal, or its checksum is of an earlier release (``outdated``)."""
 
     step: int
     version: int
@@ -37,6 +38,7 @@ class ReplayedStep:
     recorded_loss: float | None
     gradient_norm: float | None
     equal: bool | None
+    outdated: bool
 
 
 def recorded_steps(run: RunDirectory) -> int:
@@ -101,11 +103,12 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                 progress(f"on the way to step {plan.first + 1}: step {step + 1}")
                 continue
             version, rest = divmod(step + 1, spec.pipeline.publish_every)
-            equal = None
+            equal, outdated = None, False
             if not rest:
                 manifest = await replicas.manifest(await replicas.write(ranks, version))
                 recorded = checksum(connection, version)
-                equal = None if recorded is None else recorded == manifest.checksum
+                outdated = recorded is not None and not comparable(recorded, manifest.checksum)
+                equal = None if recorded is None or outdated else recorded == manifest.checksum
             show(
                 ReplayedStep(
                     step=step,
@@ -114,6 +117,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                     recorded_loss=step_metrics(connection, step).get("train/loss"),
                     gradient_norm=report.metrics.get("train/gradient_norm"),
                     equal=equal,
+                    outdated=outdated,
                 )
             )
     except TrainerLost as lost:

@@ -19,6 +19,7 @@ from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import newest_undamaged
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.weights.manifest import comparable
 
 GUARD_S = 2.0
 """Seconds between two looks at idle ranks."""
@@ -152,7 +153,7 @@ class ResilientTrainer:
         record = await self._publisher.serve(self.version)
         if self._checksum is None:
             await self._buffer.publish(record)
-        elif record.checksum != self._checksum:
+        elif record.checksum != self._checksum and comparable(record.checksum, self._checksum):
             await self._budget.note(
                 "weights",
                 "trainer-0",

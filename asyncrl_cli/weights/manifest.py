@@ -9,6 +9,9 @@ from dataclasses import astuple, dataclass, field
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.weights.layout import TensorSlot, chunks_of
 
+KIND = "chunks-1"
+"""In front of a version's checksum: what it is computed from."""
+
 
 class PullFailed(RunError):
     """A host could not get a version; the message names the holders and what was wrong with each.
@@ -83,10 +86,15 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """BLAKE3 (hex) of the layout and the digests. Equal for equal bytes written by the same number of ranks,
-        whichever version, and whichever hosts have them."""
+        """The kind of checksum, and BLAKE3 (hex) of the layout and the digests. Equal for equal bytes written by the
+        same number of ranks, whichever version, and whichever hosts have them."""
         from blake3 import blake3
 
         layout = [astuple(slot) for slot in self.slots]
         text = json.dumps([layout, self.ranks, self.digests], separators=(",", ":"))
-        return str(blake3(text.encode()).hexdigest())
+        return f"{KIND}:{blake3(text.encode()).hexdigest()}"
+
+
+def comparable(one: str, other: str) -> bool:
+    """Whether equal checksums mean equal bytes: journals of earlier releases have BLAKE3 of all bytes in a row."""
+    return one.rpartition(":")[0] == other.rpartition(":")[0]
