@@ -154,6 +154,11 @@ class Buffer:
         self._book.journal.failed(kind, part, message)
         await self._commit(LAZY_S)
 
+    async def engine_changed(self, engine: str, change: str, reason: str) -> None:
+        """An engine began to serve (``join``), or left (``leave``)."""
+        self._book.journal.engine_changed(engine, change, reason)
+        await self._commit(LAZY_S)
+
     async def prune(self, checkpoints: int) -> None:
         """Keep the tokens that the newest checkpoints, and all on disk, need; drop older ones in small commits."""
         await self._commit()

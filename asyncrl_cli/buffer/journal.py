@@ -260,6 +260,13 @@ class Journal(JournalFile):
             *(time.time(), kind, _storable(part), _storable(message)),
         )
 
+    def engine_changed(self, engine: str, change: str, reason: str) -> None:
+        """An engine began to serve (``join``), or left (``leave``)."""
+        self._note(
+            "INSERT INTO engine_changes (at, engine, change, reason) VALUES (?, ?, ?, ?)",
+            *(time.time(), engine, change, _storable(reason)),
+        )
+
     # -- committing
 
     @property

@@ -26,6 +26,7 @@ from asyncrl_cli.cli import (
     report,
     resume,
     runs,
+    scale,
     serve,
     track,
     train,
@@ -51,6 +52,7 @@ add(app, "resume", resume.resume, "Continue a stopped or killed run.", "asyncrl 
 add(app, "replay", replay.replay, "Train recorded batches again, compare weights.", "asyncrl replay latest --to 20")
 add(app, "serve", serve.serve, "Serve a model through an OpenAI-compatible API.", "asyncrl serve latest --port 8000")
 add(app, "watch", watch.watch, "Watch a run in the terminal.", "asyncrl watch latest")
+add(app, "scale", scale.scale, "Change how many engines a live run has.", "asyncrl scale latest --engines 4")
 add(app, "runs", runs.runs, "List runs.", "asyncrl runs --json")
 add(app, "track", track.track, "Send what MLflow lacks of a run that has ended.", "asyncrl track latest")
 app.add_typer(inspect.app, name="inspect")

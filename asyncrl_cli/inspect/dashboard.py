@@ -48,6 +48,7 @@ class Shown:
         accuracy: held-out accuracies by kind of evaluation, oldest first.
         remaining_s: seconds to the last step, if that can be estimated.
         trainer: what the trainer does, if that is known.
+        engines: how many serve, if that is known.
         due: groups that are not taken, by their deadline; None where the buffer was not asked.
         faults: the newest ones, a line each.
     """
@@ -62,6 +63,7 @@ class Shown:
     accuracy: Mapping[str, Sequence[float]] = field(default_factory=dict)
     remaining_s: float | None = None
     trainer: str = ""
+    engines: str = ""
     counts: Counts | None = None
     due: Sequence[Due] | None = None
     faults: Sequence[str] = ()
@@ -137,7 +139,8 @@ def _rows(shown: Shown) -> Iterator[tuple[str, str]]:
     if trainer := ", ".join([*busy, *filter(None, [shown.trainer])]):
         yield "trainer", trainer
     shares = {"busy": "share/engines_busy", "paused": "share/engines_paused"}
-    if engines := ", ".join(f"{does} {m[name]:.0%}" for does, name in shares.items() if name in m):
+    spent = [f"{does} {m[name]:.0%}" for does, name in shares.items() if name in m]
+    if engines := ", ".join(filter(None, [shown.engines, *spent])):
         yield "engines", engines
 
 

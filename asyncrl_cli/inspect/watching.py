@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
@@ -25,7 +26,7 @@ from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.training import CORRECT
-from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory, engines_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,9 +55,10 @@ def look(run: RunDirectory, now: float | None = None) -> Shown:
     doing = f"{run.run_id}, {phase}{reason}"
     try:
         with snapshot(run.path / FILE) as connection:
-            return _seen(connection, doing, phase in ACTIVE, at)
+            shown = _seen(connection, doing, phase in ACTIVE, at)
     except JournalError as error:
         return Shown(doing if not (run.path / FILE).exists() else f"{doing}; {error}", steps=state.steps)
+    return replace(shown, engines=engines_text(state)) if phase in ACTIVE else shown
 
 
 def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: float) -> Shown:

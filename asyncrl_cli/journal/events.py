@@ -173,6 +173,27 @@ class Request(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Join(Event):
+    """An engine serves: it has proved the current weights. One that died and is started again joins again."""
+
+    name = "join"
+    query = "SELECT at, engine FROM engine_changes WHERE at > :since AND change = 'join'"
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Event):
+    """An engine has left the run, and its requests continue on others; ``reason`` says why."""
+
+    name = "leave"
+    query = "SELECT at, engine, reason FROM engine_changes WHERE at > :since AND change = 'leave'"
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Batch(Event):
     """A batch was taken for training; ``late`` groups of it were past their deadline (``on_stale: train``)."""
 
@@ -275,7 +296,7 @@ KINDS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
         *(Start, Admit, Segment, Finish, Score, Group, Request, Batch, Step),
-        *(Publish, Checkpoint, Evaluation, Fault, Stall),
+        *(Join, Leave, Publish, Checkpoint, Evaluation, Fault, Stall),
     )
 }
 """All kinds of events, by name."""

@@ -5,6 +5,7 @@
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight
                  version changes; version -1 is for context, which was not sampled
+    engine_changes   one row for each time that an engine began to serve (``join``) or left (``leave``)
     engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, of an episode's call
                  GROUP-INDEX/CALL, and eval:... of an evaluation's
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
@@ -129,14 +130,27 @@ MIGRATIONS = (
     ALTER TABLE segments RENAME COLUMN place TO rollout_index;
     ALTER TABLE spells RENAME TO engine_requests;
     """,
+    # Engines come and go while a run continues.
+    """
+    CREATE TABLE engine_changes (
+        id INTEGER PRIMARY KEY, at REAL NOT NULL, engine TEXT NOT NULL,
+        change TEXT NOT NULL CHECK (change IN ('join', 'leave')), reason TEXT NOT NULL
+    );
+    """,
 )
 
+_NO_ENGINE_CHANGES = """
+    CREATE TEMP VIEW engine_changes AS SELECT 0 AS id, 0.0 AS at, '' AS engine, '' AS change, '' AS reason WHERE 0;
+    """
+
 AS_NEWEST = {
-    4: """
+    4: _NO_ENGINE_CHANGES
+    + """
     CREATE TEMP VIEW rollouts AS SELECT *, place AS rollout_index, judged_at AS scored_at FROM main.rollouts;
     CREATE TEMP VIEW segments AS SELECT *, place AS rollout_index FROM main.segments;
     CREATE TEMP VIEW engine_requests AS SELECT * FROM main.spells;
-    """
+    """,
+    5: _NO_ENGINE_CHANGES,
 }
 """Views that make a journal of an older schema look like one of the newest, by the older schema's number. Others are
 read as a copy that is migrated."""

@@ -143,6 +143,10 @@ class Reporter:
         self._recorder.update(phase="running", step=step, version=version)
         self._tell(lambda monitor: monitor.stepped(step, version, metrics))
 
+    def engines(self, serving: int, wanted: int, wait: str) -> None:
+        """So many engines serve, so many are wanted; ``wait``: what those that are missing wait for."""
+        self._recorder.update(engines={"serving": serving, "wanted": wanted}, engines_wait=wait)
+
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
         if result.step == 0:

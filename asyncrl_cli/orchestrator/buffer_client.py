@@ -130,6 +130,10 @@ class BufferClient:
         """Something failed, whether or not the run continues."""
         await self._call(lambda buffer: buffer.failed.remote(kind, part, message))
 
+    async def engine_changed(self, engine: str, change: str, reason: str) -> None:
+        """An engine began to serve (``join``), or left (``leave``)."""
+        await self._call(lambda buffer: buffer.engine_changed.remote(engine, change, reason))
+
     async def prune(self, checkpoints: int) -> None:
         """Keep the tokens that the newest checkpoints, and all on disk, need."""
         await self._call(lambda buffer: buffer.prune.remote(checkpoints))

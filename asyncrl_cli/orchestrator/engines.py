@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,8 +12,11 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, Unreachable, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
+
+STOP_S = 5.0
+"""Seconds that an engine may take to stop its processes before it is killed."""
 
 
 class EngineProcess(SupervisedActor):
@@ -43,8 +47,8 @@ class EngineProcess(SupervisedActor):
         group.ask()
 
     async def room(self) -> None:
-        """Wait until Ray has room for the engine."""
-        await self.group.held(self._warn)
+        """Wait until Ray has room for the engine. A run that has begun waits as long as anything generates."""
+        await self.group.held(self._warn, None if self.node else START_TIMEOUT_S)
 
     async def _bring_up(self, actor: Any) -> None:
         """A mistake in the settings would come back: it ends the first start. Later the settings are known to be good,
@@ -64,7 +68,18 @@ class EngineProcess(SupervisedActor):
     async def stop(self) -> None:
         """Let the engine stop its processes; what does not stop dies with the cluster."""
         if self.actor is not None:
-            await wait_for(self.actor.stop.remote(), self.name, 5.0)
+            await wait_for(self.actor.stop.remote(), self.name, STOP_S)
+
+    def release(self) -> None:
+        """End the process, and give its room back to Ray."""
+        super().release()
+        self.group.remove()
+
+    async def dismiss(self) -> None:
+        """End the engine for good, in bounded time. It is not counted as a restart."""
+        with suppress(RunError):
+            await self.stop()
+        self.release()
 
 
 class Weights(Protocol):
@@ -78,24 +93,37 @@ class Weights(Protocol):
 class EngineKeeper:
     """Serves and restarts the engines of one client."""
 
-    def __init__(self, client: GenerationClient, weights: Weights, on_serving: Callable[[], None]) -> None:
-        """``on_serving`` hears that an engine has begun to serve."""
+    def __init__(self, client: GenerationClient, weights: Weights) -> None:
+        """The engine pool sets two callbacks: ``on_serving`` hears that an engine has begun to serve, and
+        ``why_left(engine, unreachable)`` says of one that is lost why it is not to be started again; empty when it is.
+        ``unreachable``: what became of its process is not known yet."""
         self._client = client
         self._weights = weights
-        self._on_serving = on_serving
+        self.on_serving: Callable[[EngineState], None] = lambda _: None
+        self.why_left: Callable[[EngineState, bool], Awaitable[str]] = _stays
 
-    async def keep(self, engine: EngineState) -> None:
-        """Serve with an engine, through its deaths. Ends with ``RunError`` alone: when there are too many."""
+    async def keep(self, engine: EngineState) -> str:
+        """Serve with an engine, through its deaths, until it has left; returns why. Raises ``RunError`` when it dies
+        too often."""
         while True:
             try:
                 if not engine.serving:
                     await self._weights.bring_up(engine)
-                    self._on_serving()
+                    self.on_serving(engine)
                 await self._client.collect(engine)
+                if why := await self.why_left(engine, False):
+                    return why
                 continue  # withdrawn: it lives, and serves again when its host has the weights
             except (EngineLost, RunError) as lost:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
+                unreachable = isinstance(lost, Unreachable) or isinstance(lost.__cause__, Unreachable)
             # Its requests first: other engines continue them while this one starts (decision 0015).
             self._client.reclaim(engine)
+            if why := await self.why_left(engine, unreachable):
+                return why
             await engine.process.lose(engine.process.actor, cause)
             await engine.process.running()
+
+
+async def _stays(engine: EngineState, unreachable: bool) -> str:
+    return ""

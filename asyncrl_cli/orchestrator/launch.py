@@ -29,6 +29,7 @@ from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import unrecorded
 from asyncrl_cli.orchestrator.cluster import ray_cluster
+from asyncrl_cli.orchestrator.engine_source import RayEngines
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
@@ -44,6 +45,7 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.runs.scaling import forget_requests
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import Split, is_episodic
@@ -248,6 +250,7 @@ async def _start(
     """Start every part, and put them together. ``closing`` gets what stops them, each in bounded time."""
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
     factory = ActorFactory(spec, run.path, experiment.search_path)
+    forget_requests(run)
 
     async def record_fault(kind: str, part: str, message: str) -> None:
         reporter.faulted(kind)
@@ -258,10 +261,19 @@ async def _start(
     # Ray serves requests in their order: first what must fit together.
     trainer_group = factory.trainer_group()
     trainer_group.ask()
-    groups = [factory.engine_group(f"engine-{index}") for index in range(spec.rollout.min_engines)]
-    engines = [EngineProcess(spec, group.who, partial(factory.engine, group), stub, budget, group) for group in groups]
+    made: list[EngineProcess] = []
+
+    def make_engine(name: str) -> EngineProcess:
+        group = factory.engine_group(name)
+        made.append(EngineProcess(spec, name, partial(factory.engine, group), stub, budget, group))
+        return made[-1]
+
+    async def stop_engines() -> None:
+        await asyncio.gather(*(engine.stop() for engine in made), return_exceptions=True)
+
+    engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     services = EpisodeServices(spec, factory, budget)
-    closing += [services.stop, *(engine.stop for engine in engines)]
+    closing += [services.stop, stop_engines]
     buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog knows since when a call takes too long, so its message comes first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
@@ -322,6 +334,7 @@ async def _start(
         ranks=ranks,
         replicas=replicas,
         client=client,
+        engine_source=RayEngines(make_engine),
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
         episodes=episodes,

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
@@ -20,6 +21,8 @@ from asyncrl_cli.journal.events import STALL
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
+from asyncrl_cli.orchestrator.engine_pool import EnginePool, PoolEvents
+from asyncrl_cli.orchestrator.engine_source import EngineSource
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.evaluation import Evaluator, Series
@@ -28,6 +31,7 @@ from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
+from asyncrl_cli.orchestrator.scaling import answer_scale_requests
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
@@ -49,6 +53,7 @@ class Parts:
     ranks: TrainerRanks
     replicas: Replicas
     client: GenerationClient
+    engine_source: EngineSource
     scoring: Scoring
     prompts: PromptSource
     episodes: Episodes | None
@@ -89,7 +94,18 @@ class Orchestrator:
         self._scheduler = RolloutScheduler(
             *(spec, parts.buffer, parts.client, parts.scoring, parts.prompts), self._spawn, parts.episodes
         )
-        self._keeper = EngineKeeper(parts.client, self._publisher, self._scheduler.fill)
+        self._pool = EnginePool(
+            (spec.rollout.min_engines, spec.rollout.max_engines),
+            parts.client,
+            EngineKeeper(parts.client, self._publisher),
+            parts.engine_source,
+            PoolEvents(
+                record=self._buffer.engine_changed,
+                failed=partial(parts.budget.note, "engine"),
+                notice=parts.reporter.warn,
+                counted=parts.reporter.engines,
+            ),
+        )
         self._accuracies = dict(opening.evaluated)
         self._evaluated = set(opening.evaluations)  # step and kind
         self._evaluation: asyncio.Task[None] | None = None
@@ -106,7 +122,8 @@ class Orchestrator:
                     tasks.create_task(self._scheduler.keep_full()),
                     tasks.create_task(self._watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
-                    *(tasks.create_task(self._keeper.keep(engine)) for engine in self._client.engines),
+                    tasks.create_task(self._pool.run()),
+                    tasks.create_task(answer_scale_requests(self._run, self._pool)),
                 ]
                 await self._loop()
                 for task in endless:
@@ -194,7 +211,7 @@ class Orchestrator:
                 if answer.overdue:
                     await self._scheduler.requeue(answer.overdue)
                     continue
-                running = f"{self._client.running} rollouts are running"
+                running = self._pool.missing() or f"{self._client.running} rollouts are running"
                 wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
                 self._reporter.doing(f"waiting: {answer.reason}", answer.counts)
 

@@ -54,13 +54,8 @@ class StepClock:
         }
 
     def _read(self) -> tuple[float, float, float, float]:
-        activities = [engine.activity for engine in self._client.engines]
-        return (
-            sum(activity.generated_tokens for activity in activities),
-            sum(activity.busy_s for activity in activities),
-            sum(activity.paused_s for activity in activities),
-            sum(activity.wall_s for activity in activities),
-        )
+        done = self._client.activity
+        return done.generated_tokens, done.busy_s, done.paused_s, done.wall_s
 
 
 class StepRecorder:

@@ -41,6 +41,8 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.1}
 """Nats, likewise: two versions whose probes differ by more than this can be distinguished."""
 LATE_S = 10.0
 """A host is late when it takes twice as long as the fastest one, and this many seconds more."""
+WITHDRAW_S = 10.0
+"""Seconds that an engine has to return its requests when it is taken out of service."""
 RETRY_S = 1.0
 """Seconds until a host that could not get a version tries again."""
 
@@ -86,6 +88,7 @@ class Publisher:
         # An engine that drains takes as long as its rollouts do.
         drains = spec.pipeline.weight_update == "drain"
         self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
+        self._withdraw_s = min(WITHDRAW_S, spec.rollout.hang_seconds)
         coarsest = "bfloat16" if "bfloat16" in (spec.trainer.dtype, spec.rollout.dtype) else "float32"
         self._tolerance, self._noise = TOLERANCE[coarsest], NOISE[coarsest]
         self._policy = spec.pipeline.weight_update
@@ -252,7 +255,7 @@ class Publisher:
             return Update(pulled.seconds, stall_s, gap)
         except (PullFailed, ReplicaGone) as missing:
             # Not a fault of the engine: it comes back when its host has the version (``bring_up``).
-            await self._client.withdraw(engine)
+            await self._client.withdraw(engine, self._withdraw_s)
             await self._budget.note("weights", engine.name, f"{missing.message}; it does not serve until then")
         except RunError as error:
             if engine.process.actor is actor:

@@ -132,7 +132,7 @@ async def _serve(
             hang_s=spec.rollout.hang_seconds,
             decode=encoder.decode,
         )
-        keeper = EngineKeeper(client, _OwnWeights(), on_serving=lambda: None)
+        keeper = EngineKeeper(client, _OwnWeights())
         api_key = secrets.token_urlsafe(32)
         setup = setup_of(spec, str(folder), served.name, api_key)
         gateway = GatewayClient(setup, factory.gateway, client.generate, budget)

@@ -303,7 +303,8 @@ class Delivery:
     """The answer to one call of ``collect``: what ended since the last one, and at times new tokens of unfinished
     rollouts, each from where the last delivery ended.
 
-    ``aborted`` are the ids of rollouts that were aborted on command; all their tokens are in segments.
+    ``aborted`` are the ids of rollouts that were aborted on command; all their tokens are in segments. ``leaving``: the
+    engine's process got SIGTERM.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -311,6 +312,7 @@ class Delivery:
     segments: list[Segment] = field(default_factory=list)
     activity: EngineActivity = field(default_factory=EngineActivity)
     aborted: list[str] = field(default_factory=list)
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,9 @@ tokens is sent again unchanged; one without budget ends here (``continuation.fin
 An engine gets about as many requests as it runs at once. The others wait here for any engine, lowest priority first.
 Invariant: an open request waits, or is with one engine; it ends exactly once, as a rollout or as a failure after its
 retries, unless it is cancelled.
+
+Engines may be added and removed at any time (decision 0040). The bound on staleness is the ledger's and does not depend
+on them. An engine that leaves gets no request, so none of a group that is admitted after a publish without it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol
@@ -45,8 +49,6 @@ POLL_S = 5.0
 AHEAD = 0.25
 """An engine gets this share more requests than it runs at once, so that a free slot is filled before the client knows
 of it."""
-WITHDRAW_S = 10.0
-"""Seconds that an engine has to return its requests when it is taken out of service."""
 MAX_AFFINITIES = 10_000
 """Affinities whose engine is remembered; the least recently used are forgotten."""
 
@@ -64,7 +66,7 @@ class EngineHandle(Protocol):
 
     name: str
     node: str
-    """The id of the Ray node that it runs on."""
+    """The Ray node's id, once it has started."""
     actor: Any
     """Has the methods of ``RolloutWorker``, to be called with ``.remote()``."""
 
@@ -77,13 +79,17 @@ class EngineHandle(Protocol):
     def kill(self) -> None:
         """End the process, also one that hangs."""
 
+    async def dismiss(self) -> None:
+        """End it for good, in bounded time, and give its room back."""
+
 
 @dataclass(slots=True, eq=False)
 class EngineState:
     """One engine as the driver sees it. ``activity`` adds up over the run.
 
     ``pending`` are the requests assigned to it; those in ``outbox`` have not been sent yet. ``to_cancel`` are ids that
-    it still has to cancel. ``dead_because`` is why its process was ended.
+    it still has to cancel. ``dead_because`` is why its process was ended. While it is ``leaving`` it returns its
+    requests; ``emptied`` is set when the last has left it.
     """
 
     process: EngineHandle
@@ -93,6 +99,8 @@ class EngineState:
     to_abort: bool = False
     activity: EngineActivity = field(default_factory=EngineActivity)
     serving: bool = False
+    leaving: bool = False
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)
     dead_because: str = ""
     sender: asyncio.Task[None] | None = None
 
@@ -137,9 +145,9 @@ class GenerationClient:
         ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated. The
         rollout scheduler sets three callbacks: ``on_segments`` gets new tokens of unfinished training rollouts that
         were enqueued, ``on_room`` is called when there may be room for more requests, ``on_engine_request`` gets every
-        request that has left an engine.
+        request that has left an engine. The engine pool's ``on_asked_to_leave`` gets engines that got SIGTERM.
         """
-        self.engines = [EngineState(process) for process in engines]
+        self.engines: list[EngineState] = [EngineState(process) for process in engines]
         self._slots = slots
         self._limit = slots + max(1, int(slots * AHEAD))
         self._retries = retries
@@ -149,6 +157,8 @@ class GenerationClient:
         self.on_room: Callable[[], None] = lambda: None
         self.on_segments: OnSegments = lambda _: None
         self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
+        self.on_asked_to_leave: Callable[[EngineState], None] = lambda _: None
+        self._removed = EngineActivity()  # what engines had done that were removed
         self._open: dict[str, _Open] = {}
         self._waiting: list[_Open] = []  # a heap; entries that are no longer open are skipped
         self._order = count()
@@ -237,14 +247,57 @@ class GenerationClient:
         return 0 if self._paused else max(0, self._slots * len(self.serving()) - self.running)
 
     def serving(self) -> list[EngineState]:
-        """The engines that serve."""
-        return [engine for engine in self.engines if engine.serving]
+        """The engines that serve, and will take requests."""
+        return [engine for engine in self.engines if engine.serving and not engine.leaving]
+
+    @property
+    def activity(self) -> EngineActivity:
+        """What all engines of the run have done, added up; those that were removed are included."""
+        return reduce(_sum, (engine.activity for engine in self.engines), self._removed)
 
     # -- engines
 
+    def add(self, process: EngineHandle) -> EngineState:
+        """A new engine. It gets requests once it is ``serving``."""
+        self.engines.append(EngineState(process))
+        return self.engines[-1]
+
+    async def withdraw(self, engine: EngineState, limit_s: float) -> bool:
+        """Take all requests from an engine: they continue on others with every token that it has generated.
+
+        It lives and may serve again. ``collect`` must run for it. False when it did not return all of them within
+        ``limit_s`` seconds, or was lost: then they continue from the tokens that it had reported.
+        """
+        # First: what the abort returns must go to others, and nothing may come here any more.
+        engine.leaving = True
+        for rollout_id in list(engine.outbox):
+            self._requeue(engine.pending[rollout_id], "aborted")
+        engine.to_abort = engine.serving and bool(engine.pending)
+        engine.emptied.clear()
+        self._dispatch()
+        try:
+            async with asyncio.timeout(limit_s):
+                while engine.pending:
+                    await engine.emptied.wait()
+        except TimeoutError:
+            # Should it serve again, it must not continue requests that others have by then.
+            engine.to_cancel.update(engine.pending)
+            self._continue(list(engine.pending.values()), "lost")
+            engine.serving = False
+            self._dispatch_soon()
+        returned, engine.serving, engine.leaving = engine.serving, False, False
+        return returned
+
+    def remove(self, engine: EngineState) -> None:
+        """Forget an engine whose process is gone or about to end; requests that it still has continue on others."""
+        if engine in self.engines:
+            self.engines.remove(engine)
+            self._removed = _sum(self._removed, engine.activity)
+        self.reclaim(engine)
+        self._engine_of = OrderedDict((key, one) for key, one in self._engine_of.items() if one is not engine)
+
     async def collect(self, engine: EngineState) -> None:
-        """Deliver what a serving engine generates. Returns when it was withdrawn and none of its requests is left;
-        raises ``EngineLost`` when it is lost."""
+        """Deliver what an engine generates, until it is withdrawn. Raises ``EngineLost`` when it is lost."""
         while engine.serving or engine.pending or engine.dead_because:
             self._dispatch()
             limit_s = POLL_S + self._hang_s
@@ -255,6 +308,8 @@ class GenerationClient:
             engine.activity = _sum(engine.activity, delivery.activity)
             if delivery.rollouts or delivery.segments or delivery.activity.generated_tokens:
                 self._on_progress()
+            if delivery.leaving:
+                self.on_asked_to_leave(engine)
             # Before the results: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
             self._settle(engine, delivery)
@@ -265,30 +320,14 @@ class GenerationClient:
         """End the process of an engine that misbehaves; whoever collects from it finds it lost."""
         for engine in self.engines:
             if engine.name == name and engine.serving:
-                # Before the kill: nothing may be sent to it any more.
+                # Before the kill: nothing may be sent to it.
                 engine.serving, engine.dead_because = False, cause
                 engine.process.kill()
 
-    async def withdraw(self, engine: EngineState) -> None:
-        """Take an engine that lives out of service: it gets no more requests, and those that it has continue elsewhere.
-
-        They keep all their tokens if it answers, which it has ``WITHDRAW_S`` seconds for, else those that it has
-        reported. It may serve again later.
-        """
-        engine.serving, engine.to_abort = False, False
-        for rollout_id in list(engine.outbox):
-            self._requeue(engine.pending[rollout_id], "aborted")
-        try:
-            await wait_for(engine.process.actor.abort.remote(), engine.name, min(WITHDRAW_S, self._hang_s))
-        except UserError:
-            # Should it serve again, it must not continue requests that others have by then.
-            engine.to_cancel.update(engine.pending)
-            self._continue(list(engine.pending.values()), "lost")
-        self._dispatch_soon()
-
     def reclaim(self, engine: EngineState) -> None:
         """An engine is lost: its requests continue from the tokens reported, on any engine that serves."""
-        engine.serving, engine.dead_because, engine.to_abort, engine.sender = False, "", False, None
+        engine.serving = engine.leaving = engine.to_abort = False
+        engine.dead_because, engine.sender = "", None
         engine.to_cancel.clear()
         self._continue(list(engine.pending.values()), "lost")
         self._dispatch_soon()
@@ -335,7 +374,7 @@ class GenerationClient:
 
     def _engine_for(self, request: RolloutRequest) -> EngineState | None:
         """The engine that a request goes to now, if any has room for it."""
-        with_room = [engine for engine in self.engines if engine.serving and len(engine.pending) < self._limit]
+        with_room = [engine for engine in self.serving() if len(engine.pending) < self._limit]
         chosen = self._engine_of.get(request.affinity)
         if chosen not in with_room:
             chosen = min(with_room, key=lambda engine: len(engine.pending), default=None)
@@ -433,6 +472,8 @@ class GenerationClient:
             return False
         entry.engine = None
         del engine.pending[name]
+        if not engine.pending:
+            engine.emptied.set()
         if engine.outbox.pop(name, None) is not None:
             return False
         self.on_engine_request(EngineRequest(name, engine.name, entry.sent_at, time.time(), ending))

@@ -5,7 +5,10 @@ rollouts (decision 0006).
 
 A delivery also brings the tokens of unfinished rollouts, so that they survive this process: at every weight update,
 every ``journal.segment_seconds``, and when a rollout failed or was aborted; those of streamed rollouts every
-``STREAM_S``. Invariant: for each rollout in ``_taken``, the segments delivered so far and those that wait here are its
+``STREAM_S``. The next delivery also says that a SIGTERM came: the driver takes the rollouts back and ends the process
+(decision 0040).
+
+Invariant: for each rollout in ``_taken``, the segments delivered so far and those that wait here are its
 tokens from the end of its prefix to ``_taken[rollout_id]``, each once.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -31,6 +35,7 @@ from asyncrl_cli.rollout.activity import ActivityClock
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.system.main_thread import handle_in_main_thread
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import ReplicaGone
 
@@ -59,6 +64,9 @@ class RolloutWorker:
         self._news = asyncio.Event()
         self._awaited_news = asyncio.Event()
         self._clock = ActivityClock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._got_sigterm = False
+        handle_in_main_thread(signal.SIGTERM, self._on_sigterm)
 
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
@@ -77,6 +85,7 @@ class RolloutWorker:
         if version is not None:
             await self._engine.serve_own(version)
             await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails now
+        self._loop = asyncio.get_running_loop()
         return str(ray.get_runtime_context().get_node_id())
 
     async def submit(self, requests: list[RolloutRequest]) -> None:
@@ -139,7 +148,7 @@ class RolloutWorker:
         elif not (rollouts or segments):
             raise RuntimeError("vLLM's core process has died")
         activity = self._clock.read(self._engine.sampled_tokens())
-        return Delivery(rollouts, [] if dead else failures, segments, activity, aborted)
+        return Delivery(rollouts, [] if dead else failures, segments, activity, aborted, self._got_sigterm)
 
     async def update_weights(
         self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, probe_ids: tuple[int, ...]
@@ -159,6 +168,15 @@ class RolloutWorker:
         """Stop the engine and its processes."""
         if hasattr(self, "_engine"):
             self._engine.shutdown()
+
+    def _on_sigterm(self, *_: object) -> None:
+        """In the main thread. The driver hears of the first SIGTERM of an engine that has started; any other ends the
+        process at once, as Ray has it."""
+        if self._loop is None or self._got_sigterm:
+            raise SystemExit(128 + signal.SIGTERM)
+        self._got_sigterm = True
+        for event in (self._news, self._awaited_news):
+            self._loop.call_soon_threadsafe(event.set)
 
     @property
     def _segments_due(self) -> float:

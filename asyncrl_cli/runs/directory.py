@@ -8,6 +8,7 @@
       metrics.jsonl     one line per step
       system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); beside it SQLite's -wal and -shm
+      scale.json        the newest request of `asyncrl scale`; scale-answer.json is its answer
       mlflow.json       MLflow's id of the run, and what was sent to it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       model_stub/       the model's config and tokenizer, which engines start from
@@ -58,7 +59,8 @@ LOCK_TIMEOUT_S = 0.5
 @dataclass(frozen=True, slots=True)
 class RunState:
     """Where a run is. ``accuracy`` and ``accuracy_before`` hold held-out accuracies by kind (``greedy``,
-    ``sampled``): the latest ones, and those of the initial model."""
+    ``sampled``): the latest ones, and those of the initial model. ``engines`` says how many are ``serving`` and how
+    many are ``wanted``, and ``engines_wait`` what the missing ones wait for."""
 
     phase: Phase = "starting"
     step: int = 0
@@ -67,7 +69,17 @@ class RunState:
     accuracy: Mapping[str, float] = field(default_factory=dict)
     accuracy_before: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    engines: Mapping[str, int] = field(default_factory=dict)
+    engines_wait: str = ""
     updated: float = 0.0
+
+
+def engines_text(state: RunState) -> str:
+    """How many engines serve, how many are wanted, and what the missing ones wait for; empty if that is not known."""
+    if not state.engines:
+        return ""
+    wait = f" ({state.engines_wait})" if state.engines_wait else ""
+    return f"{state.engines.get('serving', 0)} of {state.engines.get('wanted', 0)} serve{wait}"
 
 
 class RunDirectory:

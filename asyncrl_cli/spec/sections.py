@@ -88,7 +88,7 @@ class RolloutSpec(Section):
 
     engines: Annotated[Count | EngineRange, WrapValidator(_number_or_range)] = 1
     """vLLM engines, each in a Ray actor of its own: a number, or `{min: 1, max: 4}`. The run starts with `min`. More
-    engines join as Ray has room for them, and others take their requests when they leave (docs/elastic.md). `asyncrl
+    engines join as Ray has room for them, and others take their requests when they leave (docs/clusters.md). `asyncrl
     serve` has `min` engines."""
     threads_per_engine: Count = 1
     """CPU threads of an engine (ignored on GPU)."""

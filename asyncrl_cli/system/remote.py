@@ -20,6 +20,10 @@ class ActorDied(ActorLost):
     """The process of an actor is gone."""
 
 
+class Unreachable(ActorDied):
+    """The connection to an actor is lost, and Ray does not know yet what became of it: its node may be gone."""
+
+
 class NoAnswer(ActorLost):
     """An actor did not answer in time."""
 
@@ -30,7 +34,7 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
     Raises the actor's own ``UserError`` unchanged, ``ActorDied``, ``NoAnswer`` after ``timeout_s`` seconds, and
     ``RunError`` when the actor raised anything else.
     """
-    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
     hint = f"see logs/{who}.log in the run's folder"
     try:
@@ -41,6 +45,8 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
         if isinstance(cause, UserError):
             raise cause from None
         raise RunError(f"{type(cause).__name__}: {_first_line(cause)}", location=who, hint=hint) from error
+    except ActorUnavailableError as error:
+        raise Unreachable("the connection is lost", location=who, hint=hint) from error
     except RayActorError as error:
         raise ActorDied("the process died", location=who, hint=hint) from error
     except RayError as error:

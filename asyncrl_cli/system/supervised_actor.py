@@ -152,6 +152,22 @@ class SupervisedActor:
             self._drop()
             await self._budget.spend(self._part, self.name, cause)
 
+    async def start_once(self) -> None:
+        """Start the present actor. Whatever goes wrong ends it and is raised; nothing is counted."""
+        async with self._starting:
+            try:
+                await self.room()
+                self.ask()
+                await self._start(self.actor)
+            except BaseException:
+                self._drop()
+                raise
+            self.started = True
+
+    def release(self) -> None:
+        """End the present actor, which is not needed any more; nothing is counted."""
+        self._drop()
+
     def kill(self) -> None:
         """End the present process, also one that hangs; whoever calls it finds it lost."""
         import ray

@@ -33,6 +33,7 @@ COMMANDS = [
     "resume",
     "replay",
     "serve",
+    "scale",
     "runs",
     "track",
     "inspect",
@@ -133,7 +134,10 @@ def filled(tmp_path: Path) -> Path:
     make_run(runs_dir, "stopped", "2026-01-03T00:00:00+00:00", phase="interrupted", step=5, steps=10)
     make_run(runs_dir, "broken", "2026-01-04T00:00:00+00:00", phase="failed", step=0, steps=10, reason="no memory")
     make_run(runs_dir, "early", "2026-01-05T00:00:00+00:00", phase="starting", steps=10)
-    driven = make_run(runs_dir, "driven", "2026-01-06T00:00:00+00:00", phase="running", step=9, steps=1000)
+    engines = {"serving": 1, "wanted": 2}
+    driven = make_run(
+        runs_dir, "driven", "2026-01-06T00:00:00+00:00", phase="running", step=9, steps=1000, engines=engines
+    )
     (make_run(runs_dir, "damaged", "2026-01-07T00:00:00+00:00").path / "state.json").write_text("{")
     driven.lock()
     return tmp_path
@@ -143,15 +147,15 @@ def test_runs_show_their_status(filled: Path) -> None:
     done = asyncrl("runs", cwd=filled)
     assert (done.returncode, done.stderr) == (0, "")
     header, *lines = done.stdout.splitlines()
-    assert header.split() == ["run", "phase", "step", "greedy", "sampled", "started"]
+    assert header.split() == ["run", "phase", "step", "engines", "greedy", "sampled", "started"]
     assert [line.split() for line in lines] == [
-        ["done", "finished", "10/10", "0.750", "0.500", "2026-01-01T00:00:00+00:00"],
-        ["killed", "died", "4/10", "-", "-", "2026-01-02T00:00:00+00:00"],
-        ["stopped", "interrupted", "5/10", "-", "-", "2026-01-03T00:00:00+00:00"],
-        ["broken", "failed", "0/10", "-", "-", "2026-01-04T00:00:00+00:00"],
-        ["early", "died", "0/10", "-", "-", "2026-01-05T00:00:00+00:00"],
-        ["driven", "running", "9/1000", "-", "-", "2026-01-06T00:00:00+00:00"],
-        ["damaged", "died", "0/0", "-", "-", "2026-01-07T00:00:00+00:00"],
+        ["done", "finished", "10/10", "-", "0.750", "0.500", "2026-01-01T00:00:00+00:00"],
+        ["killed", "died", "4/10", "-", "-", "-", "2026-01-02T00:00:00+00:00"],
+        ["stopped", "interrupted", "5/10", "-", "-", "-", "2026-01-03T00:00:00+00:00"],
+        ["broken", "failed", "0/10", "-", "-", "-", "2026-01-04T00:00:00+00:00"],
+        ["early", "died", "0/10", "-", "-", "-", "2026-01-05T00:00:00+00:00"],
+        ["driven", "running", "9/1000", "1/2", "-", "-", "2026-01-06T00:00:00+00:00"],
+        ["damaged", "died", "0/0", "-", "-", "-", "2026-01-07T00:00:00+00:00"],
     ]
     columns = [header.index(word) for word in ("phase", "started")]
     assert all(line[column - 1] == " " != line[column] for line in lines for column in columns), "columns line up"
@@ -168,6 +172,21 @@ def test_runs_as_json(filled: Path) -> None:
     }
     assert [row["phase"] for row in rows[1:]] == ["died", "interrupted", "failed", "died", "running", "died"]
     assert rows[3]["reason"] == "no memory"
+
+
+# -- scale
+
+
+def test_scale_refuses_a_run_that_is_not_running_and_an_invalid_number(filled: Path) -> None:
+    done = asyncrl("scale", "stopped", "--engines", "2", cwd=filled)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: the run is not running, its phase is interrupted",
+        " --> stopped",
+        "hint: set the number when you continue it: asyncrl resume stopped --set rollout.engines=2",
+    ]
+    assert asyncrl("scale", "driven", "--engines", "0", cwd=filled).returncode == 2
+    assert asyncrl("scale", "driven", cwd=filled).returncode == 2
 
 
 # -- train, as far as it can be refused

@@ -40,6 +40,8 @@ def five_steps(recorded: RecordedRun, path: Path) -> None:
     journal.failed("engine", "engine-1", "the process died")
     journal.failed("stall", "the trainer", "the trainer waits")
     journal.requested([EngineRequest("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop")] * 2)
+    journal.engine_changed("engine-1", "join", "")
+    journal.engine_changed("engine-1", "leave", "its node is gone")
     recorded.commit()
     recorded.crash(60.0)
     recorded.step()
@@ -69,7 +71,7 @@ def test_every_event_is_given_once_and_in_order(recorded: RecordedRun, tmp_path:
             "batch": 5,
             "step": 5,
             "publish": 6,
-            **dict.fromkeys(("request", "checkpoint", "eval", "fault", "stall"), 1),
+            **dict.fromkeys(("request", "join", "leave", "checkpoint", "eval", "fault", "stall"), 1),
         }
     assert Counter(event.name for event in found) == expected
     assert [event.at for event in found] == sorted(event.at for event in found)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,6 +27,7 @@ from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.engine_pool import EnginePool
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
@@ -51,6 +53,7 @@ from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import ActorLost
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.weights.manifest import ReplicaGone
 from asyncrl_cli.workers.scoring import Response, Scored
@@ -93,6 +96,7 @@ class Fate:
         self.victims = list(victims)
         self.faults = faults
         self.met: list[str] = []
+        self.gone: set[str] = set()
         self.driver = asyncio.Event()
         self.training = 0
         self.overlapped = False
@@ -112,12 +116,14 @@ class Fate:
 
 
 class Engine(Actor):
-    """Generates a few tokens of some rollouts at a time."""
+    """Generates a few tokens of some rollouts at a time. It may die with its node, and be told to leave."""
 
-    def __init__(self, fate: Fate, hosts: StandInHosts) -> None:
+    def __init__(self, fate: Fate, hosts: StandInHosts, node: str) -> None:
         super().__init__()
         self._fate = fate
         self._hosts = hosts
+        self._node = node
+        self._got_sigterm = False
         self._version, self._weights = -1, ("none",)
         self._running: dict[str, tuple[RolloutRequest, Rollout]] = {}
         self._reported: dict[str, int] = {}
@@ -183,7 +189,8 @@ class Engine(Actor):
         silent = self._fate.strikes("engine", 0.01)
         self._fate.overlapped |= after > before and self._fate.training > 0
         activity = EngineActivity(after - before, 0.0, 0.0, 1.0, silent_s=1e9 if silent else 0.0)
-        return Delivery(ended, [], segments, activity, list(aborted))
+        self._got_sigterm |= self._fate.strikes("sigterm", 0.02)
+        return Delivery(ended, [], segments, activity, list(aborted), self._got_sigterm)
 
     def _grow(self, rollout_id: str) -> None:
         request, rollout = self._running[rollout_id]
@@ -205,8 +212,49 @@ class Engine(Actor):
         return rollout.slice(start, None).segments(name, start)
 
     def _may_die(self, chance: float) -> None:
+        if self._fate.strikes("node", chance):
+            self._fate.gone.add(self._node)
+            self.die()
         if self._fate.strikes("engine", chance):
             self.die()
+
+
+class Cluster:
+    """Has room for further engines, each on a node of its own, and takes nodes back; sometimes the run is scaled."""
+
+    def __init__(self, fate: Fate, make: Callable[[str, str], StandInProcess]) -> None:
+        """``make(name, node)``: an engine on a node."""
+        self._fate = fate
+        self._make = make
+        # The first engine is where rank 0 is, the others where no rank is.
+        self._nodes = (f"host-{9 * number}" for number in count())
+        self._processes: list[StandInProcess] = []
+        self.pool: EnginePool | None = None
+
+    def engine(self, name: str) -> StandInProcess:
+        """A new engine."""
+        process = self._make(name, next(self._nodes))
+        self._processes.append(process)
+        return process
+
+    async def hire(self, name: str, waits: Callable[[str], None]) -> StandInProcess:
+        waits(f"{name} waits until Ray has room for it")
+        for _ in range(self._fate.random.randint(0, 20)):
+            await asyncio.sleep(0)
+        if self._fate.strikes("hire", 0.2):
+            raise ActorLost("it does not start", location=name)
+        return self.engine(name)
+
+    def draining(self) -> dict[str, str]:
+        assert self.pool is not None
+        if self._fate.strikes("scale", 0.02):
+            self.pool.want(self._fate.random.randint(*self.pool.bounds))
+        if self._fate.strikes("drain", 0.02):
+            return {self._fate.random.choice(self._processes).node: ", until noon"}
+        return {}
+
+    def why_gone(self, node: str) -> str:
+        return "its node is gone" if node in self._fate.gone else ""
 
 
 def _joined(request: RolloutRequest) -> Rollout:
@@ -440,14 +488,11 @@ class Simulation:
         await ranks.start(start.checkpoint and start.checkpoint.folder)
         watchdog = Watchdog(600.0, reporter.warn)
 
-        def make_engine() -> Any:
-            return self._noted(Engine(self.fate, hosts))
+        def make(name: str, node: str) -> StandInProcess:
+            return StandInProcess(name, lambda: self._noted(Engine(self.fate, hosts, node)), budget, node)
 
-        # The first engine is where rank 0 is, the others where no rank is.
-        processes: list[Any] = [
-            StandInProcess(f"engine-{index}", make_engine, budget, f"host-{9 * index}")
-            for index in range(spec.rollout.min_engines)
-        ]
+        cluster = Cluster(self.fate, make)
+        processes: list[Any] = [cluster.engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
         client = GenerationClient(
             processes,
             slots=spec.rollout.max_running_rollouts,
@@ -465,6 +510,7 @@ class Simulation:
             ranks=ranks,
             replicas=hosts.replicas,
             client=client,
+            engine_source=cluster,
             scoring=scorer,
             prompts=PromptSource(
                 loader_of(spec),
@@ -483,7 +529,9 @@ class Simulation:
             budget=budget,
             watchdog=watchdog,
         )
-        return Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
+        orchestrator = Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
+        cluster.pool = orchestrator._pool
+        return orchestrator
 
     async def _agent_works(self, agent: StandInAgent) -> None:
         for _ in range(self.fate.random.randint(0, 5)):
@@ -510,6 +558,8 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),
+        patch("asyncrl_cli.orchestrator.engine_pool.LOOK_S", 0.0),
+        patch("asyncrl_cli.orchestrator.engine_pool.RETRY_S", 0.0),
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
         patch("asyncrl_cli.core.files.sync", lambda path: None),
     ):

@@ -196,13 +196,15 @@ class StandInEngine(Actor):
         segments: Iterable[Segment] = (),
         activity: EngineActivity | None = None,
         aborted: Iterable[str] = (),
+        told_to_leave: bool = False,
     ) -> None:
         """Have these delivered."""
         rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
         activity = activity or EngineActivity()
-        self._deliveries.put_nowait(Delivery(rollouts, failures, list(segments), activity, list(aborted)))
+        delivery = Delivery(rollouts, failures, list(segments), activity, list(aborted), told_to_leave)
+        self._deliveries.put_nowait(delivery)
 
     async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:
         """Have these delivered, and wait until the caller of ``collect`` has dealt with them."""
@@ -262,7 +264,12 @@ class StandInProcess(SupervisedActor):
         await self.running()
 
     def kill(self) -> None:
-        self.actor.die()
+        if self.actor is not None:
+            self.actor.die()
+
+    async def dismiss(self) -> None:
+        """End for good."""
+        self.release()
 
 
 def client_over(

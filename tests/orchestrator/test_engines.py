@@ -72,7 +72,8 @@ class Harness:
         trainer: Any = SimpleNamespace(write=self._write, layout=self._layout, nodes=("trainer",))
         self.publisher = Publisher(*(spec(), trainer, self.client, self.hosts.replicas, Watchdog(600.0, print), budget))
         self.serving = asyncio.Semaphore(0)
-        self.keeper = EngineKeeper(self.client, self.publisher, on_serving=self.serving.release)
+        self.keeper = EngineKeeper(self.client, self.publisher)
+        self.keeper.on_serving = lambda _: self.serving.release()
         self.ended: list[str] = []
 
     async def _layout(self) -> Any:

@@ -124,7 +124,7 @@ class Harness:
     def mark_dead(self, name: str, cause: str) -> None:
         self.failed[name] = cause
 
-    async def withdraw(self, engine: Any) -> None:
+    async def withdraw(self, engine: Any, limit_s: float) -> None:
         engine.serving = False
         self.withdrawn.append(engine.name)
 

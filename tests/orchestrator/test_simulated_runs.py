@@ -170,7 +170,7 @@ specs = st.builds(
     staleness=st.sampled_from([0, 1, 1, 3]),
     every=st.integers(1, 3),
     on_stale=st.sampled_from(["wait", "requeue"]),
-    engines=st.integers(1, 3),
+    engines=st.integers(1, 3) | st.sampled_from([{"min": 1, "max": 2}, {"min": 1, "max": 3}, {"min": 2, "max": 3}]),
     slots=st.integers(2, 12),
     ranks=st.integers(1, 2),
     checkpoints=st.integers(0, 3),
@@ -195,13 +195,12 @@ specs = st.builds(
         ]
     ),
 )
+VICTIMS = ("engine", "trainer", "buffer", "driver", "agent", "node", "sigterm", "drain", "scale", "hire")
 fates = st.builds(
     lambda seed, faults, victims: (seed, faults, victims),
     seed=st.integers(0, 2**32),
     faults=st.integers(1, 12),
-    victims=st.lists(
-        st.sampled_from(["engine", "trainer", "buffer", "driver", "agent"]), min_size=1, max_size=5, unique=True
-    ),
+    victims=st.lists(st.sampled_from(VICTIMS), min_size=1, max_size=4, unique=True),
 )
 
 

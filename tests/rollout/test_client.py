@@ -25,6 +25,7 @@ from asyncrl_cli.rollout.client import EngineLost, GenerationClient, GenerationF
 from asyncrl_cli.rollout.continuation import finished
 from tests.orchestrator.stand_ins import (
     StandInEngine,
+    StandInProcess,
     actors,
     client_over,
     collecting,
@@ -240,10 +241,13 @@ def test_a_withdrawn_engine_returns_its_requests_with_all_tokens_and_may_serve_a
         client.enqueue([request("a"), request("b"), request("c")], lambda ended: None)
         await client.flush()
         assert (first.ids, second.ids) == (["a", "c"], ["b"])
-        await client.withdraw(client.engines[0])
+        withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 60.0))
+        await turns()
         assert (first.aborts, second.aborts) == (1, 0)
         assert second.ids == ["b"], "its tokens are not here yet"
         first.put(segments=[segment("a", 0, 3)], aborted=["a", "c"])
+        assert await withdrawing
+        first.put()
         await collectors[0]
         await client.flush()
         assert second.ids == ["b", "a", "c"]
@@ -257,11 +261,7 @@ def test_a_withdrawn_engine_returns_its_requests_with_all_tokens_and_may_serve_a
     run(check())
 
 
-def test_requests_of_a_withdrawn_engine_that_does_not_answer_continue_from_what_it_has_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl_cli.rollout.client.WITHDRAW_S", 0.01)
-
+def test_requests_of_a_withdrawn_engine_that_does_not_answer_continue_from_what_it_has_reported() -> None:
     async def check() -> None:
         client = client_over(2)
         first, second = actors(client)
@@ -270,8 +270,8 @@ def test_requests_of_a_withdrawn_engine_that_does_not_answer_continue_from_what_
         await client.flush()
         await first.deliver(segments=[segment("a", 0, 2)])
         first.takes.clear()
-        await client.withdraw(client.engines[0])
-        await client.flush()
+        assert not await client.withdraw(client.engines[0], 0.01)
+        await turns()
         assert [part.end for part in second.submitted[0].prefix] == [2]
         first.put(segments=[segment("a", 2, 3)], aborted=["a"])
         await collectors[0]
@@ -294,7 +294,7 @@ def test_an_unsent_request_of_a_withdrawn_engine_waits_for_another() -> None:
         await turns()
         client.enqueue([request("b")], lambda ended: None)
         await turns()
-        withdrawing = asyncio.create_task(client.withdraw(client.engines[0]))
+        withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 0.01))
         await turns()
         engine.takes.set()
         await withdrawing
@@ -455,7 +455,8 @@ async def collected(client: GenerationClient, number: int) -> None:
 def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
     data: st.DataObject, engines: int, budgets: list[int]
 ) -> None:
-    """Aborts, failures, deaths and pauses, with any number of tokens before them: nothing is lost or sampled twice."""
+    """Aborts, failures, deaths, pauses and engines that come and go, with any number of tokens before them: nothing is
+    lost or sampled twice."""
 
     async def check() -> None:
         client = client_over(engines, retries=10_000, slots=2)
@@ -464,15 +465,20 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(client.generate(asked, received.extend)) for asked in requests]
             collectors = {number: group.create_task(collected(client, number)) for number in range(engines)}
+            gone: list[Any] = []
             await turns()
             version = 0
             while client.running:
-                event = data.draw(st.sampled_from(["finish", "abort", "grow", "fail", "die", "pause"]))
+                event = data.draw(st.sampled_from(["finish", "abort", "grow", "fail", "die", "pause", "leave"]))
                 version += data.draw(st.integers(0, 1))
                 if event == "pause":
                     await client.pause()
                 number = data.draw(st.integers(0, engines - 1))
                 actor, pending = actors(client)[number], client.engines[number].pending
+                leaving = []
+                if event == "leave":
+                    leaving = [group.create_task(client.withdraw(client.engines[number], 60.0))]
+                    await turns()
                 news, ends = [], []
                 for name, entry in pending.items():
                     reported = sum(len(part.ids) for part in entry.segments)
@@ -483,9 +489,21 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
                         ends.append(complete(entry.request, *entry.segments, *part, reason="length"))
                     else:
                         news += part
-                gone = list(pending) if event in ("abort", "pause") else []
+                aborted = list(pending) if event in ("abort", "pause", "leave") else []
                 failures = [RolloutFailure(name, "no") for name in pending] if event == "fail" else []
-                await actor.deliver(*ends, *failures, segments=news, aborted=gone)
+                actor.put(*ends, *failures, segments=news, aborted=aborted)
+                if not leaving:  # nothing more is collected from one that has left
+                    await actor.dealt_with()
+                for left in leaving:
+                    assert await left, "it has returned everything"
+                    gone.append((actor, len(actor.ids)))
+                    collectors[number].cancel()
+                    actor.forget_collector()
+                    client.remove(client.engines[number])
+                    joined = client.add(StandInProcess("joined"))
+                    client.engines.insert(number, client.engines.pop())  # in its place, for the draws above
+                    joined.serving = True
+                    collectors[number] = group.create_task(collected(client, number))
                 if event == "die":
                     actor.die()
                     await collectors[number]
@@ -508,6 +526,7 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
             assert answer.finish_reason == "length"
             assert answer.text == text_of(answer.ids)
             assert sorted(answer.versions) == answer.versions.tolist()
+        assert all(len(actor.ids) == count for actor, count in gone), "one that has left gets nothing"
         for actor in actors(client):
             assert all(asked.left > 0 for asked in actor.submitted)
         ranges = [(part.rollout_id, token) for part in received for token in range(part.start, part.end)]

@@ -1,0 +1,56 @@
+"""`asyncrl scale`: how many engines a live run has."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.arguments import RunName, RunsDir
+from asyncrl_cli.cli.output import echo
+
+POLL_S = 0.5
+
+
+def scale(
+    run_id: RunName,
+    engines: Annotated[
+        int, typer.Option("--engines", metavar="N", min=1, help="Engines that the run is to have from now on.")
+    ],
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait so long until that many serve.")
+    ] = 120.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Change how many engines a live run has, within the bounds of `rollout.engines` in its spec.
+
+    Engines that leave return their rollouts first, and others continue them from their tokens. Engines that join wait
+    for Ray to have room, which may take longer than this command waits: it says what is missing, and exits with 0.
+    """
+    from asyncrl_cli.core.errors import ConfigError, RunError
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.directory import ACTIVE
+    from asyncrl_cli.runs.scaling import request_engines
+
+    run = find_run(runs_dir, run_id)
+    answer = request_engines(run, engines)
+    if not answer.accepted:
+        raise ConfigError(
+            f"the run refuses {engines} engines: {answer.message}",
+            location=run.run_id,
+            hint=f"other bounds need a resume: asyncrl resume {run.argument} --set "
+            f"'rollout.engines={{min: 1, max: {engines}}}'",
+        )
+    deadline = time.monotonic() + wait
+    while (serving := run.state.engines.get("serving", 0)) != engines and time.monotonic() < deadline:
+        if (status := run.status) not in ACTIVE:
+            raise RunError(f"the run ended before {engines} engines served, its phase is {status}", location=run.run_id)
+        time.sleep(POLL_S)
+    now = f"{serving} engine{'s' if serving != 1 else ''} serve{'s' if serving == 1 else ''}"
+    if serving == engines:
+        echo(f"{run.run_id}: {now}")
+    else:
+        waits = run.state.engines_wait
+        echo(f"{run.run_id}: accepted; {now} so far, {engines} are wanted{f' ({waits})' if waits else ''}")

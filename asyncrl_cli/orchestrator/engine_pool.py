@@ -1,0 +1,260 @@
+"""Engines that come and go while the run continues.
+
+The pool wants a number of engines within the bounds of the spec. Those that are missing are asked of Ray in the
+background, which holds nothing up. An engine joins as every engine begins to serve: it loads the current weights and
+proves them. It leaves on request (``asyncrl scale``, a drain notice of Ray for its node, SIGTERM at its
+process), after its requests have gone to other engines with all their tokens, or because its node is gone.
+
+Invariants: at most ``wanted`` engines stay after each look. An engine that leaves takes no request from then on
+(``GenerationClient.withdraw``). What the pool does changes no group's deadline: the bound on staleness is the ledger's
+alone (buffer/ledger.py). Decision 0040 says why an engine that is lost with its node does not count as a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.orchestrator.engine_source import EngineSource
+from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.rollout.client import EngineState, GenerationClient
+
+Change = Literal["join", "leave"]
+Phase = Literal["joining", "serving", "leaving"]
+
+LOOK_S = 1.0
+"""Seconds between two looks at draining nodes and at how many engines are wanted."""
+LEAVE_S = 30.0
+"""Seconds that an engine may take to return its requests. Notices of preemption often give no more."""
+NODE_DEATH_S = 20.0
+"""Seconds that a lost connection may turn out to be a lost node: Ray notices one after about 15."""
+RETRY_S, LONGEST_RETRY_S = 15.0, 600.0
+"""Seconds until another engine is asked for after one that could not join; doubled each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEvents:
+    """What the pool tells others.
+
+    Args:
+        record: makes a change durable: the engine's name, the change, and why.
+        failed: notes that an engine could not join: its name and the cause.
+        notice: shows a text to the user.
+        counted: hears how many engines serve, how many are wanted, and what those that are missing wait for, whenever
+            that changes.
+    """
+
+    record: Callable[[str, Change, str], Awaitable[None]]
+    failed: Callable[[str, str], Awaitable[None]]
+    notice: Callable[[str], None]
+    counted: Callable[[int, int, str], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    name: str
+    engine: EngineState | None = None  # once it has started
+    task: asyncio.Task[None] | None = None
+    leaving: str = ""  # why
+    waits_for: str = ""  # what Ray lacks to start it
+
+    @property
+    def phase(self) -> Phase:
+        if self.leaving:
+            return "leaving"
+        return "serving" if self.engine is not None and self.engine.serving else "joining"
+
+
+def changes(wanted: int, phases: Mapping[int, Phase]) -> tuple[list[int], list[int]]:
+    """The numbers of the engines that should be asked for, and of those that should leave, so that ``wanted`` remain.
+
+    ``phases`` has the engines by number. New ones get the lowest free numbers. Those that leave are first the ones that
+    do not serve yet, which costs nothing, and the highest numbers of each kind.
+    """
+    staying = [number for number, phase in phases.items() if phase != "leaving"]
+    if len(staying) <= wanted:
+        free = (number for number in range(len(phases) + wanted) if number not in phases)
+        return [next(free) for _ in range(wanted - len(staying))], []
+    dispensable = sorted(staying, key=lambda number: (phases[number] == "serving", -number))
+    return [], dispensable[: len(staying) - wanted]
+
+
+class EnginePool:
+    """Keeps the engines of a run."""
+
+    def __init__(
+        self,
+        bounds: tuple[int, int],
+        client: GenerationClient,
+        keeper: EngineKeeper,
+        source: EngineSource,
+        events: PoolEvents,
+    ) -> None:
+        """``bounds``: the least and the most engines. The client has the first ones, started, as engine 0, 1, ..."""
+        self.bounds = bounds
+        self.wanted = bounds[1]
+        self._client = client
+        self._keeper = keeper
+        self._source = source
+        self._events = events
+        self._members: dict[int, _Member] = {
+            number: _Member(engine.name, engine) for number, engine in enumerate(client.engines)
+        }
+        self._tasks: asyncio.TaskGroup | None = None
+        self._changed = asyncio.Event()
+        self._counts = (-1, -1, "")
+        self._said_waiting = False
+        self._failures = 0
+        self._retry_at = 0.0
+        keeper.on_serving = self._joined
+        keeper.why_left = self._why_left
+        client.on_asked_to_leave = self._asked_to_leave
+
+    async def run(self) -> None:
+        """Keep as many engines as are wanted. Never ends; raises ``RunError`` after too many restarts of engines."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for member in self._members.values():
+                member.task = tasks.create_task(self._keep(member))
+            while True:
+                self._changed.clear()
+                self._adjust()
+                await self._leave_draining_nodes()
+                try:
+                    async with asyncio.timeout(LOOK_S):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+
+    def want(self, count: int) -> None:
+        """Have so many engines from now on. Raises ``ValueError`` outside the bounds."""
+        least, most = self.bounds
+        if not least <= count <= most:
+            raise ValueError(f"{count} is not from {least} to {most}")
+        self.wanted = count
+        self._changed.set()
+
+    @property
+    def serving(self) -> int:
+        """How many engines serve."""
+        return len(self._client.serving())
+
+    def missing(self) -> str:
+        """What the run waits for while no engine serves; empty otherwise."""
+        return "" if self.serving else "; ".join(filter(None, ("no engine serves", self._waits_for())))
+
+    # -- deciding
+
+    def _adjust(self) -> None:
+        joins, leaves = changes(self.wanted, {number: one.phase for number, one in self._members.items()})
+        if time.monotonic() >= self._retry_at:
+            for number in joins:
+                self._members[number] = member = _Member(f"engine-{number}")
+                member.task = self._spawn(self._join(member))
+        for number in leaves:
+            self._leave(self._members[number], f"scaled to {self.wanted}")
+        counts = (self.serving, self.wanted, self._waits_for())
+        if counts != self._counts:
+            self._counts = counts
+            self._events.counted(*counts)
+
+    async def _leave_draining_nodes(self) -> None:
+        draining = await asyncio.to_thread(self._source.draining)
+        for member in list(self._members.values()):
+            if member.engine is not None and (until := draining.get(member.engine.process.node)):
+                self._leave(member, f"its node is being drained{until}")
+
+    def _asked_to_leave(self, engine: EngineState) -> None:
+        member = next((one for one in self._members.values() if one.engine is engine), None)
+        if member is not None:
+            self._leave(member, "its process got SIGTERM")
+
+    def _waits_for(self) -> str:
+        """What the first engine that has yet to be started waits for; empty when all have started."""
+        return next((one.waits_for for one in self._members.values() if one.waits_for and not one.leaving), "")
+
+    # -- joining
+
+    async def _join(self, member: _Member) -> None:
+        try:
+            process = await self._source.hire(member.name, lambda waits: self._waits(member, waits))
+        except UserError as error:  # the others serve: it must not end the run (decision 0040)
+            self._forget(member)
+            self._retry_at = time.monotonic() + min(RETRY_S * 2**self._failures, LONGEST_RETRY_S)
+            self._failures += 1
+            await self._events.failed(member.name, f"it could not join: {error.message}")
+            return
+        member.waits_for = ""
+        member.engine = self._client.add(process)
+        await self._keep(member)
+
+    def _waits(self, member: _Member, waits_for: str) -> None:
+        member.waits_for = waits_for
+        if not self._said_waiting:
+            self._said_waiting = True
+            self._events.notice(waits_for)
+
+    def _joined(self, engine: EngineState) -> None:
+        self._said_waiting, self._failures = False, 0
+        self._spawn(self._events.record(engine.name, "join", ""))
+        self._client.on_room()
+        self._changed.set()
+
+    # -- leaving
+
+    async def _keep(self, member: _Member) -> None:
+        assert member.engine is not None
+        reason = await self._keeper.keep(member.engine)
+        if not member.leaving:
+            member.leaving = reason
+            self._events.notice(f"{member.name} is lost: {reason}")
+            await self._end(member)
+
+    async def _why_left(self, engine: EngineState, unreachable: bool) -> str:
+        member = next((one for one in self._members.values() if one.engine is engine), None)
+        deadline = time.monotonic() + (NODE_DEATH_S if unreachable else 0.0)
+        while True:
+            if member is not None and member.leaving:
+                return member.leaving
+            if why := await asyncio.to_thread(self._source.why_gone, engine.process.node):
+                return why
+            if time.monotonic() >= deadline:
+                return ""
+            await asyncio.sleep(LOOK_S)
+
+    def _leave(self, member: _Member, reason: str) -> None:
+        if not member.leaving:
+            member.leaving = reason  # first: whoever finds it lost must not start it again
+            self._spawn(self._withdraw(member))
+
+    async def _withdraw(self, member: _Member) -> None:
+        if member.engine is not None:
+            self._events.notice(f"{member.name} leaves: {member.leaving}")
+            await self._client.withdraw(member.engine, LEAVE_S)
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.wait([member.task])
+        if member.engine is not None:
+            await self._end(member)
+        else:
+            self._forget(member)
+
+    async def _end(self, member: _Member) -> None:
+        """The last of an engine: nothing of it is left, and its number may be used again."""
+        assert member.engine is not None
+        self._client.remove(member.engine)
+        await member.engine.process.dismiss()
+        self._forget(member)
+        await self._events.record(member.name, "leave", member.leaving)
+
+    def _forget(self, member: _Member) -> None:
+        self._members = {number: one for number, one in self._members.items() if one is not member}
+        self._changed.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None] | Awaitable[None]) -> asyncio.Task[None]:
+        assert self._tasks is not None
+        return self._tasks.create_task(work)  # type: ignore[arg-type]

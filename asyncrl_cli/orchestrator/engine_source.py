@@ -1,0 +1,70 @@
+"""Where further engines come from, and what becomes of the nodes that they are on: Ray, asked for both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from asyncrl_cli.orchestrator.engines import EngineProcess
+from asyncrl_cli.rollout.client import EngineHandle
+
+Waits = Callable[[str], None]
+
+
+class EngineSource(Protocol):
+    """What an engine pool asks of the cluster. ``draining`` and ``why_gone`` may block, and are called in a thread."""
+
+    async def hire(self, name: str, waits: Waits) -> EngineHandle:
+        """A further engine, started. Waits for room as long as that takes, and tells ``waits`` what is missing.
+
+        When this is cancelled, or raises ``UserError``, nothing of the engine is left.
+        """
+        ...
+
+    def draining(self) -> Mapping[str, str]:
+        """The nodes that are to be given back, by id, and by when, in words."""
+        ...
+
+    def why_gone(self, node: str) -> str:
+        """Why an engine on this node is lost with it; empty while the node lives."""
+        ...
+
+
+class RayEngines:
+    """Engines of Ray's cluster."""
+
+    def __init__(self, make: Callable[[str], EngineProcess]) -> None:
+        """``make(name)``: an engine that has yet to be started."""
+        self._make = make
+
+    async def hire(self, name: str, waits: Waits) -> EngineHandle:
+        """As ``EngineSource``."""
+        process = self._make(name)
+        try:
+            await process.group.held(waits, limit_s=None)  # an autoscaler sees that it is wanted
+            await process.start_once()
+        except BaseException:
+            process.release()
+            raise
+        return process
+
+    def draining(self) -> dict[str, str]:
+        """Nodes for which there is a drain notice: of `ray drain-node`, of an autoscaler that scales down, of a node
+        whose `ray start --block` got SIGTERM."""
+        from ray._private.state import state  # there is no public way to ask
+
+        return {node: _until(deadline_ms / 1000) for node, deadline_ms in state.get_draining_nodes().items()}
+
+    def why_gone(self, node: str) -> str:
+        """As ``EngineSource``. A node that is being drained counts as gone."""
+        import ray
+
+        if node not in {one["NodeID"] for one in ray.nodes() if one["Alive"]}:
+            return "its node is gone"
+        return f"its node is being drained{self.draining()[node]}" if node in self.draining() else ""
+
+
+def _until(deadline: float) -> str:
+    """``deadline`` in unix seconds; 0 for none."""
+    return f", until {time.strftime('%H:%M:%S', time.localtime(deadline))}" if deadline else " without a deadline"

@@ -1,0 +1,31 @@
+"""The driver's side of `asyncrl scale`: requests in the run's folder, answered there."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from asyncrl_cli.orchestrator.engine_pool import EnginePool
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.scaling import ScaleAnswer, answer_request, pending_request
+
+LOOK_S = 1.0
+"""Seconds between two looks for a request."""
+
+
+async def answer_scale_requests(run: RunDirectory, pool: EnginePool) -> None:
+    """Carry requests out, or refuse them. Never ends."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        request = await asyncio.to_thread(pending_request, run)
+        if request is None:
+            continue
+        try:
+            pool.want(request.engines)
+        except ValueError as refused:
+            answer = ScaleAnswer(request.id, False, str(refused))
+        else:
+            answer = ScaleAnswer(request.id, True)
+        # A full disk must not end the run; the command that asked notices that there is no answer.
+        with suppress(OSError):
+            await asyncio.to_thread(answer_request, run, answer)

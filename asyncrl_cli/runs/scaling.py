@@ -1,0 +1,113 @@
+"""How many engines a live run is to have: a request from outside, and its answer, as files in the run's folder.
+
+The folder is the only thing that a command and the run's driver surely share. Both files are replaced atomically. A
+request is answered once; the answer carries the request's id.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
+
+REQUEST, ANSWER = "scale.json", "scale-answer.json"
+ANSWER_S = 60.0
+"""Seconds that a request waits for its answer: a run that starts answers when its engines serve."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRequest:
+    """A wish for so many engines."""
+
+    id: str
+    engines: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAnswer:
+    """What the driver says to the request with this id; ``message`` is why it refuses."""
+
+    id: str
+    accepted: bool
+    message: str = ""
+
+
+def forget_requests(run: RunDirectory) -> None:
+    """Remove what an earlier driver left unanswered."""
+    for name in (REQUEST, ANSWER):
+        (run.path / name).unlink(missing_ok=True)
+
+
+def pending_request(run: RunDirectory) -> ScaleRequest | None:
+    """The request that waits for an answer, if any; for the driver."""
+    match _read(run, REQUEST):
+        case {"id": str(name), "engines": int(engines)} if _answer(run, name) is None:
+            return ScaleRequest(name, engines)
+    return None
+
+
+def answer_request(run: RunDirectory, answer: ScaleAnswer) -> None:
+    """Answer a request; for the driver. Raises ``OSError``."""
+    run.write_json(ANSWER, asdict(answer))
+
+
+def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S) -> ScaleAnswer:
+    """Ask a live run to have so many engines from now on; returns the driver's answer.
+
+    Raises ``RunError`` when the run is not running, ends meanwhile, or gives no answer within ``timeout_s`` seconds.
+    """
+    request = ScaleRequest(secrets.token_hex(8), engines)
+    _check_running(run)
+    try:
+        run.write_json(REQUEST, asdict(request))
+    except OSError as error:
+        raise RunError(
+            f"the request cannot be written: {error.strerror}",
+            location=str(run.path / REQUEST),
+            hint="make the run's folder writable: requests to a run are files in it",
+        ) from None
+    deadline = time.monotonic() + timeout_s
+    while (answer := _answer(run, request.id)) is None:
+        _check_running(run)
+        match _read(run, REQUEST):
+            case {"id": other} if other != request.id:
+                raise RunError("another request took the place of this one", location=run.run_id, hint="ask again")
+        if time.monotonic() > deadline:
+            (run.path / REQUEST).unlink(missing_ok=True)  # it must not take effect at some later time
+            raise RunError(
+                f"the run gave no answer within {timeout_s:.0f} s, and the request is withdrawn",
+                location=run.run_id,
+                hint="a run that is starting, and one of an older version, does not answer: ask again later",
+            )
+        time.sleep(POLL_S)
+    return answer
+
+
+def _check_running(run: RunDirectory) -> None:
+    status = run.status
+    if status not in ACTIVE:
+        raise RunError(
+            f"the run is not running, its phase is {status}",
+            location=run.run_id,
+            hint=f"set the number when you continue it: asyncrl resume {run.argument} --set rollout.engines=2",
+        )
+
+
+def _answer(run: RunDirectory, request: str) -> ScaleAnswer | None:
+    match _read(run, ANSWER):
+        case {"id": str(name), "accepted": bool(accepted), "message": str(message)} if name == request:
+            return ScaleAnswer(name, accepted, message)
+    return None
+
+
+def _read(run: RunDirectory, name: str) -> Any:
+    try:
+        return json.loads((run.path / name).read_bytes())
+    except (OSError, ValueError):
+        return None

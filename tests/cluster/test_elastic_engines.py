@@ -1,0 +1,48 @@
+"""What a run hears of nodes that are given back, or are gone, from a real Ray."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.cluster.hosts import until
+from tests.cluster.ray_cluster import RayCluster
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+WATCHES = """
+import sys, time, ray
+from asyncrl_cli.orchestrator.engine_source import RayEngines
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(num_cpus=1, label_selector={"host": "other"})
+class Busy:  # Ray ends a node that is drained and idle
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+busy = Busy.remote()
+node = ray.get(busy.node.remote())
+engines, said = RayEngines(None), None
+while said != "its node is gone":
+    if (now := engines.why_gone(node).partition(",")[0]) != said:
+        said = now
+        print("it says:", said, "by notice" if node in engines.draining() else "", flush=True)
+    time.sleep(0.2)
+"""
+
+
+def test_a_drain_notice_and_a_death_are_heard(ray_cluster: RayCluster) -> None:
+    head = ray_cluster.host("head", cpus=1)
+    other = ray_cluster.host("other", cpus=1)
+    watching = head.start(sys.executable, "-c", WATCHES, ray_cluster.address)
+
+    def heard() -> list[str]:
+        return [line.strip() for line in watching.said().splitlines() if line.startswith("it says:")]
+
+    until(lambda: heard() == ["it says:"], "a living node", 60)
+    ray_cluster.drain(other, 600)
+    until(lambda: heard()[1:] == ["it says: its node is being drained by notice"], "the notice", 30)
+    other.kill()
+    until(lambda: heard()[2:] == ["it says: its node is gone"], "Ray to notice the death", 60)
+    assert watching.wait(30) == 0, watching.said()

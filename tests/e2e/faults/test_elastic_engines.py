@@ -1,0 +1,50 @@
+"""Engines come and go while a real run trains: by command, and by SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.e2e.conftest import Runs, litter
+from tests.e2e.faults.conftest import Disturb
+from tests.e2e.faults.disturbed import DisturbedRun
+from tests.e2e.faults.verdict import judge
+
+pytestmark = pytest.mark.stack
+
+
+def scale(runs: Runs, run: DisturbedRun, engines: int) -> str:
+    """`asyncrl scale`, which must be accepted; returns what it says."""
+    ended = runs.run("scale", run.folder.name, "--engines", str(engines), "--runs-dir", runs.folder)
+    assert ended.code == 0, ended.err + run.said()
+    return ended.out
+
+
+def changes(run: DisturbedRun, change: str) -> int:
+    """How often engines have joined, or left."""
+    return int(run.ask(f"SELECT count(*) FROM engine_changes WHERE change = '{change}'") or 0)
+
+
+def test_engines_come_and_go_while_a_run_trains(disturb: Disturb, shared_runs: Runs) -> None:
+    before = litter()
+    run = disturb(200, rollout={"engines": {"min": 1, "max": 2}, "max_running_rollouts": 16})
+    run.until(lambda: changes(run, "join") == 2, "a second engine")
+    assert "1 engine serves" in scale(shared_runs, run, 1)
+    run.until(lambda: changes(run, "leave") == 1, "the second one to be gone")
+    refused = shared_runs.run("scale", run.folder.name, "--engines", "3", "--runs-dir", shared_runs.folder)
+    assert (refused.code, refused.err.splitlines()[0]) == (2, "error: the run refuses 3 engines: 3 is not from 1 to 2")
+    (engine,) = run.pids("engine")
+    trained = run.trained()
+    os.kill(engine, signal.SIGTERM)  # the only one: its rollouts wait for the one that takes its place
+    run.until(lambda: changes(run, "join") == 3, "an engine in its place")
+    run.until(lambda: run.trained() > trained + 1, "steps of its rollouts")
+    assert "2 engines serve" in scale(shared_runs, run, 2)
+    run.finish()
+    assert judge(run, before).violations == ()
+    assert run.ask("SELECT count(*) FROM failures") == 0, "nobody failed"
+    assert (changes(run, "join"), changes(run, "leave")) == (4, 2)
+    lost = "SELECT count(*) FROM engine_requests WHERE ending IN ('lost', 'failed')"
+    assert run.ask(lost) == 0, "all requests were handed over"
+    assert run.ask("SELECT count(*) FROM engine_requests WHERE ending = 'aborted'") > 0

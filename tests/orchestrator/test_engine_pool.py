@@ -1,0 +1,300 @@
+"""Engines join and leave while a run continues: nothing recorded is lost, nobody else is disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_ins import Notes, StandInEngine, StandInProcess, request, run, segment, turns
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator import engine_pool
+from asyncrl_cli.orchestrator.engine_pool import EnginePool, Phase, PoolEvents, changes
+from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.rollout.client import EngineState, GenerationClient
+
+PHASES: tuple[Phase, ...] = ("joining", "serving", "leaving")
+phases_by_number = st.dictionaries(st.integers(0, 9), st.sampled_from(PHASES), max_size=8)
+
+
+@given(wanted=st.integers(1, 8), phases=phases_by_number)
+def test_the_pool_joins_and_leaves_until_as_many_stay_as_are_wanted(wanted: int, phases: dict[int, Phase]) -> None:
+    joins, leaves = changes(wanted, phases)
+    staying = {number for number, phase in phases.items() if phase != "leaving"}
+    assert len(staying) + len(joins) - len(leaves) == wanted
+    assert not (joins and leaves)
+    assert not set(joins) & set(phases), "a number is free once its engine is gone"
+    assert set(range(max(joins, default=0))) <= {*phases, *joins}, "the lowest free ones are used"
+    assert set(leaves) <= staying
+    if any(phases[number] == "serving" for number in leaves):
+        assert all(phases[number] == "serving" for number in staying - set(leaves)), "what serves leaves last"
+    for kind in PHASES[:2]:
+        left = [number for number in leaves if phases[number] == kind]
+        stay = [number for number in staying - set(leaves) if phases[number] == kind]
+        assert min(left, default=10) > max(stay, default=-1), "the highest numbers leave first"
+    after = {number: phase for number, phase in phases.items() if number not in leaves}
+    after |= dict.fromkeys(joins, PHASES[0])
+    assert changes(wanted, after) == ([], [])
+
+
+class OwnWeights:
+    """Engines that serve as soon as they have started."""
+
+    async def bring_up(self, engine: EngineState) -> None:
+        engine.serving = True
+
+
+class Scene:
+    """A pool whose cluster has ``room`` for further engines; they have nodes of their own."""
+
+    def __init__(self, bounds: tuple[int, int], room: int) -> None:
+        self.notes = Notes()
+        self.changes: list[tuple[str, str, str]] = []
+        self.counts: list[tuple[int, int]] = []
+        self.said: list[str] = []
+        self.room = asyncio.Semaphore(room)
+        self.failing = 0
+        self.drained: dict[str, str] = {}
+        self.gone: set[str] = set()
+        self.budget = self.notes.budget(0)
+        processes = [self.process(f"engine-{index}") for index in range(bounds[0])]
+        self.client = GenerationClient(processes, slots=4, retries=0, hang_s=600.0, decode=str)
+        events = PoolEvents(self._record, self._failed, self.said.append, self._counted)
+        self.pool = EnginePool(bounds, self.client, EngineKeeper(self.client, OwnWeights()), self, events)
+
+    def process(self, name: str) -> StandInProcess:
+        process = StandInProcess(name, StandInEngine, self.budget)
+        process.node = f"node of {name}"
+        return process
+
+    async def hire(self, name: str, waits: Callable[[str], None]) -> StandInProcess:
+        waits(f"{name} waits until Ray has room for it: no room")
+        await self.room.acquire()
+        if self.failing:
+            self.failing -= 1
+            raise RunError("it does not start", location=name)
+        return self.process(name)
+
+    def draining(self) -> dict[str, str]:
+        return self.drained
+
+    def why_gone(self, node: str) -> str:
+        return "its node is gone" if node in self.gone else ""
+
+    async def _record(self, name: str, change: str, reason: str) -> None:
+        self.changes.append((name, change, reason))
+
+    async def _failed(self, name: str, message: str) -> None:
+        self.notes.append(("engine", name, message))
+
+    def _counted(self, serving: int, wanted: int, waits: str) -> None:
+        self.counts.append((serving, wanted))
+
+    @property
+    def serving(self) -> list[str]:
+        return [engine.name for engine in self.client.serving()]
+
+    def engine(self, name: str) -> StandInEngine:
+        (found,) = [engine.process.actor for engine in self.client.engines if engine.name == name]
+        return found  # type: ignore[no-any-return]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something that the pool brings about."""
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    async def ask(self, *names: str) -> None:
+        self.client.enqueue(map(request, names), lambda ended: None)
+        await self.client.flush()
+
+
+@asynccontextmanager
+async def pooled(least: int, most: int, room: int = 10) -> AsyncIterator[Scene]:
+    """A pool at work, with its first engines."""
+    scene = Scene((least, most), room)
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(scene.pool.run())
+        await scene.until(lambda: len(scene.client.serving()) >= least)
+        yield scene
+        working.cancel()
+
+
+def play(test: Callable[[Scene], Awaitable[None]], least: int, most: int, room: int = 10) -> None:
+    async def body() -> None:
+        async with pooled(least, most, room) as scene:
+            await test(scene)
+
+    run(body())
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks and retries come at once."""
+    for name in ("LOOK_S", "RETRY_S"):
+        monkeypatch.setattr(engine_pool, name, 0.001)
+
+
+def test_engines_join_as_there_is_room_and_the_wait_is_reported_once() -> None:
+    async def check(scene: Scene) -> None:
+        await scene.until(lambda: len(scene.serving) == 2)
+        await scene.ask("a", "b")
+        assert sorted(scene.engine("engine-0").ids + scene.engine("engine-1").ids) == ["a", "b"]
+        await scene.until(lambda: scene.counts[-1] == (2, 4))
+        assert len([text for text in scene.said if "no room" in text]) == 2, "once before engine-1, once after it"
+        scene.room.release()
+        scene.room.release()
+        await scene.until(lambda: scene.counts[-1] == (4, 4))
+        assert [(name, change) for name, change, _ in scene.changes] == [(f"engine-{n}", "join") for n in range(4)]
+
+    play(check, 1, 4, room=1)
+
+
+def test_scaled_down_the_last_engine_hands_its_rollouts_over_with_their_tokens() -> None:
+    async def check(scene: Scene) -> None:
+        await scene.until(lambda: len(scene.serving) == 2)
+        await scene.ask("a", "b")
+        stays, leaves = scene.engine("engine-0"), scene.engine("engine-1")
+        assert (stays.ids, leaves.ids) == (["a"], ["b"])
+        scene.pool.want(1)
+        await scene.until(lambda: leaves.aborts)
+        assert scene.serving == ["engine-0"], "nothing is sent to it from the first moment on"
+        await scene.ask("c")
+        assert stays.ids == ["a", "c"]
+        await leaves.deliver(segments=[segment("b", 0, 3)], aborted=["b"])
+        await scene.until(lambda: leaves.dead)
+        assert stays.ids == ["a", "c", "b"]
+        assert [(part.start, part.end) for part in stays.submitted[-1].prefix] == [(0, 3)]
+        assert (stays.aborts, stays.cancelled) == (0, []), "the other one is not disturbed"
+        await scene.until(lambda: scene.changes[-1] == ("engine-1", "leave", "scaled to 1"))
+        assert not scene.notes, "no restart is counted"
+        scene.pool.want(2)
+        await scene.until(lambda: scene.serving == ["engine-0", "engine-1"])
+
+    play(check, 1, 2)
+
+
+def test_numbers_outside_the_bounds_are_refused() -> None:
+    async def check(scene: Scene) -> None:
+        for count in (0, 3):
+            with pytest.raises(ValueError, match=f"{count} is not from 1 to 2"):
+                scene.pool.want(count)
+        assert scene.pool.wanted == 2
+
+    play(check, 1, 2)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "drained"])
+def test_an_engine_that_is_asked_to_leave_is_replaced(how: str) -> None:
+    async def check(scene: Scene) -> None:
+        await scene.ask("a")
+        leaves = scene.engine("engine-0")
+        if how == "drained":
+            scene.drained = {"node of engine-0": ", until noon"}
+        else:
+            leaves.put(told_to_leave=True)
+        await scene.until(lambda: leaves.aborts)
+        scene.drained = {}
+        await scene.until(lambda: scene.serving == ["engine-1"])
+        await leaves.deliver(segments=[segment("a", 0, 5)], aborted=["a"])
+        await scene.until(lambda: leaves.dead)
+        await turns()
+        (asked,) = scene.engine("engine-1").submitted
+        assert (asked.rollout_id, asked.generated) == ("a", 5)
+        assert how in next(reason for _, change, reason in scene.changes if change == "leave")
+        assert not scene.notes
+
+    play(check, 1, 1)
+
+
+def test_an_engine_that_is_lost_with_its_node_costs_no_restart() -> None:
+    async def check(scene: Scene) -> None:
+        await scene.ask("a")
+        lost = scene.engine("engine-0")
+        await lost.deliver(segments=[segment("a", 0, 2)])
+        scene.gone.add("node of engine-0")
+        lost.die()
+        await scene.until(lambda: ("engine-0", "leave", "its node is gone") in scene.changes)
+        scene.gone.clear()
+        await scene.until(lambda: scene.serving == ["engine-0"])
+        await turns()
+        (asked,) = scene.engine("engine-0").submitted
+        assert asked.generated == 2
+        assert not scene.notes, "or the run would have ended: it has no restart"
+
+    play(check, 1, 1)
+
+
+def test_an_engine_that_dies_alone_does_cost_one() -> None:
+    async def check(scene: Scene) -> None:
+        scene.engine("engine-0").die()
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(ExceptionGroup) as error:
+        play(check, 1, 1)
+    assert error.group_contains(RunError, match="restarted 0 times")
+
+
+def test_an_engine_that_dies_while_it_leaves_loses_no_recorded_token() -> None:
+    async def check(scene: Scene) -> None:
+        await scene.until(lambda: len(scene.serving) == 2)
+        await scene.ask("a", "b")
+        leaves = scene.engine("engine-1")
+        await leaves.deliver(segments=[segment("b", 0, 2)])
+        scene.pool.want(1)
+        await scene.until(lambda: leaves.aborts)
+        leaves.die()
+        await scene.until(lambda: any(change == "leave" for _, change, _ in scene.changes))
+        await turns()
+        assert [(asked.rollout_id, asked.generated) for asked in scene.engine("engine-0").submitted] == [
+            ("a", 0),
+            ("b", 2),
+        ]
+        assert not scene.notes
+
+    play(check, 1, 2)
+
+
+def test_an_engine_that_cannot_join_ends_no_run_and_is_asked_for_again() -> None:
+    async def check(scene: Scene) -> None:
+        scene.failing = 2
+        for _ in range(3):
+            scene.room.release()
+        await scene.until(lambda: len(scene.serving) == 2)
+        assert [(name, message) for _, name, message in scene.notes] == [
+            ("engine-1", "it could not join: it does not start")
+        ] * 2
+
+    play(check, 1, 2, room=0)
+
+
+def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
+    async def check(scene: Scene) -> None:
+        assert scene.pool.missing() == ""
+        scene.engine("engine-0").put(told_to_leave=True)
+        await scene.until(lambda: scene.pool.missing().endswith("no room"))
+        assert scene.pool.missing() == "no engine serves; engine-0 waits until Ray has room for it: no room"
+        await scene.until(lambda: scene.counts[-1] == (0, 1))
+        await scene.ask("a")
+        scene.room.release()
+        await scene.until(lambda: scene.serving == ["engine-0"])
+        await turns()
+        assert scene.engine("engine-0").ids == ["a"]
+
+    play(check, 1, 1, room=0)
+
+
+def test_an_engine_that_waits_for_room_is_dropped_first() -> None:
+    async def check(scene: Scene) -> None:
+        await scene.until(lambda: len(scene.serving) == 2)
+        scene.pool.want(2)
+        await scene.until(lambda: scene.counts[-1] == (2, 2))
+        scene.room.release()
+        await turns()
+        assert scene.serving == ["engine-0", "engine-1"]
+        assert not [change for change in scene.changes if change[1] == "leave"], "one that never served has not left"
+
+    play(check, 1, 3, room=1)

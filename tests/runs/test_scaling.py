@@ -1,0 +1,91 @@
+"""Requests to a live run through its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.scaling import (
+    ANSWER,
+    REQUEST,
+    ScaleAnswer,
+    answer_request,
+    forget_requests,
+    pending_request,
+    request_engines,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that this process drives."""
+    made = RunDirectory.create(tmp_path, "run")
+    made.update(phase="running")
+    return made
+
+
+@contextmanager
+def driver(run: RunDirectory, accepts: bool, message: str = "") -> Iterator[None]:
+    """Answers one request."""
+
+    def answer() -> None:
+        while (request := pending_request(run)) is None:
+            pass
+        answer_request(run, ScaleAnswer(request.id, accepts, f"{message}{request.engines}"))
+
+    thread = Thread(target=answer)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_request_is_answered_once(run: RunDirectory, accepts: bool) -> None:
+    for engines in (2, 3):
+        with driver(run, accepts, "not "):
+            answer = request_engines(RunDirectory(run.path), engines)
+        assert (answer.accepted, answer.message) == (accepts, f"not {engines}")
+        assert pending_request(run) is None, "an answered request is done"
+
+
+def test_a_run_that_is_not_running_is_not_asked(run: RunDirectory) -> None:
+    run.update(phase="finished")
+    with pytest.raises(RunError, match="not running, its phase is finished"):
+        request_engines(RunDirectory(run.path), 2)
+    run.update(phase="running")
+    run.unlock()
+    with pytest.raises(RunError, match="its phase is died"):
+        request_engines(RunDirectory(run.path), 2)
+    assert not (run.path / REQUEST).exists()
+
+
+def test_without_an_answer_the_request_is_withdrawn(run: RunDirectory) -> None:
+    with pytest.raises(RunError, match="gave no answer within 0 s, and the request is withdrawn"):
+        request_engines(RunDirectory(run.path), 2, timeout_s=0.0)
+    assert pending_request(run) is None
+
+
+def test_a_new_driver_forgets_what_was_not_answered(run: RunDirectory) -> None:
+    run.write_json(REQUEST, {"id": "a", "engines": 2})
+    run.write_json(ANSWER, {"id": "b", "accepted": True, "message": ""})
+    assert pending_request(run) is not None
+    forget_requests(run)
+    assert pending_request(run) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"id": 1, "engines": 2}', '{"id": "a", "engines": "2"}', '{"id": "a", "engines": null}']
+)
+def test_a_damaged_file_is_not_a_request(run: RunDirectory, text: str) -> None:
+    (run.path / REQUEST).write_text(text)
+    assert pending_request(run) is None
+    (run.path / ANSWER).write_text(text)
+    (run.path / REQUEST).write_text(json.dumps({"id": "a", "engines": 2}))
+    assert pending_request(run) is not None
