@@ -225,7 +225,7 @@ class GenerationClient:
             # An unsent request would be submitted after the abort, and run on.
             for rollout_id in list(engine.outbox):
                 self._requeue(engine.pending[rollout_id], "aborted")
-            engine.to_abort = engine.serving
+            engine.to_abort |= engine.serving
         await self.flush()
 
     async def resume(self) -> None:
@@ -247,8 +247,8 @@ class GenerationClient:
         return 0 if self._paused else max(0, self._slots * len(self.serving()) - self.running)
 
     def serving(self) -> list[EngineState]:
-        """The engines that serve, and will take requests."""
-        return [engine for engine in self.engines if engine.serving and not engine.leaving]
+        """The engines that serve."""
+        return [engine for engine in self.engines if engine.serving]
 
     @property
     def activity(self) -> EngineActivity:
@@ -263,33 +263,34 @@ class GenerationClient:
         return self.engines[-1]
 
     async def withdraw(self, engine: EngineState, limit_s: float) -> bool:
-        """Take all requests from an engine: they continue on others with every token that it has generated.
+        """Take an engine out of service: its requests continue on others with every token that it has generated.
 
-        It lives and may serve again. ``collect`` must run for it. False when it did not return all of them within
-        ``limit_s`` seconds, or was lost: then they continue from the tokens that it had reported.
+        ``collect`` must run for it. False when it did not return all of them within ``limit_s`` seconds, or was lost:
+        then they continue from the tokens that it had reported. It may serve again later.
         """
-        # First: what the abort returns must go to others, and nothing may come here any more.
-        engine.leaving = True
+        # First: what the abort returns must go to others.
+        engine.to_abort, engine.leaving, engine.serving = engine.serving, True, False
         for rollout_id in list(engine.outbox):
             self._requeue(engine.pending[rollout_id], "aborted")
-        engine.to_abort = engine.serving and bool(engine.pending)
         engine.emptied.clear()
         self._dispatch()
         try:
             async with asyncio.timeout(limit_s):
+                if engine.sender is not None:
+                    await asyncio.wait([engine.sender])
                 while engine.pending:
                     await engine.emptied.wait()
         except TimeoutError:
             # Should it serve again, it must not continue requests that others have by then.
             engine.to_cancel.update(engine.pending)
             self._continue(list(engine.pending.values()), "lost")
-            engine.serving = False
+            engine.leaving = False
             self._dispatch_soon()
-        returned, engine.serving, engine.leaving = engine.serving, False, False
+        returned, engine.leaving = engine.leaving, False
         return returned
 
     def remove(self, engine: EngineState) -> None:
-        """Forget an engine whose process is gone or about to end; requests that it still has continue on others."""
+        """Forget an engine; requests that it still has continue on others."""
         if engine in self.engines:
             self.engines.remove(engine)
             self._removed = _sum(self._removed, engine.activity)
@@ -367,7 +368,11 @@ class GenerationClient:
                 engine.outbox[entry.request.rollout_id] = entry.request
             heappop(self._waiting)
         for engine in self.engines:
-            if engine.serving and engine.sender is None and (engine.outbox or engine.to_cancel or engine.to_abort):
+            if (
+                (engine.serving or engine.leaving)
+                and engine.sender is None
+                and (engine.outbox or engine.to_cancel or engine.to_abort)
+            ):
                 engine.sender = asyncio.create_task(self._send_all(engine))
                 self._tasks.add(engine.sender)
                 engine.sender.add_done_callback(self._tasks.discard)
@@ -388,7 +393,7 @@ class GenerationClient:
     async def _send_all(self, engine: EngineState) -> None:
         """Send an engine everything there is, one call after another, so that it takes them in this order."""
         actor = engine.process.actor
-        while engine.serving and engine.process.actor is actor:
+        while (engine.serving or engine.leaving) and engine.process.actor is actor:
             # Cancel before submit: a request that replaces an open one has the same id.
             if engine.to_cancel:
                 ids, engine.to_cancel = sorted(engine.to_cancel), set()

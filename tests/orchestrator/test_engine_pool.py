@@ -164,7 +164,7 @@ def test_scaled_down_the_last_engine_hands_its_rollouts_over_with_their_tokens()
         assert scene.serving == ["engine-0"], "nothing is sent to it from the first moment on"
         await scene.ask("c")
         assert stays.ids == ["a", "c"]
-        await leaves.deliver(segments=[segment("b", 0, 3)], aborted=["b"])
+        leaves.put(segments=[segment("b", 0, 3)], aborted=["b"])
         await scene.until(lambda: leaves.dead)
         assert stays.ids == ["a", "c", "b"]
         assert [(part.start, part.end) for part in stays.submitted[-1].prefix] == [(0, 3)]
@@ -199,7 +199,7 @@ def test_an_engine_that_is_asked_to_leave_is_replaced(how: str) -> None:
         await scene.until(lambda: leaves.aborts)
         scene.drained = {}
         await scene.until(lambda: scene.serving == ["engine-1"])
-        await leaves.deliver(segments=[segment("a", 0, 5)], aborted=["a"])
+        leaves.put(segments=[segment("a", 0, 5)], aborted=["a"])
         await scene.until(lambda: leaves.dead)
         await turns()
         (asked,) = scene.engine("engine-1").submitted
