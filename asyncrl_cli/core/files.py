@@ -5,10 +5,23 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from asyncrl_cli.core.errors import ConfigError
+
+
+def require_folder(path: str | Path, location: str) -> None:
+    """Raises ``ConfigError``, which names this host, when a folder is not here; ``location``: the key it comes from."""
+    if not os.path.isdir(path):
+        raise ConfigError(
+            f"{socket.gethostname()} has no folder {path}",
+            location=location,
+            hint="every host of the run needs it at the same path: put it on a file system that they share, or copy it",
+        )
 
 
 def is_replaceable(path: Path) -> bool:

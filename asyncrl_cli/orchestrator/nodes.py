@@ -35,7 +35,7 @@ class Node:
 
 
 def live_nodes() -> tuple[Node, ...]:
-    """The cluster's nodes, by address. Asks Ray, so not in an event loop."""
+    """The cluster's nodes, by address. Asks Ray, which takes some milliseconds."""
     import ray
     from ray._private.state import available_resources_per_node  # Ray has no public call that tells nodes apart
 
@@ -96,6 +96,8 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
 
     Returns what was found; raises ``RunError`` that names what lacks.
     """
+    if spec.cluster.autoscaling:
+        return f"{len(nodes)} nodes; the cluster adds others when Ray asks for them"
     parts = {"engines": (engines, engine_wants(spec), "engine"), "trainer": (ranks, rank_wants(spec), "trainer rank")}
     usable: dict[str, tuple[Node, ...]] = {}
     for part, (count, wants, what) in parts.items():

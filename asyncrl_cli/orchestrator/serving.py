@@ -157,8 +157,9 @@ async def _serve(
         EngineProcess(spec, group.who, partial(factory.engine, group), model, budget, group, served.version)
         for group in groups
     ]
-    # Below Ray's folder, which the reaper removes when no other process can.
-    with tempfile.TemporaryDirectory(prefix="model-", dir=os.environ.get("TMPDIR")) as temporary:
+    # Below Ray's folder, which the reaper removes when no other process can; engines on other hosts need a shared one.
+    shared = served.logs if spec.cluster.address is not None else os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="model-", dir=shared) as temporary:
         try:
             await until_stopped(work(Path(temporary)), stop)
         except* UserError as errors:

@@ -82,7 +82,7 @@ class TrainerRanks:
         self._actors = []
         await self._group.held(self._warn)
         self._actors = actors = [self._make_actor(self._group, index) for index in range(self._group.count)]
-        visits = _all([actor.visit.remote() for actor in actors], START_TIMEOUT_S)
+        visits = _all([actor.visit.remote(str(self._search_path)) for actor in actors], START_TIMEOUT_S)
         seats = await self._group.first_answer(visits, self._warn)
         order = rank_order(seats)
         self._actors, self.seats = [actors[index] for index in order], tuple(seats[index] for index in order)

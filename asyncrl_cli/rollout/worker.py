@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.records.generation import (
     EVALUATION,
     Attestation,
@@ -80,6 +81,9 @@ class RolloutWorker:
         import ray
 
         from asyncrl_cli.rollout.engine import Engine
+
+        if os.path.isabs(model_dir):
+            require_folder(model_dir, "model.path" if model_dir == self._spec.model.path else "runs_dir")
 
         self._engine = Engine(self._spec, model_dir, own_weights=version is not None, log=self._log)
         if version is not None:

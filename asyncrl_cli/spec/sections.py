@@ -362,12 +362,16 @@ class NodeSelector(Section):
 class ClusterSpec(Section):
     """Where the actors run."""
 
-    address: Annotated[str | None, pattern(_RAY, "must be `auto`, `host:port`, or an address with ray://")] = None
-    """Address of a running Ray cluster. Default: start one on this machine, and stop it at the end."""
+    address: Annotated[str | None, pattern(_RAY, "must be `auto` or `host:port`")] = None
+    """Address of a running Ray cluster that this host is part of. Default: start one on this machine, and stop it at
+    the end."""
     trainer: NodeSelector = Field(default_factory=NodeSelector)
     """Nodes for the trainer ranks. Ray puts them on as few nodes as possible."""
     engines: NodeSelector = Field(default_factory=NodeSelector)
     """Nodes for the engines. An engine has all its GPUs on one node."""
+    autoscaling: bool = False
+    """The cluster adds nodes when Ray asks for them. A run is then not refused for what the cluster lacks at its start;
+    it waits."""
 
 
 class WeightsSpec(Section):

@@ -6,11 +6,13 @@ need no messages beside their collective calls. Calls that move weights are coll
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -31,10 +33,19 @@ class TrainerWorker:
         self._updates = 0
         self._listener: socket.socket | None = None
 
-    def visit(self) -> Seat:
-        """Where Ray has put this process; answers before anything is imported."""
+    def visit(self, search_path: str) -> Seat:
+        """Where Ray has put this process; answers before anything is imported.
+
+        Raises ``ConfigError`` when this host lacks the folder of the model or of the user's own functions.
+        """
         import ray
 
+        model, algorithm = self._spec.model.path, self._spec.algorithm
+        if model is not None and os.path.isabs(model):
+            require_folder(model, "model.path")
+        for key in ("advantage", "loss"):
+            if ":" in getattr(algorithm, key):
+                require_folder(search_path, f"algorithm.{key}")
         gpus = tuple(map(str, ray.get_gpu_ids()))
         return Seat(str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address(), gpus)
 

@@ -288,7 +288,7 @@ class Rank(Actor):
         self._weights: Weights = ()
 
     @remote
-    async def visit(self) -> Seat:
+    async def visit(self, search_path: str) -> Seat:
         return Seat(f"host-{self._rank}", "127.0.0.1")
 
     @remote

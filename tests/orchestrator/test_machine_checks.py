@@ -54,7 +54,7 @@ def test_gpu_engines_need_the_gpu_build_of_vllm(two_gpus: None, monkeypatch: pyt
 def test_gpus_of_a_cluster_are_not_looked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed_gpus", lambda: pytest.fail("this machine is not the cluster"))
     wanting = changed("rollout", gpus_per_engine=8)
-    joined = wanting.model_copy(update={"cluster": wanting.cluster.model_copy(update={"address": "ray://there:10001"})})
+    joined = wanting.model_copy(update={"cluster": wanting.cluster.model_copy(update={"address": "there:6379"})})
     assert machine.check_devices(joined).startswith("8 GPUs wanted; the cluster")
 
 
@@ -117,6 +117,12 @@ def test_memory_and_disk_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1})())
     with pytest.raises(ConfigError, match="less than 1 GiB"):
         machine.check_run_folder(spec().model_copy(update={"runs_dir": tmp_path / "runs"}))
+
+
+def test_a_folder_that_ray_deletes_with_its_job_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/runs"
+    with pytest.raises(ConfigError, match="which Ray deletes"):
+        machine.check_run_folder(spec().model_copy(update={"runs_dir": folder}))
 
 
 def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:

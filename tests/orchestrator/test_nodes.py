@@ -139,6 +139,11 @@ def test_ranks_that_do_not_fit_alone_are_refused() -> None:
     assert "there is room for fewer than 3 trainer ranks" in refusal(wanting(1, 0, ranks=3), [node(1, 2)]).message
 
 
+def test_a_cluster_that_adds_nodes_is_not_refused_for_what_it_lacks() -> None:
+    grows = ClusterSpec(address="auto", autoscaling=True, engines=NodeSelector(labels={"role": "rollout"}))
+    assert "adds others" in check_resources(wanting(3, 2, grows), [node(1, 1)], 3, 1)
+
+
 def test_only_what_a_command_starts_must_fit() -> None:
     assert check_resources(wanting(1, 8), [node(1, 1)], 0, 1) == "room for 1 trainer rank of 1 CPU on 1 node"
     with pytest.raises(RunError, match="needs 1 CPU and 8 GPUs on one node"):

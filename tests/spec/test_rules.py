@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import Problem, SpecError
@@ -196,7 +197,34 @@ def test_valid_hosts_and_addresses(write: Write, host: str) -> None:
         assert findings(write(), override) == []
 
 
-@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "10.0.0.1:6379"])
+def test_a_cluster_is_joined_from_one_of_its_hosts(write: Write) -> None:
+    (found,) = findings(write(), "cluster.address=ray://head:10001")
+    assert "cluster.address: the driver has to run on a host of the cluster" in str(found)
+
+
+def test_nodes_are_chosen_of_a_joined_cluster_alone(write: Write) -> None:
+    chosen = ("cluster.trainer.nodes=[head]", "cluster.engines.labels={role: rollout}")
+    chosen = (*chosen, "cluster.autoscaling=true")
+    assert len(findings(write(), *chosen)) == 3
+    assert findings(write(), *chosen, "cluster.address=auto") == []
+
+
+@pytest.mark.parametrize(
+    "labels", ["{role: a}", "{role: '!a'}", "{ray.io/market-type: 'in(spot, on-demand)'}", "{a: '!in(b,c)'}"]
+)
+def test_label_selectors_are_those_of_ray(write: Write, labels: str) -> None:
+    from ray._private.label_utils import validate_label_selector
+
+    assert findings(write(), f"cluster.engines.labels={labels}", "cluster.address=auto") == []
+    assert validate_label_selector(yaml.safe_load(labels)) is None
+
+
+@pytest.mark.parametrize("labels", ["{role: ''}", "{role: 'a b'}", "{'-a': b}", "{a: 'in()'}", "{a: '!!b'}", "{a: 1}"])
+def test_label_selectors_that_ray_refuses_are_refused(write: Write, labels: str) -> None:
+    assert findings(write(), f"cluster.engines.labels={labels}", "cluster.address=auto")
+
+
+@pytest.mark.parametrize("address", ["auto", "head.cluster.example:6379", "10.0.0.1:6379"])
 def test_addresses_of_clusters(write: Write, address: str) -> None:
     assert findings(write(), f"cluster.address={address}") == []
 

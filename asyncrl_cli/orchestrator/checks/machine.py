@@ -28,6 +28,8 @@ RANK_BYTES = int(0.6 * GIB)
 OTHER_BYTES = int(1.2 * GIB)
 """Driver, Ray's own processes, scorer and MLflow."""
 MIN_DISK_BYTES = 1 * GIB
+JOB_FOLDERS = "/runtime_resources/working_dir_files/"
+"""Part of the path of every working directory that Ray makes for a job."""
 REQUIRED = ("torch", "deepspeed", "ray", "transformers")
 MIN_VLLM = (0, 32)
 """The first version whose outputs have the weight version of every token."""
@@ -59,6 +61,12 @@ def memory_without_weights(spec: ExperimentSpec) -> int:
 def check_run_folder(spec: ExperimentSpec) -> str:
     """The folder of runs is writable, or can be made, and has room."""
     folder = spec.runs_dir.absolute()
+    if JOB_FOLDERS in str(folder):
+        raise ConfigError(
+            f"{folder} is part of a Ray job's working directory, which Ray deletes",
+            location="runs_dir",
+            hint="set runs_dir to an absolute path on a file system that all hosts share",
+        )
     try:
         there = existing(folder)
     except OSError as error:

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ClusterSpec, ExperimentSpec
 
 OWN_ENGINE_ARGS = {
     "model": "model.path",
@@ -84,6 +84,20 @@ def threads(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"trainer and engines need {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"
         path = "trainer.threads_per_rank" if parts[0] > parts[1] else "rollout.threads_per_engine"
         yield warning(path, message, f"lower threads, ranks or engines until they need {cores} together")
+
+
+@rule
+def joined_cluster(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A cluster is joined from one of its hosts; its other keys need `cluster.address`."""
+    cluster = spec.cluster
+    if cluster.address is not None and "://" in cluster.address:
+        message = "the driver has to run on a host of the cluster: it holds the journal, and the gateway is beside it"
+        hint = "run asyncrl there, with cluster.address: auto (`ray job submit` does; see docs/clusters.md)"
+        yield Problem("cluster.address", message, hint)
+    for key in ("trainer", "engines", "autoscaling"):
+        if cluster.address is None and getattr(cluster, key) != getattr(ClusterSpec(), key):
+            message = "is about nodes of a joined cluster, and the run starts one of its own"
+            yield Problem(f"cluster.{key}", message, "set cluster.address, or remove this key")
 
 
 @rule
