@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,7 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
     def init_transfer_engine(self, init_info: ReplicaInitInfo) -> None:
         self.replica = MappedReplica(tuple(TensorSlot(**slot) for slot in init_info.slots))
+        self.reading = ExitStack()
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -64,17 +66,20 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
         """Load every tensor; raises ``ReplicaGone`` when the memory is of another version by now."""
-        with self.replica.open(update_info.path, update_info.version) as tensors:
-            # Views of the shared memory: a tensor-parallel loader takes its part before it copies to the device.
-            self.model.load_weights(tensors.items())
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # before the memory is given back
+        self.reading.close()  # of an update that failed
+        # Until ``finish_weight_update``: the layerwise reload reads some tensors no earlier, such as padded ones.
+        tensors = self.reading.enter_context(self.replica.open(update_info.path, update_info.version))
+        # Views of the shared memory: a tensor-parallel loader takes its part before it copies to the device.
+        self.model.load_weights(tensors.items())
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_tied_head()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # before the memory is given back
+        self.reading.close()
 
     def _repack_tied_head(self) -> None:
         # vLLM's CPU linear keeps a packed copy of lm_head that the layerwise reload does not see when the
