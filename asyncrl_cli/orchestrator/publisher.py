@@ -196,11 +196,12 @@ class Publisher:
 
     async def _get_again(self, publication: Publication) -> None:
         """A host could not get a version: wait for the next try, or have the trainer write the version again."""
-        if self._current is publication and not await self._replicas.have(publication.manifest):
-            if self._current is publication:
-                self._available.clear()
-        else:
+        if self._current is not publication:
+            return  # its host was overtaken by a newer version
+        if await self._replicas.have(publication.manifest):
             await asyncio.sleep(RETRY_S)
+        elif self._current is publication:
+            self._available.clear()
 
     async def _update_all(self, engines: Iterable[EngineState], publication: Publication) -> list[Update]:
         """Change engines to a version, each as soon as its host has it; what those did that serve it."""

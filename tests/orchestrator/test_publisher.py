@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 from stand_in_hosts import StandInAgent, StandInHosts, checksum, layout
-from stand_ins import Notes, run, spec, turns
+from stand_ins import LIMIT_S, Notes, run, spec, turns
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.publisher import Publisher
@@ -21,7 +21,7 @@ from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
-from asyncrl_cli.weights.manifest import ReplicaGone
+from asyncrl_cli.weights.manifest import Overtaken, ReplicaGone
 
 PROBE = (1, 2, 3, 4)
 RANKS = 2
@@ -343,6 +343,33 @@ def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytes
 
 
 NOT_IN_TIME = "its host has not got weight version 1 in time; it does not serve until then"
+
+
+def test_a_fetch_that_a_newer_version_overtakes_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", LIMIT_S * 2)
+
+    async def check() -> None:
+        harness, engine, fetches = Harness(), Engine(), list[int]()
+        await harness.serve(0)
+
+        async def works(agent: StandInAgent) -> None:
+            if agent._node == "d":
+                fetches.append(1)
+                while harness.publisher.checksum == harness.sum(0):
+                    await asyncio.sleep(0)
+                if len(fetches) == 1:  # in the very turn in which the version is replaced
+                    raise Overtaken("a newer version is fetched")
+
+        harness.hosts.works = works
+        state = harness.state("new", engine, "d")
+        harness.engines.append(state)
+        coming = asyncio.create_task(harness.publisher.bring_up(state))
+        await turns(50)
+        await harness.serve(1)
+        await coming
+        assert (engine.loaded, state.serving, harness.notes) == ([1], True, [])
+
+    run(check())
 
 
 def test_the_only_host_that_has_to_fetch_is_given_the_time_that_it_needs() -> None:

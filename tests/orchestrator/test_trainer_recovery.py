@@ -317,6 +317,22 @@ def test_the_trainer_goes_back_for_weights_that_all_engines_wait_for_in_vain(
     run(check())
 
 
+def test_weights_that_no_host_has_are_written_again_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No publish follows, and the last evaluation needs engines."""
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
+
+    async def check() -> None:
+        harness = Harness(Ranks(weights=(0, 1)), version=1, publish_every=2)
+        harness.available, harness.missed = False, True
+        guard = asyncio.create_task(harness.trainer.guard())
+        await turns(50)
+        assert harness.served == [(1, (0, 1))]
+        assert harness.losses == []
+        guard.cancel()
+
+    run(check())
+
+
 def test_it_does_not_go_back_for_weights_that_no_checkpoint_leads_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
 
