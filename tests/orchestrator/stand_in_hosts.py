@@ -44,7 +44,7 @@ class StandInAgent(Actor):
         self.versions: dict[str, tuple[int, dict[int, str]]] = {}  # by path: the version, digests by rank
         self.may_fetch = asyncio.Event()
         self.may_fetch.set()
-        self.pulls = 0
+        self._written = ""  # the path that ranks were given last
 
     @remote
     async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, address: str, mover: str) -> Endpoint:
@@ -54,22 +54,22 @@ class StandInAgent(Actor):
     @remote
     async def begin(self, version: int, keep: Manifest | None) -> str:
         await self._hosts.works(self)
-        return self._new(version, None if keep is None else self._having(keep, 1))
+        self._written = self._new(version, None if keep is None else self._having(keep, 1))
+        return self._written
 
     @remote
     async def digest(self, version: int, ranks: Sequence[int]) -> dict[int, str]:
         await self._hosts.works(self)
-        begun = [path for path, (of, _) in self.versions.items() if of == version]
-        if not begun:
+        if self.versions.get(self._written, (None, {}))[0] != version:
             raise RunError(f"weight version {version} is not being written on this host")
-        shards = self._hosts.memory[begun[-1]]
-        self.versions[begun[-1]][1].update({rank: digest(shards[rank]) for rank in ranks})
-        return {rank: digest(shards[rank]) for rank in ranks}
+        shards = self._hosts.memory[self._written]
+        found = {rank: digest(shards[rank]) for rank in ranks}
+        self.versions[self._written][1].update(found)
+        return found
 
     @remote
     async def pull(self, manifest: Manifest, holders: Sequence[Endpoint], timeout_s: float) -> Pulled:
         await self._hosts.works(self)
-        self.pulls += 1
         if (path := self._having(manifest, manifest.ranks)) is not None:
             return Pulled(path)
         await self.may_fetch.wait()
