@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -74,6 +73,10 @@ def test_ctrl_c_ends_a_run_that_can_be_resumed(own_runs: Runs, moment: str) -> N
         return step_of(own_runs) >= 3 if moment == "three steps" else (own_runs.newest() / "logs" / moment).exists()
 
     until(lambda: has_come() or process.poll() is not None, moment)
+    if moment == "three steps":
+        refused = own_runs.run("resume", "latest", "--runs-dir", own_runs.folder)
+        assert refused.code == 2, "it is being driven"
+        assert f"pid {process.pid}" in refused.err
     process.send_signal(signal.SIGINT)
     ended = own_runs.wait(process)
     run = own_runs.newest()
@@ -90,12 +93,13 @@ def test_ctrl_c_ends_a_run_that_can_be_resumed(own_runs: Runs, moment: str) -> N
     assert "--steps" in again.err
 
 
+@pytest.mark.nightly  # what fails is held by test_outside_faults, the end of the run by faults/test_stalls
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
         ("raise RuntimeError('no such answer')", "no such answer"),
-        pytest.param("return float('nan')", "nan", marks=pytest.mark.nightly),
-        pytest.param("import time; time.sleep(600)", "took more than 1 s", marks=pytest.mark.nightly),
+        ("return float('nan')", "nan"),
+        ("import time; time.sleep(600)", "took more than 1 s"),
     ],
     ids=["raises", "nan", "hangs"],
 )
@@ -124,15 +128,3 @@ def test_an_engine_that_cannot_start_is_named_with_its_cause_and_not_started_aga
     assert "logs/engine-0.log" in ended.err
     assert "restart" not in ended.err
     assert "Traceback" not in ended.out + ended.err
-
-
-def test_a_run_that_is_being_driven_is_not_resumed(own_runs: Runs) -> None:
-    process = own_runs.start("train", own_runs.write_spec(model={"warm_start": None}))
-    try:
-        until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
-        refused = own_runs.run("resume", "latest", "--runs-dir", own_runs.folder)
-        assert refused.code == 2
-        assert f"pid {process.pid}" in refused.err
-    finally:
-        os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=120)

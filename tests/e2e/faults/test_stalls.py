@@ -56,6 +56,8 @@ def test_a_run_whose_groups_are_all_rejected_says_so(tmp_path: Path) -> None:
     assert ended.code == 1
     assert "groups were all rejected" in ended.err, ended.err
     assert "algorithm.uniform_groups" in ended.err
+    assert "Traceback" not in ended.out + ended.err
+    assert json.loads((runs.newest() / "state.json").read_text())["phase"] == "failed"
     with closing(open_for_reading(runs.newest() / FILE)) as connection:
         (rejected,) = connection.execute("SELECT count(*) FROM groups WHERE reason = 'uniform'").fetchone()
     assert rejected >= 20
