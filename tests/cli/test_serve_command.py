@@ -54,6 +54,7 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
         newest.assert_called_with(run, 12)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_is_served_merged(run: RunDirectory, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -227,6 +227,7 @@ def test_partial_rollouts_continue_after_the_publish_and_nothing_is_generated_wh
     assert any(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts)
 
 
+@pytest.mark.slow
 @given(of=specs, fate=fates)
 @settings(EXHAUSTIVE, max_examples=100)
 def test_whatever_dies_when_the_promises_hold(

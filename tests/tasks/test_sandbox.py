@@ -20,6 +20,8 @@ from asyncrl_cli.tasks.sandbox import process, run_tests
 from asyncrl_cli.tasks.sandbox.run_tests import Check, Kind, Limits, SandboxError, choose, run
 from tests.tasks import sandbox_attacks
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=1.0, memory_mb=512, disk_mb=16, processes=16)
 ATTACKS = Path(sandbox_attacks.__file__)

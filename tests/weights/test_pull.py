@@ -22,6 +22,8 @@ from asyncrl_cli.weights.pull import Pull
 from asyncrl_cli.weights.replica import Replica
 from tests.weights.holders import CHUNKS, RANKS, SLOTS, TOKEN, content, hold, manifest
 
+pytestmark = pytest.mark.slow
+
 BAD = {
     "lying": "it sent wrong bytes for chunk",
     "other-version": "it sent wrong bytes for chunk",

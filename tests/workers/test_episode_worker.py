@@ -21,6 +21,8 @@ from asyncrl_cli.workers.episode_actor import EpisodeActor
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
+pytestmark = pytest.mark.slow
+
 AGENTS = """
     import asyncio, ctypes, os, subprocess, sys, time
 

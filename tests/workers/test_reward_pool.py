@@ -16,6 +16,8 @@ from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
 from asyncrl_cli.workers.reward_actor import RewardActor
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
+pytestmark = pytest.mark.slow
+
 REWARDS = """
     import asyncio, os, subprocess, time
     from pathlib import Path

@@ -21,6 +21,8 @@ from asyncrl_cli.workers.messages import Load
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
 
+pytestmark = pytest.mark.slow
+
 REWARDS = """
     import ctypes, os, re, signal, subprocess, sys, time
 
