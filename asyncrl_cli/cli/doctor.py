@@ -1,8 +1,8 @@
-"""`asyncrl doctor`: whether this machine can run asyncrl, what would not work, and what to do about it."""
+"""`asyncrl doctor`: whether this machine or a cluster can run asyncrl, what would not work, and what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +10,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import AsJson, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
+from asyncrl_cli.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.checks.finding import Finding
@@ -20,6 +21,16 @@ INDENT = 23
 
 
 def doctor(
+    spec: Annotated[
+        Path | None,
+        typer.Argument(metavar="SPEC", help="With --cluster: the spec that is to run there.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the hosts of a running Ray cluster, and all pairs of them.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="ADDRESS", help="With --cluster: where it is. Default: auto.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Import no library: a second instead of a minute.")] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Start an engine and a trainer on a small model: one more minute.")
@@ -30,14 +41,45 @@ def doctor(
     """Check versions, devices, memory, disk, clocks, ports, limits, the compiler, and whether vLLM, DeepSpeed and Ray
     work, with a hint for each problem. With --deep, vLLM generates and DeepSpeed makes a step of ZeRO-3.
 
+    With --cluster: whether the hosts of a Ray cluster can work together: connections between all of them with latency
+    and speed, token, versions, clocks, memory, and the folder of runs. A spec adds what it needs.
+
     Exit code: 0 when a run can work here, also with warnings; 1 when it cannot.
     """
-    from asyncrl_cli.doctor.checks import examine
-
-    if quick and deep:
+    if cluster:
+        if quick or deep:
+            raise typer.BadParameter("not with --cluster", param_hint="--deep" if deep else "--quick")
+        found = _of_cluster(address, runs_dir) if spec is None else _of_spec(spec, address)
+    elif spec is not None or address is not None:
+        raise typer.BadParameter("needs --cluster", param_hint="SPEC" if spec is not None else "--address")
+    elif quick and deep:
         raise typer.BadParameter("choose one of --quick and --deep", param_hint="--deep")
-    if not show_findings(examine(runs_dir, quick, deep), "healthy", as_json):
+    else:
+        from asyncrl_cli.doctor.checks import examine
+
+        found = examine(runs_dir, quick, deep)
+    if not show_findings(found, "healthy", as_json):
         raise typer.Exit(1)
+
+
+def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
+    from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster
+
+    return examine_cluster(address or "auto", None, runs_dir, 0)
+
+
+def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
+    """What a start of the spec would find on the cluster. ``address`` takes precedence over the spec's."""
+    from asyncrl_cli.cli.running import start_checks
+    from asyncrl_cli.orchestrator.checks.start import MODEL_CHECKS
+    from asyncrl_cli.spec.load import load_spec
+
+    spec = load_spec(file, () if address is None else (f"cluster.address={address}",)).spec
+    if spec.cluster.address is None:
+        hint = "set cluster.address in the spec, or use --address"
+        raise ConfigError("the spec names no cluster", location=str(file), hint=hint)
+    with start_checks(spec, file.absolute().parent) as checks:
+        yield from checks.findings(MODEL_CHECKS)
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:

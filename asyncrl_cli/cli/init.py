@@ -23,6 +23,8 @@ from asyncrl_cli.cli.output import echo, echo_json
 from asyncrl_cli.core.errors import UserError
 
 SPEC = "spec.yaml"
+STARTS = {"slurm": ("sbatch", "job.sbatch"), "kuberay": ("kubectl apply -f", "rayjob.yaml")}
+"""Of templates for a cluster: the command that starts a run, and its file. Others are started with `asyncrl train`."""
 
 
 class TemplateError(UserError):
@@ -131,5 +133,6 @@ def init(
     if folder is None:
         raise typer.BadParameter(f"name a folder: asyncrl init {template} my-task", param_hint="FOLDER")
     files = found.copy(folder, force)
-    spec = shlex.quote(str(folder / SPEC))
-    echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl validate-spec {spec}\n  asyncrl train {spec}")
+    command, file = STARTS.get(template, ("asyncrl train", SPEC))
+    spec, started = (shlex.quote(str(folder / name)) for name in (SPEC, file))
+    echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl validate-spec {spec}\n  {command} {started}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import MARK, running_reaper
 
+CONNECT_S = 10.0
+"""Seconds for a connection to a cluster that is to be joined."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """A local run keeps batches of tokens in Ray's object store, never weights."""
 
@@ -139,16 +142,24 @@ def _environment(settings: Mapping[str, str], without: Collection[str]) -> Itera
 
 
 @contextmanager
-def joined(spec: ExperimentSpec, actors: Actors) -> Iterator[str]:
-    """The cluster that the spec names, for the length of the block; gives what it has of what the run wants.
+def joined(spec: ExperimentSpec, actors: Actors) -> Iterator[None]:
+    """The cluster that the spec names, for the length of the block.
 
     Raises ``RunError`` when it cannot be reached, and when it lacks resources.
     """
+    assert spec.cluster.address is not None
+    with connected(spec.cluster.address):
+        check_resources(spec, live_nodes(), actors.engines, actors.ranks)
+        yield
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A running cluster, for the length of the block. Raises ``RunError`` when it cannot be reached."""
     import ray
 
-    address = spec.cluster.address
-
     try:
+        _connect_once(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
         raise RunError(
@@ -158,6 +169,15 @@ def joined(spec: ExperimentSpec, actors: Actors) -> Iterator[str]:
             "cluster with token authentication needs RAY_AUTH_MODE=token in this environment",
         ) from error
     try:
-        yield check_resources(spec, live_nodes(), actors.engines, actors.ranks)
+        yield
     finally:
         ray.shutdown()
+
+
+def _connect_once(address: str) -> None:
+    """Connect to a cluster's port: where it is closed, Ray itself tries for ten minutes. Raises ``OSError``."""
+    if address == "auto":  # without RAY_ADDRESS, Ray looks on this host, and its error comes at once
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

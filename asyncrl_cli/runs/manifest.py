@@ -45,6 +45,18 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def code_checksum() -> str:
+    """BLAKE3 of asyncrl's own Python files, with their paths: equal on hosts that run the same code."""
+    from blake3 import blake3
+
+    package = Path(__file__).parents[1]
+    digest = blake3()
+    for path in sorted(package.rglob("*.py")):
+        for part in (str(path.relative_to(package)).encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
 def _git_state(folder: Path) -> dict[str, Any] | None:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]

@@ -19,7 +19,8 @@ from asyncrl_cli.spec.schema import FILE, json_schema
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()
 NAMES = [
-    *("agent", "command-agent", "environment", "gym", "judge", "math", "mix", "reward-function", "unit-tests"),
+    *("agent", "command-agent", "environment", "gym", "judge", "kuberay", "math", "mix", "reward-function", "slurm"),
+    "unit-tests",
 ]
 
 
@@ -60,11 +61,9 @@ def test_the_list_has_every_template_with_its_title(asyncrl) -> None:  # type: i
 def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("init", template.name, "new/my task")
     assert (code, err) == (0, "")
-    assert out.splitlines()[1:] == [
-        "next:",
-        "  asyncrl validate-spec 'new/my task/spec.yaml'",
-        "  asyncrl train 'new/my task/spec.yaml'",
-    ]
+    starts = {"slurm": "sbatch 'new/my task/job.sbatch'", "kuberay": "kubectl apply -f 'new/my task/rayjob.yaml'"}
+    start = starts.get(template.name, "asyncrl train 'new/my task/spec.yaml'")
+    assert out.splitlines()[1:] == ["next:", "  asyncrl validate-spec 'new/my task/spec.yaml'", f"  {start}"]
     folder = tmp_path / "new/my task"
     assert names_in(folder) == sorted([*names_in(template.folder), FILE])
     assert (folder / "spec.yaml").read_text().startswith(f"# yaml-language-server: $schema={FILE}\n")

@@ -91,7 +91,8 @@ class Command:
     @property
     def pid(self) -> int:
         """Its process id as this machine counts; the process that the command is itself, not nsenter's."""
-        return until(lambda: next(iter(children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
+        found: int = until(lambda: next(iter(children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
+        return found
 
     @property
     def code(self) -> int | None:

@@ -192,6 +192,38 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run("--deep")[0] == 2, "--quick and --deep exclude each other"
 
 
+def test_the_command_for_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text((Path(__file__).parents[2] / "specs/quickstart.yaml").read_text())
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    for wrong in ([str(spec)], ["--address", "a:1"], ["--cluster", "--quick"], ["--cluster", "--deep"]):
+        assert run(*wrong)[0] == 2
+    code, out, err = run("--cluster", str(spec))
+    assert (code, out) == (2, "")
+    hint = "set cluster.address in the spec, or use --address"
+    assert err == f"error: the spec names no cluster\n --> {spec}\nhint: {hint}\n"
+    code, out, _ = run("--cluster", "--address", "127.0.0.1:1", "--json")
+    document = json.loads(out)
+    assert code == 1 and document["healthy"] is False
+    (finding,) = document["findings"]
+    assert (finding["check"], finding["status"]) == ("cluster", "failure")
+    code, out, _ = run("--cluster", str(spec), "--address", "127.0.0.1:1")
+    assert code == 1 and [line.split()[1] for line in out.splitlines() if not line.startswith(" ")] == [
+        "model",
+        "tokenizer",
+        "model",
+        "cluster",
+    ]
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize(("name", "word"), [("vLLM", "generated 16 tokens"), ("DeepSpeed", "ZeRO-3 step")])
 def test_an_engine_and_a_trainer_start(name: str, word: str) -> None:

@@ -34,6 +34,8 @@ REQUIRED = ("torch", "deepspeed", "ray", "transformers")
 MIN_VLLM = (0, 32)
 """The first version whose outputs have the weight version of every token."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
+CGROUP = Path("/sys/fs/cgroup")
+"""The control group of this container (version 2)."""
 SERVER_S = 3.0
 """Seconds that an MLflow server has to answer."""
 
@@ -263,10 +265,21 @@ def _missing_program(command: str) -> str | None:
 
 
 def available_memory() -> int:
-    """Bytes that new programs can get, as the kernel estimates."""
+    """Bytes that new programs can get, as the kernel estimates; in a container, of what it may use."""
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    return free if (rest := _rest_of_limit(CGROUP)) is None else min(free, rest)
+
+
+def _rest_of_limit(folder: Path) -> int | None:
+    """Bytes below a control group's limit, with the files that it caches; None without a limit."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        return None if limit == "max" else max(0, int(limit) - int(used) + int(cached[1] if cached else 0))
+    except (OSError, ValueError):
+        return None
 
 
 def existing(path: Path) -> Path:

@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from asyncrl_cli.orchestrator.checks import machine as machine_checks
 from asyncrl_cli.orchestrator.checks import memory as memory_checks
 from asyncrl_cli.orchestrator.checks import model as model_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.cluster import Actors, joined
+from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.launch import Experiment
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -39,6 +39,8 @@ from asyncrl_cli.system.reaper import running_reaper
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Seconds for trying the prompts of one split."""
+MODEL_CHECKS = frozenset({"model files", "tokenizer", "model"})
+"""Those that say how large the model is: what `asyncrl doctor --cluster` needs."""
 ENGINE_S = 180.0
 """Seconds that vLLM may take to check its settings; a cold disk takes most of them."""
 
@@ -107,10 +109,12 @@ class StartChecks:
         assert self._experiment is not None
         return self._experiment
 
-    def findings(self) -> Iterator[Finding]:
-        """What every check found, failures too."""
+    def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
+        """What every check found, failures too. With ``only``: of these checks, and of the cluster's hosts."""
         failed: set[str] = set()
         for check in self._checks():
+            if only is not None and check.name not in only:
+                continue
             if missing := failed.intersection(check.needs):
                 failed.add(check.name)
                 yield Finding(
@@ -125,6 +129,7 @@ class StartChecks:
                 yield Finding(check.name, "failure", f"{location}{error.message}", error.hint)
             else:
                 yield found if isinstance(found, Finding) else Finding(check.name, "ok", found)
+        yield from self._hosts()
 
     def _checks(self) -> Iterator[Check]:
         """In the order of what they cost."""
@@ -148,8 +153,6 @@ class StartChecks:
         yield Check("engine cache", self._cache, ("model",))
         yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))
         yield Check("algorithm", self._algorithm)
-        if self._thorough and spec.cluster.address is not None:
-            yield Check("cluster", self._cluster)
         if self._thorough:
             yield Check("engine", self._engine, ("model",))
 
@@ -222,9 +225,13 @@ class StartChecks:
     def _algorithm(self) -> str:
         return model_checks.check_algorithm(self._spec, self._search_path, self._notice)
 
-    def _cluster(self) -> str:
-        with joined(self._spec, Actors.of(self._spec)) as found:
-            return found
+    def _hosts(self) -> Iterator[Finding]:
+        """The cluster that the run joins has what it wants, and its hosts can work together. Last, because the hosts'
+        memory depends on the model."""
+        if self._spec.cluster.address is None:
+            return
+        replica_bytes = self._size.parameters * memory_checks.NUMBER_BYTES[self._spec.rollout.dtype]
+        yield from examine_cluster(self._spec.cluster.address, self._spec, self._spec.runs_dir, replica_bytes)
 
     def _engine(self) -> str:
         """Have vLLM check its settings, in a process of its own: importing it here would take 700 MB until the end."""

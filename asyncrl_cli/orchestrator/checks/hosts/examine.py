@@ -1,0 +1,243 @@
+"""Whether hosts of a cluster can work together: for `asyncrl doctor --cluster` and `asyncrl train --dry-run`.
+
+All hosts answer at once, and pairs are measured in rounds, so the time grows with the number of hosts and not with that
+of pairs; every wait has a limit. What they answer is judged in verdicts.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import ConfigError, RunError, UserError
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.hosts import shared_folder, verdicts
+from asyncrl_cli.orchestrator.checks.hosts.pairs import rounds
+from asyncrl_cli.orchestrator.checks.hosts.probe import (
+    CONNECT_S,
+    SAMPLE_S,
+    Facts,
+    Failure,
+    HostProbe,
+    Speed,
+    Target,
+)
+from asyncrl_cli.orchestrator.cluster import Actors, connected
+from asyncrl_cli.orchestrator.nodes import (
+    Node,
+    Resources,
+    check_resources,
+    eligible,
+    engine_wants,
+    live_nodes,
+    rank_wants,
+)
+from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
+from asyncrl_cli.system.remote import wait_for
+
+START_S = 60.0
+"""Seconds that a host has to start its probe, a process that imports Ray."""
+ANSWER_S = 20.0
+"""Seconds that a probe has to answer, in addition to the limits of what it does."""
+ROUNDS_S = 120.0
+"""Seconds for all rounds; pairs that are left are reported as not measured."""
+CLOCK_SAMPLES = 5
+LOST_HINT = "see whether asyncrl is installed there, and Ray's logs on that host, or take it out of the cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node of the cluster: Ray's id, a name for people that no other has, its address, and whether an engine or a
+    trainer rank may be placed there, so that it has the weights."""
+
+    node_id: str
+    name: str
+    address: str
+    weights: bool = True
+
+
+@dataclass(slots=True)
+class Measured:
+    """What is known of the hosts, by their names. ``lost``: what happened, and a hint."""
+
+    lost: dict[str, tuple[str, str]] = field(default_factory=dict)
+    facts: dict[str, Facts] = field(default_factory=dict)
+    offsets: dict[str, verdicts.Offset] = field(default_factory=dict)
+    failures: dict[tuple[str, str], Failure] = field(default_factory=dict)
+    speeds: dict[tuple[str, str], Speed] = field(default_factory=dict)
+    unshared: dict[str, str] = field(default_factory=dict)
+
+
+def hosts_for(spec: ExperimentSpec | None, nodes: Sequence[Node], here: str) -> list[Host]:
+    """The nodes that may have an engine or a trainer rank of the spec, and the driver's (``here``), which is the first;
+    without a spec all of them."""
+    names = [str(node) for node in nodes]
+    used = {node.node_id for node in nodes}
+    if spec is not None:
+        used = _with_room(nodes, spec.cluster.engines, engine_wants(spec))
+        used |= _with_room(nodes, spec.cluster.trainer, rank_wants(spec))
+    hosts = [
+        Host(
+            node.node_id,
+            name if names.count(name) == 1 else f"{name} {node.node_id[:8]}",
+            node.address,
+            node.node_id in used,
+        )
+        for node, name in zip(nodes, names, strict=True)
+        if node.node_id in {here, *used}
+    ]
+    return sorted(hosts, key=lambda host: host.node_id != here)
+
+
+def _with_room(nodes: Sequence[Node], selector: NodeSelector, wants: Resources) -> set[str]:
+    """The ids of nodes that have, used or not, what an actor wants."""
+    return {
+        node.node_id
+        for node in eligible(nodes, selector)
+        if all(node.total.get(kind, 0) >= amount for kind, amount in wants.items())
+    }
+
+
+def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
+    """Join the cluster at ``address`` and make all checks; those between hosts only if the run may use several."""
+    import ray
+
+    try:
+        with connected(address):
+            nodes = live_nodes()
+            hosts = hosts_for(spec, nodes, ray.get_runtime_context().get_node_id())
+            found = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} at {address}"
+            if spec is not None:
+                found = f"{found}, {len(hosts)} for this run; {check_resources(spec, nodes, *Actors.of(spec))}"
+            yield Finding("cluster", "ok", found)
+            yield from examine_hosts(hosts, runs_dir, replica_bytes)
+    except RunError as error:
+        yield Finding("cluster", "failure", f"{error.location}: {error.message}", error.hint)
+
+
+def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
+    """All checks of several hosts, none for a single one. Versions must be those of the first. Ray must be joined.
+    ``replica_bytes`` is the size of one version of the weights, 0 if there is no model."""
+    if len(hosts) < 2:
+        return
+    try:
+        measured = asyncio.run(_measure(hosts, runs_dir))
+    except ConfigError as error:
+        yield Finding("shared folder", "failure", error.message, error.hint)
+        return
+    yield from verdicts.judge_lost(measured.lost)
+    facts = {host.name: measured.facts[host.name] for host in hosts if host.name in measured.facts}
+    if not facts:
+        return
+    yield verdicts.judge_token(facts)
+    yield from verdicts.judge_versions(facts)
+    yield verdicts.judge_clocks(measured.offsets)
+    yield from verdicts.judge_pairs(list(facts), measured.failures, measured.speeds)
+    memory = {host.name: facts[host.name].memory for host in hosts if host.weights and host.name in facts}
+    yield verdicts.judge_memory(memory, replica_bytes)
+    yield verdicts.judge_folder(str(runs_dir.absolute()), measured.unshared)
+
+
+async def _measure(hosts: Sequence[Host], runs_dir: Path) -> Measured:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    secret = secrets.token_hex(16)
+    remote = ray.remote(HostProbe)
+    probes = {}
+    for host in hosts:
+        affinity = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
+        probes[host.name] = remote.options(num_cpus=0, scheduling_strategy=affinity).remote(host.node_id, secret)
+    measurement = _Measurement({host.name: host for host in hosts}, probes)
+    try:
+        with shared_folder.marked(runs_dir) as mark:
+            await measurement.make(mark)
+    finally:
+        for probe in probes.values():
+            ray.kill(probe)
+    return measurement.found
+
+
+class _Measurement:
+    """Asks the probes; what does not answer is lost, and not asked again."""
+
+    def __init__(self, hosts: Mapping[str, Host], probes: Mapping[str, Any]) -> None:
+        self._hosts = hosts
+        self._probes = probes
+        self.found = Measured()
+
+    async def make(self, mark: shared_folder.Mark) -> None:
+        await self._of_all(self._open)
+        await self._of_all(self._clock)
+        await self._of_all(lambda host: self._share(host, mark))
+        await self._of_all(self._reach)
+        deadline = time.monotonic() + ROUNDS_S
+        names = list(self.found.facts)
+        for pairs in rounds(len(names)):
+            if time.monotonic() < deadline:
+                await asyncio.gather(*(self._measure_pair(names[a], names[b]) for a, b in pairs))
+
+    async def _of_all(self, ask: Callable[[str], Awaitable[None]]) -> None:
+        await asyncio.gather(*(ask(name) for name in self._hosts if name not in self.found.lost))
+
+    async def _ask(self, name: str, call: Awaitable[Any], limit_s: float) -> Any:
+        """The answer of a probe; None when its host is lost."""
+        try:
+            return await wait_for(call, name, limit_s)
+        except UserError as error:
+            hint = error.hint if isinstance(error, ConfigError) else LOST_HINT
+            self.found.lost.setdefault(name, (error.message, hint))
+            self.found.facts.pop(name, None)
+            return None
+
+    async def _open(self, name: str) -> None:
+        facts = await self._ask(name, self._probes[name].open.remote(self._hosts[name].address), START_S)
+        if facts is not None:
+            self.found.facts[name] = facts
+
+    async def _clock(self, name: str) -> None:
+        samples = []
+        for _ in range(CLOCK_SAMPLES):
+            asked = time.time()
+            answer = await self._ask(name, self._probes[name].clock.remote(), ANSWER_S)
+            if answer is None:
+                return
+            samples.append((asked, answer, time.time()))
+        self.found.offsets[name] = verdicts.Offset.of(samples)
+
+    async def _share(self, name: str, mark: shared_folder.Mark) -> None:
+        limit_s = shared_folder.VISIBLE_S + ANSWER_S
+        problem = await self._ask(name, self._probes[name].share.remote(mark), limit_s)
+        if problem == "":
+            problem = await asyncio.to_thread(shared_folder.missing_answer, mark, self._hosts[name].node_id)
+        if problem:
+            self.found.unshared[name] = problem
+
+    async def _reach(self, name: str) -> None:
+        others = [other for other in self.found.facts if other != name]
+        targets = [self._target(other) for other in others]
+        failures = await self._ask(name, self._probes[name].reach.remote(targets), CONNECT_S + ANSWER_S)
+        for other in others:
+            if failures and (failure := failures.get(self._hosts[other].node_id)):
+                self.found.failures[name, other] = failure
+
+    async def _measure_pair(self, a: str, b: str) -> None:
+        """One direction after the other: together they would share the line."""
+        for source, target in ((a, b), (b, a)):
+            if (source, target) in self.found.failures or not {a, b} <= self.found.facts.keys():
+                continue
+            limit_s = 2 * CONNECT_S + SAMPLE_S + ANSWER_S
+            answer = await self._ask(source, self._probes[source].measure.remote(self._target(target)), limit_s)
+            if isinstance(answer, Speed):
+                self.found.speeds[source, target] = answer
+            elif answer is not None:
+                self.found.failures[source, target] = answer
+
+    def _target(self, name: str) -> Target:
+        host = self._hosts[name]
+        return Target(host.node_id, host.address, self.found.facts[name].port)

@@ -1,0 +1,133 @@
+"""`asyncrl doctor --cluster` on hosts with addresses, files and networks of their own, and the job for Slurm there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.hosts import ROOT, Host, Network, until, why_not
+from tests.cluster.ray_cluster import RayCluster
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Three hosts with Ray."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Network(tmp_path_factory.mktemp("shared")) as network:
+        ray = RayCluster(network)
+        yield [ray.host("head", cpus=2), ray.host("second"), ray.host("third", labels={"role": "rollout"})]
+
+
+def doctor(host: Host, *options: str) -> dict[str, list[dict[str, Any]]]:
+    """The findings of `asyncrl doctor --cluster` there, by check. Its exit code says whether one is a failure."""
+    command = host.start("asyncrl", "doctor", "--cluster", "--json", *options)
+    code = command.wait(120)
+    document = json.loads(command.said())
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in document["findings"]:
+        found.setdefault(finding["check"], []).append(finding)
+    failed = any(finding["status"] == "failure" for finding in document["findings"])
+    assert document["healthy"] is not failed and code == failed, document
+    return found
+
+
+def test_hosts_that_can_work_together(hosts: list[Host]) -> None:
+    found = doctor(hosts[0])
+    problems = [one for findings in found.values() for one in findings if one["status"] == "failure"]
+    assert not problems
+    assert found["cluster"][0]["found"] == "3 nodes at auto"
+    for check in ("token", "versions", "host memory", "shared folder"):
+        assert [one["status"] for one in found[check]] == ["ok"], found[check]
+    assert found["connections"][-1]["found"].startswith("6 of 6 pairs: ")
+    assert not (hosts[0].network.folder / "runs").exists()
+
+
+def test_a_pair_that_loses_packets_is_named_with_both_ends(hosts: list[Host]) -> None:
+    _, second, third = hosts
+    second.lose(third)
+    try:
+        found = doctor(hosts[0])["connections"]
+    finally:
+        second.find(third)
+    one, other = (f"{host.name} ({host.address})" for host in (second, third))
+    failures = {finding["found"] for finding in found if finding["status"] == "failure"}
+    assert failures == {f"{a} -> {b}: {b} gave no answer within 5 s" for a, b in ((one, other), (other, one))}
+    assert all("firewall" in finding["hint"] for finding in found if finding["status"] == "failure")
+    assert found[-1]["found"].startswith("4 of 6 pairs: ")
+
+
+def test_a_slow_link_is_named_with_its_speed(hosts: list[Host]) -> None:
+    third = hosts[2]
+    third.slow(5_000_000)
+    try:
+        found = doctor(hosts[0])["connections"]
+    finally:
+        third.fast()
+    (slow,) = (finding for finding in found if finding["found"].startswith("slow: "))
+    assert slow["status"] == "warning"
+    for other in hosts[:2]:
+        for pair in ((other, third), (third, other)):
+            arrow = " -> ".join(f"{host.name} ({host.address})" for host in pair)
+            (figure,) = (part for part in slow["found"].split("; ") if arrow in part)
+            assert float(figure.rpartition(": ")[2].removesuffix(" MB/s")) < 8
+
+
+def test_a_folder_that_each_host_has_alone_is_named(hosts: list[Host]) -> None:
+    (found,) = doctor(hosts[0], "--runs-dir", "/tmp/runs")["shared folder"]
+    assert found["status"] == "failure"
+    for host in hosts[1:]:
+        assert f"{host.name} ({host.address}) has no folder /tmp/runs" in found["found"]
+    assert "head" not in found["found"]
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+printf '%s\\0' "$@" > argv; env -0 > environment; touch started
+until [ -e code ]; do sleep 0.1; done
+exit "$(cat code)"
+"""
+"""Leaves the task for the test, which starts it on every host, and ends as the first one does."""
+
+
+def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network: Network) -> None:
+    """`sbatch job.sbatch doctor --cluster spec.yaml`, with stand-ins for Slurm's own commands."""
+    hosts = [network.host("one"), network.host("two")]
+    folder, tools = network.folder, network.folder / "tools"
+    tools.mkdir()
+    for file in (ROOT / "templates/slurm").iterdir():
+        shutil.copy(file, folder)
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\nprintf 'one\\ntwo\\n'\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    venv = folder / "venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "activate").write_text(f"PATH={tools}:$PATH\n")
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "one,two"}
+    slurm |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8", "ASYNCRL_VENV": str(folder / "venv")}
+    job = hosts[0].start("bash", folder / "job.sbatch", "doctor", "--cluster", "spec.yaml", "--json", **slurm)
+    until(lambda: (folder / "started").exists() or job.code is not None, "srun", 30)
+    assert job.code is None, job.said()
+    token = folder / ".ray-token-7"
+    assert token.stat().st_mode & 0o777 == 0o600
+    argv = (folder / "argv").read_text().split("\0")[:-1]
+    environment = dict(entry.split("=", 1) for entry in (folder / "environment").read_text().split("\0")[:-1])
+    assert environment["RAY_ADDRESS"] == f"{hosts[0].address}:6379"
+    tasks = [host.start(*argv, **environment, SLURM_NODEID=str(index)) for index, host in enumerate(hosts)]
+    code = tasks[0].wait(240)
+    (folder / "code").write_text(str(code))
+    said = tasks[0].said()
+    assert code == 0, said + tasks[1].said()
+    document = json.loads(said[said.index("{\n") : said.rindex("\n}") + 2])
+    found = {finding["check"]: finding for finding in document["findings"]}
+    assert document["healthy"] and found["cluster"]["found"].startswith("2 nodes at auto, 2 for this run")
+    assert found["connections"]["found"].startswith("2 of 2 pairs") and found["token"]["status"] == "ok"
+    assert job.wait(30) == 0
+    assert not token.exists()
+    assert tasks[1].wait(60) == 0, "Ray ends on all nodes"

@@ -1,0 +1,115 @@
+"""Which hosts are examined, and what is found on a real cluster of several nodes on this machine; nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_ins import spec
+
+from asyncrl_cli.orchestrator.checks.hosts import examine
+from asyncrl_cli.orchestrator.checks.hosts.examine import Host, examine_cluster, hosts_for
+from asyncrl_cli.orchestrator.checks.machine import GIB
+from asyncrl_cli.orchestrator.nodes import Node
+from asyncrl_cli.spec.sections import NodeSelector
+
+NODES = (
+    Node("1" * 40, "10.0.0.1", "head", {}, {}),
+    Node("2" * 40, "10.0.0.2", "cpus", {"role": "trainer"}, {"CPU": 8.0}),
+    Node("3" * 40, "10.0.0.3", "gpus", {"role": "rollout"}, {"CPU": 8.0, "GPU": 4.0}),
+)
+
+
+def placed(engines: NodeSelector, trainer: NodeSelector, gpus: int = 0) -> Any:
+    wanting = spec()
+    rollout = wanting.rollout.model_copy(update={"gpus_per_engine": gpus})
+    cluster = wanting.cluster.model_copy(update={"engines": engines, "trainer": trainer})
+    return wanting.model_copy(update={"rollout": rollout, "cluster": cluster})
+
+
+def test_only_hosts_that_the_run_may_use_are_examined() -> None:
+    anywhere, there = NodeSelector(), NodeSelector(labels={"role": "rollout"})
+    named = [(host.name, host.weights) for host in hosts_for(None, NODES, "3" * 40)]
+    assert named == [("gpus (10.0.0.3)", True), ("head (10.0.0.1)", True), ("cpus (10.0.0.2)", True)]
+    for wanting, expected in (
+        (placed(anywhere, anywhere), {"head": False, "cpus": True, "gpus": True}),
+        (placed(there, there, gpus=4), {"head": False, "gpus": True}),
+        (placed(there, there), {"head": False, "gpus": True}),
+        (placed(there, NodeSelector(nodes=["10.0.0.2"])), {"head": False, "cpus": True, "gpus": True}),
+    ):
+        assert {host.name.split()[0]: host.weights for host in hosts_for(wanting, NODES, "1" * 40)} == expected
+
+
+def test_hosts_with_one_name_and_address_get_different_names() -> None:
+    same = [Node(digit * 40, "10.0.0.1", "host") for digit in "12"]
+    assert [host.name for host in hosts_for(None, same, "1" * 40)] == [
+        "host (10.0.0.1) 11111111",
+        "host (10.0.0.1) 22222222",
+    ]
+
+
+def test_a_cluster_that_does_not_answer_is_a_finding(tmp_path: Path) -> None:
+    (finding,) = examine_cluster("127.0.0.1:1", None, tmp_path, 0)
+    assert (finding.check, finding.status) == ("cluster", "failure")
+    assert "no Ray cluster answers at 127.0.0.1:1" in finding.found and "ray start" in finding.hint
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster of three nodes on this machine."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        made.add_node(num_cpus=1)
+    try:
+        yield made.address
+    finally:
+        made.shutdown()
+
+
+@pytest.mark.stack
+def test_a_cluster_of_three_nodes(cluster: str, tmp_path: Path) -> None:
+    found = {finding.check: finding for finding in examine_cluster(cluster, None, tmp_path / "runs", 0)}
+    assert found["cluster"].found == f"3 nodes at {cluster}"
+    # The token depends on this machine's environment; the speed on its load.
+    assert {name: one.status for name, one in found.items() if name not in ("token", "connections")} == dict.fromkeys(
+        ("cluster", "versions", "clocks", "host memory", "shared folder"), "ok"
+    )
+    assert found["connections"].found.startswith("6 of 6 pairs: ")
+    assert list(tmp_path.iterdir()) == []
+    too_large = {one.check: one for one in examine_cluster(cluster, None, tmp_path, 10_000 * GIB)}["host memory"]
+    assert too_large.status == "failure" and too_large.found.count("GiB") == 4
+
+
+@pytest.mark.stack
+def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: str, tmp_path: Path) -> None:
+    import ray
+
+    ray.init(cluster, log_to_driver=False, logging_level="ERROR")
+    try:
+        first, second = (node for node in ray.nodes()[:2])
+        hosts = [
+            Host(first["NodeID"], "one", first["NodeManagerAddress"]),
+            Host(second["NodeID"], "two", second["NodeManagerAddress"]),
+            Host("ab" * 28, "gone", "10.0.0.9"),
+            Host(first["NodeID"], "elsewhere", "192.0.2.1"),
+        ]
+        findings = list(examine.examine_hosts(hosts, tmp_path, 0))
+        alive = {actor for actor in _states() if actor != "DEAD"}
+    finally:
+        ray.shutdown()
+    lost = {finding.found.partition(":")[0]: finding for finding in findings if finding.check == "hosts"}
+    assert lost.keys() == {"gone", "elsewhere"} and all(one.status == "failure" for one in lost.values())
+    assert "cannot listen there" in lost["elsewhere"].found and "--node-ip-address" in lost["elsewhere"].hint
+    (pairs,) = (finding for finding in findings if finding.check == "connections")
+    assert pairs.found.startswith("2 of 2 pairs") and not alive
+
+
+def _states() -> list[str]:
+    """Of all actors of the cluster."""
+    from ray._private.state import actors
+
+    return [actor["State"] for actor in actors().values()]

@@ -1,0 +1,183 @@
+"""What one host measures of others, over real connections on this machine, and what it makes of those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.orchestrator.checks.hosts import probe, shared_folder
+from asyncrl_cli.orchestrator.checks.hosts.probe import HostProbe, Speed, Target, failure_of
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "CONNECT_S", 1.0)
+    monkeypatch.setattr(probe, "SAMPLE_S", 1.0)
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def measured(serve: Serve) -> Speed | probe.Failure:
+    """What a probe makes of a server that does this."""
+
+    async def measure() -> Speed | probe.Failure:
+        async with await asyncio.start_server(serve, HERE, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await HostProbe("one", "secret").measure(Target("two", HERE, port))
+
+    return asyncio.run(measure())
+
+
+def test_two_probes_measure_each_other() -> None:
+    async def measure() -> tuple[dict[str, probe.Failure], Speed | probe.Failure]:
+        one, two = HostProbe("one", "secret"), HostProbe("two", "secret")
+        port = (await two.open(HERE)).port
+        target = Target("two", HERE, port)
+        return await one.reach([target]), await one.measure(target)
+
+    failures, speed = asyncio.run(measure())
+    assert failures == {}
+    assert isinstance(speed, Speed) and 0 < speed.latency_s < 1 and speed.bytes_per_s > 1e6
+
+
+def test_a_stranger_without_the_secret_gets_nothing() -> None:
+    async def ask() -> bytes:
+        two = HostProbe("two", "secret")
+        port = (await two.open(HERE)).port
+        reader, writer = await asyncio.open_connection(HERE, port)
+        writer.write(b"guess\nd")
+        try:
+            return await asyncio.wait_for(reader.read(), 10)
+        finally:
+            writer.close()
+
+    assert asyncio.run(ask()) == b""
+
+
+def test_the_facts_of_a_host_are_those_of_its_installation() -> None:
+    facts = asyncio.run(HostProbe("one", "secret").open(HERE))
+    assert facts.versions["python"].startswith("3.") and "torch" in facts.versions
+    assert len(facts.code) == 64 and facts.memory > 0 and not facts.token
+
+
+def test_an_address_that_the_host_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"Ray has the address 192\.0\.2\.1 for this host") as error:
+        asyncio.run(HostProbe("one", "secret").open("192.0.2.1"))
+    assert "--node-ip-address" in error.value.hint
+
+
+def test_a_closed_port_is_refused() -> None:
+    with socket.socket() as bound:
+        bound.bind((HERE, 0))
+        target = Target("two", HERE, bound.getsockname()[1])
+        assert asyncio.run(HostProbe("one", "secret").measure(target)) == "refused"
+        assert asyncio.run(HostProbe("one", "secret").reach([target])) == {"two": "refused"}
+
+
+def test_a_host_that_answers_nothing_is_silent() -> None:
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    assert measured(wait) == "silent"
+
+
+def test_another_process_at_the_address_is_not_the_host() -> None:
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"three\n")
+        writer.close()
+
+    assert measured(other) == "another host"
+
+
+def test_a_link_that_loses_large_packets_is_stalled() -> None:
+    """Connections and small messages pass, as with an MTU that is too large."""
+
+    async def small(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"two\n")
+        while await reader.read(1) == b"p":
+            writer.write(b"p")
+        await reader.read()
+        writer.close()
+
+    assert measured(small) == "stalled"
+
+
+def test_a_slow_link_has_the_speed_of_the_bytes_that_came() -> None:
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"two\n")
+        while await reader.read(1) == b"p":
+            writer.write(b"p")
+        writer.write(bytes(200_000))
+        await reader.read()
+        writer.close()
+
+    speed = measured(slow)
+    assert isinstance(speed, Speed) and speed.bytes_per_s <= 200_000
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (TimeoutError(), "silent"),
+        (ConnectionRefusedError(), "refused"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "no route"),
+        (ConnectionResetError(), "closed"),
+        (asyncio.IncompleteReadError(b"", 1), "closed"),
+    ],
+)
+def test_what_errors_of_connections_mean(error: BaseException, failure: str) -> None:
+    assert failure_of(error) == failure
+
+
+def test_a_folder_that_is_shared_is_proved_and_left_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there"
+    with shared_folder.marked(folder) as mark:
+        assert shared_folder.answer(mark, "two") == ""
+        assert shared_folder.missing_answer(mark, "two") == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
+    with shared_folder.marked(tmp_path / "runs"):
+        (tmp_path / "runs" / "a-run").mkdir()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a-run"]
+
+
+def test_equal_paths_on_two_disks_are_not_a_shared_folder(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    with shared_folder.marked(here) as mark:
+        other = shared_folder.Mark(there / mark.folder.name, mark.secret)
+        assert shared_folder.answer(other, "two", 0.0) == f"has no folder {there}"
+        there.mkdir()
+        assert shared_folder.answer(other, "two", 0.0) == f"does not see what the driver writes into {there}"
+        other.folder.mkdir()
+        (other.folder / "driver").write_text("of an earlier check")
+        assert shared_folder.answer(other, "two", 0.0).startswith("does not see")
+        assert shared_folder.missing_answer(mark, "two", 0.0).startswith("writes into another folder")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"), shared_folder.marked(tmp_path / "file"):
+        pass
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with shared_folder.marked(tmp_path) as mark:
+        monkeypatch.setattr(shared_folder, "_write", refuse)
+        assert shared_folder.answer(mark, "two") == f"cannot write into {tmp_path}: Read-only file system"

@@ -1,0 +1,152 @@
+"""What measurements of several hosts mean: each problem names its hosts and says what to do; pairs come in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, permutations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.hosts import verdicts
+from asyncrl_cli.orchestrator.checks.hosts.pairs import rounds
+from asyncrl_cli.orchestrator.checks.hosts.probe import Facts, Failure, Speed
+from asyncrl_cli.orchestrator.checks.hosts.verdicts import SHOWN, WHY, Offset
+from asyncrl_cli.orchestrator.checks.machine import GIB
+
+VERSIONS = {"asyncrl": "0.2", "python": "3.11.9", "torch": "2.11.0+cpu", "ray": "2.60.0", "mlflow": "3.10"}
+FACTS = Facts(port=1, versions=VERSIONS, code="c" * 64, memory=8 * GIB, token=True)
+FAST = Speed(latency_s=0.0002, bytes_per_s=1e9)
+pairs_of_hosts = st.integers(2, 9).map(lambda count: list(permutations([f"h{index}" for index in range(count)], 2)))
+
+
+def with_versions(**versions: str | None) -> Facts:
+    return replace(FACTS, versions={k: v for k, v in (VERSIONS | versions).items() if v is not None})
+
+
+def statuses(findings: list[Finding]) -> list[str]:
+    return [finding.status for finding in findings]
+
+
+@given(st.integers(0, 80))
+def test_rounds_have_every_pair_once_and_every_host_at_most_once_in_each(count: int) -> None:
+    made = rounds(count)
+    assert sorted(pair for pairs in made for pair in pairs) == list(combinations(range(count), 2))
+    for pairs in made:
+        hosts = [host for pair in pairs for host in pair]
+        assert len(hosts) == len(set(hosts))
+    assert len(made) <= count, "as few rounds as can be"
+
+
+@given(
+    st.floats(-1e4, 1e4),
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), min_size=1, max_size=6),
+    st.floats(0, 1e6),
+)
+def test_the_offset_of_a_clock_is_within_its_uncertainty(
+    ahead: float, ways: list[tuple[float, float]], start: float
+) -> None:
+    """However long question and answer took."""
+    samples = []
+    for there, back in ways:
+        samples.append((start, start + there + ahead, start + there + back))
+        start += there + back + 1
+    offset = Offset.of(samples)
+    assert abs(offset.seconds - ahead) <= offset.uncertainty + 1e-6
+    assert offset.uncertainty <= min(there + back for there, back in ways) / 2 + 1e-6
+
+
+def test_a_clock_is_wrong_only_if_its_uncertainty_leaves_no_other_explanation() -> None:
+    assert verdicts.judge_clocks({"a": Offset(0.5, 0.6), "b": Offset(0.001, 0.001)}).status == "ok"
+    finding = verdicts.judge_clocks({"a": Offset(0.0, 0.001), "b": Offset(-3.0, 0.001), "c": Offset(7.0, 0.1)})
+    assert finding.status == "warning" and finding.hint
+    assert finding.found == "not the driver's time on c: +7000.0 ± 100.0 ms; b: -3000.0 ± 1.0 ms"
+
+
+def test_versions_that_cannot_work_together_are_failures_and_name_both_hosts() -> None:
+    assert statuses(verdicts.judge_versions({"a": FACTS, "b": FACTS})) == ["ok"]
+    for package, there, status in (
+        ("torch", "2.12.0+cpu", "failure"),
+        ("torch", "2.11.0+cu130", "warning"),
+        ("torch", None, "warning"),
+        ("ray", "2.61.0", "failure"),
+        ("python", "3.12.9", "failure"),
+        ("python", "3.11.2", "warning"),
+        ("mlflow", "3.11", "warning"),
+        ("vllm", "0.32.0", "warning"),
+    ):
+        (finding,) = verdicts.judge_versions({"a": FACTS, "b": with_versions(**{package: there}), "c": FACTS})
+        assert finding.status == status and finding.hint
+        here = VERSIONS.get(package, "missing")
+        assert finding.found == f"{package}: {here} on a, {there or 'missing'} on b"
+
+
+def test_other_code_is_a_failure_even_with_equal_versions() -> None:
+    (finding,) = verdicts.judge_versions({"a": FACTS, "b": replace(FACTS, code="d" * 64)})
+    assert finding.status == "failure" and "on a: b" in finding.found
+
+
+@given(pairs_of_hosts, st.data())
+def test_a_pair_that_fails_is_named_with_both_ends_and_a_hint(
+    pairs: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    kinds: list[Failure] = list(WHY)
+    failed = data.draw(st.dictionaries(st.sampled_from(pairs), st.sampled_from(kinds)))
+    hosts = list(dict.fromkeys(pair[0] for pair in pairs))
+    findings = verdicts.judge_pairs(hosts, failed, {pair: FAST for pair in pairs if pair not in failed})
+    failures = [finding for finding in findings if finding.status == "failure"]
+    assert bool(failures) == bool(failed)
+    for (source, target), failure, finding in zip(failed, failed.values(), failures[:SHOWN], strict=False):
+        assert finding.found.startswith(f"{source} -> {target}: {target} {WHY[failure][0]}")
+        assert finding.hint == WHY[failure][1]
+    assert len(failures) == min(len(failed), SHOWN + 1)
+    if len(failed) > SHOWN:
+        assert failures[-1].found.startswith(f"{len(failed) - SHOWN} more pairs fail; ")
+    assert ("ok" in statuses(findings)) == (len(failed) < len(pairs))
+
+
+def test_the_host_that_fails_with_all_others_is_pointed_out() -> None:
+    hosts = [f"h{index}" for index in range(6)]
+    failed: dict[tuple[str, str], Failure] = {pair: "silent" for pair in permutations(hosts, 2) if "h3" in pair}
+    rest = verdicts.judge_pairs(hosts, failed, {})[SHOWN]
+    assert rest.found == "4 more pairs fail; h3 is in 10 of all 10" and "h3 first" in rest.hint
+
+
+def test_slow_and_far_pairs_are_warnings_with_their_figures() -> None:
+    speeds = dict.fromkeys(permutations("abc", 2), FAST)
+    speeds["a", "c"] = Speed(0.0002, 5e6)
+    speeds["b", "c"] = Speed(0.080, 1e9)
+    slow, far, summary = verdicts.judge_pairs(list("abc"), {}, speeds)
+    assert (slow.status, slow.found) == ("warning", "slow: a -> c: 5.0 MB/s")
+    assert (far.status, far.found) == ("warning", "long round trips: b -> c: 80 ms")
+    assert summary.status == "ok"
+    assert summary.found.startswith("6 of 6 pairs: 0.20 to 80.00 ms, 5 to 1000 MB/s") and "a -> c" in summary.found
+
+
+def test_pairs_for_which_there_was_no_time_are_counted() -> None:
+    missing, summary = verdicts.judge_pairs(list("abc"), {("a", "b"): "refused"}, {("b", "a"): FAST})[1:]
+    assert missing.status == "warning" and missing.found == "4 of 6 pairs were not measured in time"
+    assert summary.found.startswith("1 of 6 pairs")
+
+
+def test_hosts_with_weights_need_two_versions_of_them() -> None:
+    assert verdicts.judge_memory({"a": 8 * GIB}, 4 * GIB).status == "ok"
+    finding = verdicts.judge_memory({"a": 8 * GIB, "b": 8 * GIB - 1}, 4 * GIB)
+    assert finding.status == "failure" and "8.0 GiB" in finding.found and "b: 8.0 GiB" in finding.found
+    assert "a:" not in finding.found
+    assert verdicts.judge_memory({"a": 1}, 0).status == "ok", "without a spec nothing is known of weights"
+
+
+def test_a_cluster_without_a_token_is_a_warning() -> None:
+    assert verdicts.judge_token({"a": FACTS, "b": FACTS}).status == "ok"
+    finding = verdicts.judge_token({"a": FACTS, "b": replace(FACTS, token=False)})
+    assert finding.status == "warning" and "on b" in finding.found and "RAY_AUTH_MODE" in finding.hint
+
+
+def test_lost_hosts_and_unshared_folders_are_failures() -> None:
+    (lost,) = verdicts.judge_lost({"a": ("the process died", "look")})
+    assert (lost.status, lost.found, lost.hint) == ("failure", "a: the process died", "look")
+    assert verdicts.judge_folder("/runs", {}).found == "all hosts read and write /runs"
+    unshared = verdicts.judge_folder("/runs", {"b": "has no folder /runs"})
+    assert unshared.status == "failure" and unshared.found == "b has no folder /runs" and "runs_dir" in unshared.hint
