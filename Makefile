@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Python keeps the compiled tests: without them each process of pytest needs five seconds more to rewrite their assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart install test test-fast nightly parity faults lint format bench lock docs clean
+.PHONY: quickstart install test test-fast nightly parity faults cluster lint format bench lock docs clean
 
 quickstart: install
 	$(BIN)/asyncrl train specs/quickstart.yaml
@@ -45,6 +45,11 @@ $(VENV)-parity/.installed: requirements/parity.txt requirements/parity.sh $(STAM
 # Kills parts of real runs at random moments, sixty times and more (half an hour on two cores).
 faults: install
 	$(BIN)/python -m tests.e2e.faults.campaign --kills 60 --seed 0
+
+# Several hosts, made of namespaces on this machine (root), and the campaign that kills, cuts off, slows and adds them.
+cluster: install
+	$(BIN)/python -m pytest tests/cluster -m ""
+	$(BIN)/python -m tests.cluster.campaign --events 30 --seed 0
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,0 +1,177 @@
+"""The long campaign over several hosts: part of `make cluster`.
+
+    python -m tests.cluster.campaign --events 30 --seed 0
+
+Real runs on test hosts: the head with the driver and trainer rank 0, a host with rank 1, a host with two engines, and
+a further one for an engine that comes and goes. While a run goes on, hosts are killed, partitioned and slowed down,
+engines join and are drained. Once it is complete it is judged as the runs of `make faults` are: the audit of its
+journal, every snapshot that was taken meanwhile, and its recorded batches trained again. A run without staleness must
+equal its undisturbed twin bit for bit. Prints a line per event and a table; ends with 1 when anything does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.events import ALL, UNDISTURBING, Site
+from tests.cluster.hosts import Network, why_not
+from tests.cluster.runs import HostedRun, HostedRuns
+from tests.e2e.conftest import litter
+from tests.e2e.faults.audit import Audit
+from tests.e2e.faults.campaign import LONG_WORDS
+from tests.e2e.faults.disturbed import Hung
+from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
+
+EVENTS_A_RUN = 6
+STEPS_AN_EVENT = 40
+TWINNED = "no staleness"
+KINDS: dict[str, dict[str, Any]] = {
+    "async": {**LONG_WORDS, "checkpoints": {"every": 10}},
+    "recompute": {
+        **LONG_WORDS,
+        "pipeline": {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
+        "checkpoints": {"every": 10},
+    },
+    TWINNED: {
+        "pipeline": {"max_staleness": 0},
+        "checkpoints": {"every": 10},
+        "journal": {"segment_seconds": 600.0},
+    },
+}
+"""What each kind of run changes of the spell spec, beside two ranks under ZeRO-3 and two or three engines."""
+
+
+@dataclass(slots=True)
+class Campaign:
+    """All runs of one campaign."""
+
+    folder: Path
+    seed: int
+    events_a_run: int
+    say: Any = print
+    done: list[tuple[str, HostedRun, Verdict]] = field(default_factory=list)
+
+    @property
+    def events(self) -> int:
+        """Events so far."""
+        return sum(len(run.kills) for _, run, _ in self.done)
+
+    @property
+    def steps(self) -> int:
+        """Steps of each run."""
+        return STEPS_AN_EVENT * self.events_a_run
+
+    def go_on(self, kind: str, number: int) -> None:
+        """One run of a kind on fresh hosts, through its events."""
+        folder = self.folder / f"run-{number}"
+        folder.mkdir()
+        chance = random.Random(f"{self.seed}/{number}")
+        left = UNDISTURBING if kind == TWINNED else ALL
+        events = [event for _ in range(0, self.events_a_run, len(left)) for event in chance.sample(left, len(left))]
+        started, before = time.monotonic(), litter()
+        models = self.folder / "models"  # the model that runs start from is made once
+        models.mkdir(exist_ok=True)
+        (folder / "models").symlink_to(models)
+        with Network(folder, kept=[models]) as network:
+            site = Site.ready(network)
+            run = self._run(kind, site, number)
+            self.say(f"run {number}, {kind}: hosts ready after {time.monotonic() - started:.0f} s")
+            late, problems = 0, []
+            try:
+                run.start()
+                for event in events[: self.events_a_run]:
+                    late += not site.inject(run, event)
+                site.restore()
+                run.finish()
+                run.measure()
+                verdict = judge(run, before)
+                problems += [*verdict.violations, *replay_violations(run.runs, run)]
+                if kind == TWINNED:
+                    problems += self._twin_differences(site, run, number)
+                found = verdict.audit
+            except Hung as hung:
+                run.end()
+                problems, found = [str(hung)], Audit(0, 0, 0, 0, ())
+            problems += [f"the driver stopped by itself: {stop}" for stop in run.stops]
+            for kill in run.kills:
+                back = "-" if kill.back_s is None else f"{kill.back_s:.1f} s"
+                self.say(f"  {kill.part:22} at step {kill.step:3}, trained on after {back}")
+            self.say(f"  {summary(run, found)}; {late} events came too late; {time.monotonic() - started:.0f} s")
+            for problem in problems:
+                self.say(f"  VIOLATION {problem}")
+            self.done.append((kind, run, Verdict(found, tuple(problems))))
+
+    def _run(self, kind: str, site: Site, number: int) -> HostedRun:
+        changes = {name: dict(section) for name, section in KINDS[kind].items()}
+        changes["pipeline"] = {**changes.get("pipeline", {}), "max_restarts": 1000}
+        changes["trainer"] = {"ranks": 2, "zero_stage": 3}
+        changes["rollout"] = {"engines": {"min": 1, "max": 3}, "max_running_rollouts": 32}
+        runs = HostedRuns(self.folder / f"run-{number}", site.cluster)
+        spec = runs.write_spec(stop={"steps": self.steps}, **changes)
+        return HostedRun(runs, spec, self.steps, random.Random(f"{self.seed}/{number}"), self.say)
+
+    def _twin_differences(self, site: Site, run: HostedRun, number: int) -> list[str]:
+        twin = self._run(TWINNED, site, number)
+        twin.start()
+        twin.finish(resumes=1)
+        return differences(run.folder, twin.folder)
+
+    def table(self) -> Iterator[str]:
+        """How often each event came, and what was found."""
+        back: dict[str, list[float]] = defaultdict(list)
+        counts: dict[str, int] = defaultdict(int)
+        for _, run, _ in self.done:
+            for kill in run.kills:
+                counts[kill.part] += 1
+                back[kill.part] += [] if kill.back_s is None else [kill.back_s]
+        yield f"{'':22}{'events':>8}{'median':>10}{'longest':>10}"
+        for name, count in sorted(counts.items()):
+            times = sorted(back[name]) or [float("nan")]
+            yield f"{name:22}{count:>8}{times[len(times) // 2]:>8.1f} s{times[-1]:>8.1f} s"
+        yield f"{self.events} events over {totals([(run, verdict) for _, run, verdict in self.done])}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=30, help="go on until there were so many events")
+    parser.add_argument("--events-a-run", type=int, default=EVENTS_A_RUN)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=list(KINDS), help="runs of this kind alone")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary folder when left out")
+    arguments = parser.parse_args()
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        return 0
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="cluster-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
+
+    campaign = Campaign(folder.resolve(), arguments.seed, arguments.events_a_run, say)
+    kinds = [arguments.only] if arguments.only else list(KINDS)
+    number = 0
+    while campaign.events < arguments.events:
+        campaign.go_on(kinds[number % len(kinds)], number)
+        number += 1
+    print()
+    for line in campaign.table():
+        print(line)
+    broken = [(kind, run) for kind, run, verdict in campaign.done if verdict.violations]
+    for kind, run in broken:
+        print(f"violated by {kind}: {run.folder}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
