@@ -92,6 +92,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                 + spec.rollout.max_engines * spec.rollout.threads_per_engine
             )
             try:
+                _start_only_what_is_needed()
                 ray.init(
                     "local",  # not what RAY_ADDRESS names, which Ray's own jobs have set
                     # Threads may share cores: the spec says how many there are, the machine how fast that is.
@@ -112,6 +113,18 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         finally:
             ray.shutdown()
     _read_environment_again()
+
+
+def _start_only_what_is_needed() -> None:
+    """Keep Ray from starting its autoscaler, its dashboard and what reads logs for drivers.
+
+    A cluster of one machine has no use for them, ``include_dashboard`` and ``log_to_driver`` do not prevent them, and
+    they cost each run two seconds (decision 0044). ``ray.init`` calls these methods; a Ray without them starts all.
+    """
+    from ray._private.node import Node
+
+    for name in ("start_monitor", "start_log_monitor", "start_api_server"):
+        setattr(Node, name, lambda *_, **__: None)
 
 
 def _read_environment_again() -> None:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncrl_cli.core.files import require_folder
+from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.records.generation import (
     EVALUATION,
     Attestation,
@@ -71,7 +72,11 @@ class RolloutWorker:
 
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
-        import vllm.v1.engine.async_llm  # noqa: F401
+        from asyncrl_cli.rollout.core_main import use_as_main
+
+        use_as_main()
+        with large_imports():
+            import vllm.v1.engine.async_llm  # noqa: F401
 
         return os.getpid()
 

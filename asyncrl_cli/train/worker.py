@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.files import require_folder
+from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -54,9 +55,11 @@ class TrainerWorker:
         then, at which other ranks reach it. ``one_host``: all ranks are on this host."""
         redirect_output(self._log_dir, f"trainer-{rank}")
         self._rank = rank
-        import deepspeed  # noqa: F401
         import ray
-        import transformers  # noqa: F401
+
+        with large_imports():
+            import deepspeed  # noqa: F401
+            import transformers.models.auto.modeling_auto  # noqa: F401
 
         address = LOOPBACK if one_host else ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.gateway.tool_calls import check_tool_parser
 from asyncrl_cli.orchestrator.checks import engine as engine_checks
 from asyncrl_cli.orchestrator.checks import machine as machine_checks
@@ -172,6 +173,9 @@ class StartChecks:
         )
 
     def _load_tokenizer(self) -> str:
+        with large_imports():
+            import transformers.models.auto.modeling_auto  # noqa: F401
+
         from asyncrl_cli.train.model.initial import model_stub
         from asyncrl_cli.train.model.tokenizer import load_tokenizer, without_progress_bars
 
