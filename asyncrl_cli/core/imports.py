@@ -20,7 +20,7 @@ def large_imports() -> Iterator[None]:
     """
     hidden = [name for name in UNUSED if name not in sys.modules]
     collecting = gc.isenabled()
-    # Modules are no garbage, and the collector would look through all of them again and again.
+    # Imports leave little to collect, and each collection would look through all modules again.
     gc.disable()
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: the import system's own mark
     try:
