@@ -345,7 +345,7 @@ def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytes
 NOT_IN_TIME = "its host has not got weight version 1 in time; it does not serve until then"
 
 
-def test_a_fetch_that_a_newer_version_overtakes_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", LIMIT_S * 2)
 
     async def check() -> None:
