@@ -92,17 +92,17 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                 + spec.rollout.max_engines * spec.rollout.threads_per_engine
             )
             try:
-                _start_only_what_is_needed()
-                ray.init(
-                    "local",  # not what RAY_ADDRESS names, which Ray's own jobs have set
-                    # Threads may share cores: the spec says how many there are, the machine how fast that is.
-                    num_cpus=max(os.cpu_count() or 1, needed + 1),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    _temp_dir=str(ray_folder),
-                )
+                with _only_needed_processes():
+                    ray.init(
+                        "local",  # not what RAY_ADDRESS names, which Ray's own jobs have set
+                        # Threads may share cores: the spec says how many there are, the machine how fast that is.
+                        num_cpus=max(os.cpu_count() or 1, needed + 1),
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level="ERROR",
+                        object_store_memory=OBJECT_STORE_BYTES,
+                        _temp_dir=str(ray_folder),
+                    )
             except Exception as error:
                 raise RunError(
                     f"Ray does not start: {type(error).__name__}: {error}",
@@ -115,16 +115,24 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     _read_environment_again()
 
 
-def _start_only_what_is_needed() -> None:
-    """Keep Ray from starting its autoscaler, its dashboard and what reads logs for drivers.
+@contextmanager
+def _only_needed_processes() -> Iterator[None]:
+    """Keep Ray from starting its autoscaler, its dashboard and what reads logs for drivers, within the block.
 
     A cluster of one machine has no use for them, ``include_dashboard`` and ``log_to_driver`` do not prevent them, and
     they cost each run two seconds (decision 0044). ``ray.init`` calls these methods; a Ray without them starts all.
     """
     from ray._private.node import Node
 
-    for name in ("start_monitor", "start_log_monitor", "start_api_server"):
+    names = [name for name in ("start_monitor", "start_log_monitor", "start_api_server") if hasattr(Node, name)]
+    methods = {name: getattr(Node, name) for name in names}
+    for name in names:
         setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
 
 
 def _read_environment_again() -> None:
