@@ -19,5 +19,4 @@ def use_as_main() -> None:
 
 if __name__ == "__mp_main__":
     with large_imports():
-        import vllm.v1.engine.core
-        import vllm.v1.worker.cpu_worker  # noqa: F401
+        import vllm.v1.engine.core  # noqa: F401
