@@ -25,14 +25,16 @@ from typing import Any
 from tests.cluster.events import ALL, UNDISTURBING, Site
 from tests.cluster.hosts import Network, why_not
 from tests.cluster.runs import HostedRun, HostedRuns
-from tests.e2e.conftest import litter
+from tests.e2e.conftest import litter, rows
 from tests.e2e.faults.audit import Audit
 from tests.e2e.faults.campaign import LONG_WORDS
 from tests.e2e.faults.disturbed import Hung
 from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
 
 EVENTS_A_RUN = 6
-STEPS_AN_EVENT = 40
+STEPS_AN_EVENT = 60
+TOLERANCE = 1e-3
+"""Nats, in fp32 (docs/metrics.md)."""
 TWINNED = "no staleness"
 KINDS: dict[str, dict[str, Any]] = {
     "async": {**LONG_WORDS, "checkpoints": {"every": 10}},
@@ -94,7 +96,7 @@ class Campaign:
                 run.finish()
                 run.measure()
                 verdict = judge(run, before)
-                problems += [*verdict.violations, *replay_violations(run.runs, run)]
+                problems += [*verdict.violations, *replay_violations(run.runs, run), *_unproved(run)]
                 if kind == TWINNED:
                     problems += self._twin_differences(site, run, number)
                 found = verdict.audit
@@ -138,6 +140,15 @@ class Campaign:
             times = sorted(back[name]) or [float("nan")]
             yield f"{name:22}{count:>8}{times[len(times) // 2]:>8.1f} s{times[-1]:>8.1f} s"
         yield f"{self.events} events over {totals([(run, verdict) for _, run, verdict in self.done])}"
+
+
+def _unproved(run: HostedRun) -> Iterator[str]:
+    """Versions that an engine served with other weights than the trainer's, by the log-probs of their tokens."""
+    if (gap := run.ask("SELECT max(gap) FROM publishes")) > TOLERANCE:
+        yield f"an engine that proved its weights differed by {gap:.3g} nats"
+    for row in rows(run.folder, "metrics.jsonl"):
+        if (gap := row.get("engine/logprob_gap_max") or 0.0) > TOLERANCE:
+            yield f"step {row['step']}: tokens of the trainer's own version differ by {gap:.3g} nats"
 
 
 def main() -> int:

@@ -17,7 +17,8 @@ from tests.e2e.faults.disturbed import Ended, Kill
 
 PARTITION_S = 20.0
 SLOW_BYTES_S = 5_000_000
-ENGINE, CORE = "ray::RolloutWorker", "VLLM::EngineCore"
+ENGINE = "ray::RolloutWorker"
+JOINS = "SELECT count(*) FROM engine_changes WHERE change = 'join'"
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class Site:
             try:
                 self._settled(run, 3)
                 run.pause(run.random.uniform(0, 2))
+                if run.trained() >= run.steps:
+                    return False
                 PREPARED.get(name, _nothing)(self, run)
                 run.evidence.take_snapshot(run.journal)
                 run.kills.append(Kill(name, "", time.time(), run.trained()))
@@ -135,11 +138,11 @@ def _engines_slow(site: Site, run: HostedRun) -> None:
 
 
 def _engine_added(site: Site, run: HostedRun) -> None:
+    joined = run.ask(JOINS)
     site.guest.boot()
     site.join(site.guest)
-    run.until(lambda: site.guest.processes_titled(CORE), "the engine on the host that was added")
-    wanted = min(run.trained() + 3, run.steps)
-    run.until(lambda: run.trained() >= wanted, f"step {wanted} with one more engine")
+    run.until(lambda: site.guest.processes_titled(ENGINE), "an engine on the host that was added")
+    run.until(lambda: run.ask(JOINS) > joined, "that engine to serve")
 
 
 def _engine_drained(site: Site, run: HostedRun) -> None:

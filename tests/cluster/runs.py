@@ -11,6 +11,9 @@ from tests.cluster.ray_cluster import RayCluster
 from tests.e2e.conftest import Runs
 from tests.e2e.faults.disturbed import DisturbedRun
 
+OF_EVERY_NODE = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Titles of processes that Ray has on every node, with or without a run."""
+
 
 @dataclass(frozen=True)
 class HostedRuns(Runs):
@@ -57,5 +60,5 @@ class HostedRun(DisturbedRun):
 
 
 def _of_run(host: Host, title: str) -> list[int]:
-    idle = set(host.processes_titled("ray::IDLE"))
-    return [pid for pid in host.processes_titled(title) if pid not in idle]
+    others = {pid for own in OF_EVERY_NODE for pid in host.processes_titled(own)}
+    return [pid for pid in host.processes_titled(title) if pid not in others]
