@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from asyncrl_cli.orchestrator.engines import EngineProcess
-from asyncrl_cli.rollout.client import EngineHandle
+from asyncrl_cli.rollout.engine_handle import EngineHandle
 
 Waits = Callable[[str], None]
 

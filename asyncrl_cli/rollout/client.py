@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.generation import (
@@ -37,6 +37,7 @@ from asyncrl_cli.records.generation import (
     Segment,
 )
 from asyncrl_cli.rollout.continuation import finished
+from asyncrl_cli.rollout.engine_handle import EngineHandle
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
@@ -59,28 +60,6 @@ class EngineLost(Exception):
 
 class GenerationFailed(Exception):
     """A request failed more often than it may be tried again; the text is the last reason."""
-
-
-class EngineHandle(Protocol):
-    """One engine's actor, and the ones that take its place after it."""
-
-    name: str
-    node: str
-    """The Ray node's id, once it has started."""
-    actor: Any
-    """Has the methods of ``RolloutWorker``, to be called with ``.remote()``."""
-
-    async def lose(self, actor: Any, cause: str) -> None:
-        """The actor is of no use any more: end its process. Raises ``RunError`` when that happened too often."""
-
-    async def running(self) -> Any:
-        """The present actor, started if it has yet to be. Raises ``RunError``."""
-
-    def kill(self) -> None:
-        """End the process, also one that hangs."""
-
-    async def dismiss(self) -> None:
-        """End it for good, in bounded time, and give its room back."""
 
 
 @dataclass(slots=True, eq=False)
