@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -547,6 +548,24 @@ def test_concurrent_sandboxes_are_independent(kind: Kind) -> None:
     for thread in threads:
         thread.join()
     assert results == {number: [True] for number in range(4)}
+
+
+def test_a_process_with_many_open_files_can_judge(kind: Kind) -> None:
+    """`select` takes no descriptor from 1024 on."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 1200:
+        pytest.skip("this user may not open so many files")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1200), most))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1030:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        assert passes("def f(): return 1", kind=kind) == [True]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # -- a sandbox that does not start

@@ -109,12 +109,14 @@ def _watch(report: int, processes: Sequence[SandboxProcess], limits: Limits, tes
     """What the process with the tests reports until it has ended, its time is over or a process exceeds a limit; None
     when it does not begin."""
     received, deadline, looked = b"", time.monotonic() + START_S, 0.0
+    readable = select.poll()  # select.select takes no descriptor from 1024 on
+    readable.register(report, select.POLLIN)
     while (left := deadline - (now := time.monotonic())) > 0 and len(received) <= tests:
         if received and now - looked >= LOOK_S:
             looked = now
             if any(process.exceeds_limits() for process in processes):
                 break
-        if not select.select([report], [], [], min(left, LOOK_S))[0]:
+        if not readable.poll(1000 * min(left, LOOK_S)):
             continue
         if not (piece := os.read(report, 2**16)):
             break
