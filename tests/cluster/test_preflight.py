@@ -96,6 +96,7 @@ exit "$(cat code)"
 """Leaves the task for the test, which starts it on every host, and ends as the first one does."""
 
 
+@pytest.mark.nightly  # 90 s; `make cluster` runs it
 def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network: Network) -> None:
     """`sbatch job.sbatch doctor --cluster spec.yaml`, with stand-ins for Slurm's own commands."""
     hosts = [network.host("one"), network.host("two")]
