@@ -114,11 +114,14 @@ class Replicas:
                 started = time.monotonic()
                 probe = await ranks.write(version, [paths[node] for node in nodes])
                 return Written(version, probe, nodes, time.monotonic() - started, losses)
-            except AgentLost:
-                pass
             except ReplicaGone:
                 await self._look()
                 if self.losses == losses:  # no agent has died: it would fail again
+                    raise
+            except RunError as error:
+                # A host that is gone has taken its ranks along, and Ray starts no agent there (decision 0038).
+                await ranks.check()
+                if not isinstance(error, AgentLost):
                     raise
 
     async def manifest(self, written: Written) -> Manifest:

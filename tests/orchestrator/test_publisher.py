@@ -103,6 +103,10 @@ class Harness:
             self.hosts.write(path, rank, self.shard(version, rank))
         return Probe(PROBE, logprobs(version, self.step))
 
+    async def check(self) -> None:
+        if self.lost:
+            raise TrainerLost("trainer-1", "the process died")
+
     def shard(self, version: int, rank: int) -> Any:
         return version, rank, self.bits
 
@@ -428,6 +432,30 @@ def test_whichever_agent_dies_when_all_engines_serve_in_the_end(
         assert [loaded(harness, engine)[-1] for engine in range(2)] == [1, 1]
         await harness.serve(2)
         assert [loaded(harness, engine)[-1] for engine in range(2)] == [2, 2]
+
+    run(check())
+
+
+@pytest.mark.parametrize("again", ["dies", "is refused by Ray"])
+def test_a_host_that_is_gone_with_its_rank_loses_the_trainer_and_not_the_run(again: str) -> None:
+    async def check() -> None:
+        harness = Harness(Engine())
+        await harness.serve(0)
+        made = len(harness.hosts.agents["b"])
+
+        async def works(agent: StandInAgent) -> None:
+            if agent._node == "b":
+                harness.lost = True
+                if again == "dies":
+                    agent.die()
+                    await asyncio.sleep(0)
+                else:
+                    raise RunError("ActorUnschedulableError: the node is gone")
+
+        harness.hosts.works = works
+        with pytest.raises(TrainerLost, match="trainer-1"):
+            await harness.serve(1)
+        assert len(harness.hosts.agents["b"]) == made, "no agent is asked for on a host that is gone"
 
     run(check())
 
