@@ -69,12 +69,17 @@ class Harness:
         processes: list[Any] = [*self.processes]
         self.client = GenerationClient(processes, slots=8, retries=0, hang_s=600.0, decode=str)
         self.hosts = StandInHosts(budget)
-        trainer: Any = SimpleNamespace(write=self._write, layout=self._layout, nodes=("trainer",))
+        trainer: Any = SimpleNamespace(
+            write=self._write, layout=self._layout, check=self._check_ranks, nodes=("trainer",)
+        )
         self.publisher = Publisher(*(spec(), trainer, self.client, self.hosts.replicas, Watchdog(600.0, print), budget))
         self.serving = asyncio.Semaphore(0)
         self.keeper = EngineKeeper(self.client, self.publisher)
         self.keeper.on_serving = lambda _: self.serving.release()
         self.ended: list[str] = []
+
+    async def _check_ranks(self) -> None:
+        """No rank is dead."""
 
     async def _layout(self) -> Any:
         return layout(1)
