@@ -18,6 +18,7 @@ from asyncrl_cli.gateway.requests import Bodies
 from asyncrl_cli.gateway.session import Session
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.spec.sections import GatewaySpec
+from asyncrl_cli.system.network import family_of
 
 START_S = 10.0
 STOP_S = 5.0
@@ -134,7 +135,7 @@ async def start_gateway(
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that takes connections. Raises ``GatewayError`` when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = family_of(host)
     # Only sockets that name their protocol get TCP_NODELAY from asyncio; without it answers wait 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

@@ -15,12 +15,13 @@ from typing import Any
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import engine_wants, rank_wants
-from asyncrl_cli.orchestrator.placement import PlacementGroup, driver_affinity
+from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import on_node
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 MANY = 100_000
@@ -74,12 +75,10 @@ class ActorFactory:
     def host_agent(self, name: str, node: str) -> Any:
         """The agent of a Ray node, by its id."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from asyncrl_cli.weights.agent import HostAgent
 
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(HostAgent).options(num_cpus=0, scheduling_strategy=there).remote(name, self._logs)
+        return ray.remote(HostAgent).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(name, self._logs)
 
     def address_of(self, node: str) -> str:
         """The address at which other nodes reach a Ray node."""
@@ -95,7 +94,7 @@ class ActorFactory:
         from asyncrl_cli.workers.reward_actor import RewardActor
 
         # Where the driver is, there are the user's files.
-        options = ray.remote(RewardActor).options(num_cpus=0, scheduling_strategy=driver_affinity())
+        options = ray.remote(RewardActor).options(num_cpus=0, scheduling_strategy=on_node())
         return options.remote("scorer", task, str(self.search_path), self._logs)
 
     def episode_worker(self, task: TaskSpec, name: str) -> Any:
@@ -104,9 +103,7 @@ class ActorFactory:
         from asyncrl_cli.workers.episode_actor import EpisodeActor
 
         # Where the driver is, there is the gateway. Calls are waited for here, and bounded here.
-        options = ray.remote(EpisodeActor).options(
-            num_cpus=0, scheduling_strategy=driver_affinity(), max_concurrency=MANY
-        )
+        options = ray.remote(EpisodeActor).options(num_cpus=0, scheduling_strategy=on_node(), max_concurrency=MANY)
         return options.remote(name, task, str(self.search_path), self._logs)
 
     def gateway(self) -> Any:
@@ -115,7 +112,7 @@ class ActorFactory:
         from asyncrl_cli.gateway.actor import GatewayActor
 
         # Where the driver is, there are the episode workers.
-        return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=driver_affinity()).remote(self._logs)
+        return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=on_node()).remote(self._logs)
 
     def buffer(self) -> Any:
         import ray
@@ -123,7 +120,7 @@ class ActorFactory:
         from asyncrl_cli.buffer.actor import Buffer
 
         # Where the driver is, there is the run's folder.
-        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=driver_affinity())
+        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=on_node())
         return options.remote(str(self.run_path / FILE), buffer_settings(self.spec), self._logs)
 
 

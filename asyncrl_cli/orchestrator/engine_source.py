@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from asyncrl_cli.orchestrator.engines import EngineProcess
+from asyncrl_cli.orchestrator.nodes import live_nodes
 from asyncrl_cli.rollout.engine_handle import EngineHandle
 
 Waits = Callable[[str], None]
@@ -58,11 +59,10 @@ class RayEngines:
 
     def why_gone(self, node: str) -> str:
         """As ``EngineSource``. A node that is being drained counts as gone."""
-        import ray
-
-        if node not in {one["NodeID"] for one in ray.nodes() if one["Alive"]}:
+        if node not in {one.node_id for one in live_nodes()}:
             return "its node is gone"
-        return f"its node is being drained{self.draining()[node]}" if node in self.draining() else ""
+        until = self.draining().get(node)
+        return "" if until is None else f"its node is being drained{until}"
 
 
 def _until(deadline: float) -> str:

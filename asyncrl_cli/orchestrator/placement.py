@@ -156,11 +156,3 @@ class PlacementGroup:
 
         table: dict[str, Any] = placement_group_table(self._group)
         return table
-
-
-def driver_affinity() -> Any:
-    """Schedules an actor on the driver's node: there are the run's folder, the journal and the gateway."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -1,4 +1,4 @@
-"""Which of a host's network interfaces leads to another host."""
+"""Addresses of hosts: their family, and which of this host's network interfaces leads to one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import socket
 from asyncrl_cli.core.errors import RunError
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Whether a numeric address is of IPv6 or of IPv4; a host name counts as IPv4."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def interface_to(address: str) -> str:
     """The interface over which this host reaches an address; nothing is sent. Raises ``RunError`` if there is none."""
     import psutil
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = family_of(address)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # a datagram socket: only the route is looked up

@@ -28,6 +28,14 @@ class NoAnswer(ActorLost):
     """An actor did not answer in time."""
 
 
+def on_node(node: str | None = None) -> Any:
+    """Schedules an actor on the Ray node with this id and on no other; by default on this process's own."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node or ray.get_runtime_context().get_node_id(), soft=False)
+
+
 async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = None) -> Any:
     """The result of a Ray call to the actor ``who`` (the name of its log file).
 

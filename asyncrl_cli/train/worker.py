@@ -18,6 +18,7 @@ from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.system.network import family_of
 from asyncrl_cli.weights.layout import TensorSlot
 
 LOOPBACK = "127.0.0.1"
@@ -62,8 +63,7 @@ class TrainerWorker:
             import transformers.models.auto.modeling_auto  # noqa: F401
 
         address = LOOPBACK if one_host else ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
+        self._listener = socket.create_server((address, 0), family=family_of(address))
         return address, self._listener.getsockname()[1]
 
     def prepare_model(self, search_path: str) -> str:

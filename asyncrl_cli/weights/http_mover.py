@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from asyncrl_cli.system.network import family_of
 from asyncrl_cli.weights.http_server import WeightServer
 from asyncrl_cli.weights.manifest import Endpoint
 from asyncrl_cli.weights.movers import HolderFault
@@ -55,7 +56,7 @@ class HttpLink:
     def __init__(self, url: str, token: str) -> None:
         address = urlsplit(url)
         self._address = (address.hostname or "", address.port or 80)
-        self._family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self._family = family_of(self._address[0])
         self._headers = f"Host: {address.netloc}\r\nAuthorization: Bearer {token}\r\n\r\n"
         self._socket: socket.socket | None = None
         self._aborted = False

@@ -14,6 +14,7 @@ from contextlib import suppress
 from threading import Lock, Thread
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.system.network import family_of
 from asyncrl_cli.weights.replica import Replica
 from asyncrl_cli.weights.wire import SILENCE_S, read_head, send
 
@@ -38,7 +39,7 @@ class WeightServer:
         self._connections: set[socket.socket] = set()
         self._closed = False
         self._lock = Lock()
-        self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        self._listener = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             self._listener.bind((address, 0))
             self._listener.listen(CONNECTIONS)

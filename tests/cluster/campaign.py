@@ -27,7 +27,7 @@ from tests.cluster.hosts import Network, why_not
 from tests.cluster.runs import HostedRun, HostedRuns
 from tests.e2e.conftest import litter, rows
 from tests.e2e.faults.audit import Audit
-from tests.e2e.faults.campaign import LONG_WORDS
+from tests.e2e.faults.campaign import LONG_WORDS, conclude, timed_lines
 from tests.e2e.faults.disturbed import Hung
 from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
 
@@ -164,24 +164,13 @@ def main() -> int:
         return 0
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="cluster-"))
     folder.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
-
-    campaign = Campaign(folder.resolve(), arguments.seed, arguments.events_a_run, say)
+    campaign = Campaign(folder.resolve(), arguments.seed, arguments.events_a_run, timed_lines())
     kinds = [arguments.only] if arguments.only else list(KINDS)
     number = 0
     while campaign.events < arguments.events:
         campaign.go_on(kinds[number % len(kinds)], number)
         number += 1
-    print()
-    for line in campaign.table():
-        print(line)
-    broken = [(kind, run) for kind, run, verdict in campaign.done if verdict.violations]
-    for kind, run in broken:
-        print(f"violated by {kind}: {run.folder}")
-    return 1 if broken else 0
+    return conclude(campaign.table(), campaign.done)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from train_one import SPEC, batch
 
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, joined
-from asyncrl_cli.orchestrator.placement import driver_affinity
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import on_node
 
 STEPS = 2
 
@@ -48,7 +48,7 @@ def main() -> None:
         class Holder:
             def ready(self) -> None: ...
 
-        holder = Holder.options(num_cpus=held, scheduling_strategy=driver_affinity()).remote()
+        holder = Holder.options(num_cpus=held, scheduling_strategy=on_node()).remote()
         ray.get(holder.ready.remote())
         seats = asyncio.run(train(spec, folder)).seats
     print(json.dumps([seat.address for seat in seats]))

@@ -23,6 +23,7 @@ from asyncrl_cli.runs.directory import Phase, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.system.remote import on_node
 
 RUNNING = "RUNNING"
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
@@ -120,12 +121,10 @@ class Mlflow(Monitor):
 
     def started(self, run: RunInfo) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # Where the driver is, there is the run's folder.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = ray.remote(TrackerActor).options(
-            num_cpus=0, max_restarts=RESTARTS, max_task_retries=-1, scheduling_strategy=here
+            num_cpus=0, max_restarts=RESTARTS, max_task_retries=-1, scheduling_strategy=on_node()
         )
         self._actor = options.remote(str(run.folder), self._target, self._system_metrics)
 

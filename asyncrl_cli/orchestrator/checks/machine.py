@@ -19,6 +19,7 @@ from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.network import family_of
 
 GIB = 2**30
 ENGINE_BYTES = int(1.2 * GIB)
@@ -184,7 +185,7 @@ def check_gateway(spec: ExperimentSpec, used: bool) -> str:
     """The gateway's address is one of this host, and its port is free if the run uses it (``used``)."""
     gateway = spec.rollout.gateway
     port = gateway.port if used else 0
-    family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
+    family = family_of(gateway.host)
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

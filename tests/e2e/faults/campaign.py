@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,27 @@ def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
             yield kind, sorted(faults, key=lambda fault: fault.endswith("last"))
 
 
+def timed_lines() -> Callable[[str], None]:
+    """Prints lines with the seconds since now."""
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
+
+    return say
+
+
+def conclude(table: Iterable[str], done: Iterable[tuple[str, DisturbedRun, Verdict]]) -> int:
+    """Print the table and the runs that broke a promise; returns the exit code."""
+    print()
+    for line in table:
+        print(line)
+    broken = [(kind, run) for kind, run, verdict in done if verdict.violations]
+    for kind, run in broken:
+        print(f"violated by {kind}: {run.folder}")
+    return 1 if broken else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=60, help="go on until so many parts were killed")
@@ -187,24 +208,13 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
-
-    campaign = Campaign(Runs(folder), arguments.seed, say)
+    campaign = Campaign(Runs(folder), arguments.seed, timed_lines())
     for number, (kind, faults) in enumerate(schedule(arguments.seed)):
         if campaign.kills >= arguments.kills:
             break
         if arguments.only in (None, kind):
             campaign.go_on(kind, faults, number)
-    print()
-    for line in campaign.table():
-        print(line)
-    broken = [(kind, run) for kind, run, verdict in campaign.done if verdict.violations]
-    for kind, run in broken:
-        print(f"violated by {kind}: {run.folder}")
-    return 1 if broken else 0
+    return conclude(campaign.table(), campaign.done)
 
 
 if __name__ == "__main__":

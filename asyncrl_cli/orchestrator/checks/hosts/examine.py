@@ -38,7 +38,7 @@ from asyncrl_cli.orchestrator.nodes import (
     rank_wants,
 )
 from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
-from asyncrl_cli.system.remote import wait_for
+from asyncrl_cli.system.remote import on_node, wait_for
 
 START_S = 60.0
 """Seconds that a host has to start its probe, a process that imports Ray."""
@@ -145,14 +145,13 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
 
 async def _measure(hosts: Sequence[Host], runs_dir: Path) -> Measured:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     secret = secrets.token_hex(16)
     remote = ray.remote(HostProbe)
     probes = {}
     for host in hosts:
-        affinity = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
-        probes[host.name] = remote.options(num_cpus=0, scheduling_strategy=affinity).remote(host.node_id, secret)
+        there = on_node(host.node_id)
+        probes[host.name] = remote.options(num_cpus=0, scheduling_strategy=there).remote(host.node_id, secret)
     measurement = _Measurement({host.name: host for host in hosts}, probes)
     try:
         with shared_folder.marked(runs_dir) as mark:
