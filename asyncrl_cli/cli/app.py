@@ -20,6 +20,7 @@ import typer
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import (
     checkpoint,
+    convert,
     doctor,
     init,
     inspect,
@@ -63,6 +64,7 @@ add(app, "doctor", doctor.doctor, "Check whether this machine can run asyncrl.",
 add(app, "report", report.report, "Write an HTML report of one or more runs.", "asyncrl report latest -o report.html")
 add(app, "timeline", report.timeline, "Write a trace for ui.perfetto.dev.", "asyncrl timeline latest -o out.json")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(convert.app, name="convert")
 add(app, "validate-spec", validate_spec.validate_spec, "Check a spec.", "asyncrl validate-spec specs/quickstart.yaml")
 
 

@@ -160,7 +160,7 @@ def test_completion_in_the_shell(
 
 def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for group in ((), ("inspect",), ("checkpoint",)):
+    for group in ((), ("inspect",), ("checkpoint",), ("convert",)):
         monkeypatch.setattr(sys, "argv", ["asyncrl", *group, "--help"])
         with pytest.raises(SystemExit):
             main()
@@ -168,7 +168,7 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         commands = [line.split()[0] for line in listed.splitlines()]
         assert commands and "..." not in listed
         for command in commands:
-            if (command,) in (("inspect",), ("checkpoint",)):
+            if (command,) in (("inspect",), ("checkpoint",), ("convert",)):
                 continue
             monkeypatch.setattr(sys, "argv", ["asyncrl", *group, command, "--help"])
             with pytest.raises(SystemExit):

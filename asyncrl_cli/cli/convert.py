@@ -1,0 +1,88 @@
+"""`asyncrl convert`: configurations of other trainers as specs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl_cli.cli.arguments import add
+from asyncrl_cli.cli.output import echo
+
+if TYPE_CHECKING:
+    from asyncrl_cli.convert.files import Result
+
+app = typer.Typer(
+    help="Convert a configuration of another trainer to a spec.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="The spec to write; a folder if there are several. Default: standard output; for several, `converted`.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a spec that exists with other content.")]
+
+
+def verl(
+    configs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG...", help="YAML files of verl, and overrides of its command line (`key=value`), for all."
+        ),
+    ],
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Write a spec for each configuration of verl, with a comment for every key (docs/from-verl.md).
+
+    Overrides without a file are converted beside verl's defaults. Exit code: 0 when every spec is valid where its model
+    and data are; 1 when one has to be changed first; 2 when a configuration cannot be read.
+    """
+    from asyncrl_cli.convert.files import convert_one, targets
+    from asyncrl_cli.convert.source import Source, override, read_file
+    from asyncrl_cli.convert.verl import DEFAULTS, ROWS
+
+    files = [name for name in configs if os.path.exists(name) or not ("=" in name or name.startswith("~"))]
+    overrides = [name for name in configs if name not in files]
+    origins = files or ["overrides"]
+    results = []
+    for origin, target in zip(origins, targets(origins, output), strict=True):
+        values = override(read_file(origin) if files else {}, overrides)
+        label = " ".join([origin, *overrides]) if files else " ".join(overrides)
+        results.append(convert_one("verl", label, Source(values, DEFAULTS), ROWS, target))
+    _finish(results, force)
+
+
+def _finish(results: list[Result], force: bool) -> None:
+    """Write the specs, and print where they are and what is left to do. Results without a file go to standard output,
+    and then everything else to standard error."""
+    from asyncrl_cli.convert.files import write
+
+    write(results, force=force)
+    for result in results:
+        if result.target is None:
+            echo(result.text.rstrip("\n"))
+        printed_to_error = result.target is None
+        echo(result.summary, err=printed_to_error)
+        for problem in result.absent:
+            echo(f"  not on this machine: {problem.path}: {problem.message}", err=printed_to_error)
+        for problem in result.problems:
+            echo(str(problem), err=True)
+    if not all(result.valid for result in results):
+        raise typer.Exit(1)
+
+
+add(
+    app,
+    "verl",
+    verl,
+    "Convert verl's configurations.",
+    "asyncrl convert verl config.yaml trainer.nnodes=2 -o spec.yaml",
+)

@@ -1,0 +1,56 @@
+"""What tables of several trainers compute in the same way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from asyncrl_cli.convert.source import Source
+
+PLACEHOLDER_STEPS = 100
+"""`stop.steps` where the source counts epochs: how many prompts there are is not in a configuration."""
+
+
+class Devices(NamedTuple):
+    """GPUs of the trainer, engines, and GPUs of an engine."""
+
+    ranks: int
+    engines: int
+    per_engine: int
+
+
+def split(total: int, per_engine: int) -> Devices:
+    """Devices that trainer and engines used in turn, as two halves: asyncrl has both at work at the same time."""
+    per_engine = max(per_engine, 1)
+    engines = max(total // 2 // per_engine, 1)
+    return Devices(max(total - engines * per_engine, 1), engines, per_engine)
+
+
+def run_name(text: object) -> str | None:
+    """A name that a run may have; None if nothing is left of it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(text)).strip("-._")[:64] or None if text else None
+
+
+def data_path(path: object, source: Source) -> str | None:
+    """The first of the files, as a spec has one for a split."""
+    if isinstance(path, list | tuple):
+        if len(path) > 1:
+            rest = ", ".join(map(str, path[1:]))
+            source.remark(f"a split is one file: this is the first, and not {rest}. Join them, or use task.mix")
+        path = path[0] if path else None
+    if path is not None and PurePosixPath(str(path)).suffix.lower() not in (".parquet", ".jsonl", ".json", ".csv", ""):
+        source.remark("asyncrl reads .jsonl, .parquet and .csv (docs/data.md)")
+    return None if path is None else str(path)
+
+
+def multiple(steps: float, of: int) -> int:
+    """The steps, rounded up to a multiple; 0 stays 0."""
+    return -(-int(steps) // of) * of if steps > 0 else 0
+
+
+def logs_to(source: Source, name: str, *keys: str) -> bool:
+    """Whether a list of loggers (or `all`) has this one."""
+    loggers = source.get(*keys)
+    listed = loggers if isinstance(loggers, list) else [loggers]
+    return name in [str(logger).lower() for logger in listed]

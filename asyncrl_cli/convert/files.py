@@ -1,0 +1,97 @@
+"""Which files a conversion writes, and what is wrong with the specs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl_cli.convert.rows import Conversion, Row, convert
+from asyncrl_cli.convert.source import Source
+from asyncrl_cli.convert.write import CHECK, PATHS, spec_text
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.files import output_file
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.problems import Problem, SpecError
+
+FOLDER = Path("converted")
+"""Where the specs of several configurations go, below the current folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A converted configuration: ``absent`` are problems of files that this machine does not have."""
+
+    origin: str
+    target: Path | None
+    text: str
+    conversion: Conversion
+    problems: tuple[Problem, ...]
+    absent: tuple[Problem, ...]
+
+    @property
+    def valid(self) -> bool:
+        """Whether the spec is valid where its files are."""
+        return not any(problem.severity == "error" for problem in self.problems)
+
+    @property
+    def summary(self) -> str:
+        """What was converted, in one line."""
+        done = self.conversion
+        lost = sum(map(len, done.lost.values()))
+        counts = [
+            f"{len(done.source.given)} keys read",
+            f"{len(done.settings)} keys written",
+            f"{len(done.remarks)} settings to check",
+            f"{lost} keys without a counterpart",
+            f"{len(done.unknown)} unknown",
+        ]
+        return f"{self.origin}{f' -> {self.target}' if self.target else ''}: {', '.join(counts)} (look for {CHECK})"
+
+
+def targets(origins: Sequence[str], output: Path | None) -> list[Path | None]:
+    """A file for each configuration; None is standard output. Raises ``ConfigError`` when two have the same name."""
+    folder = output if output and (len(origins) > 1 or output.is_dir()) else None
+    if folder is None and len(origins) == 1:
+        return [output]
+    folder = folder or FOLDER
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("several specs need a folder, and this is a file", location=str(folder))
+    found: dict[Path, str] = {}
+    for origin in origins:
+        target = folder / f"{Path(origin).stem or 'spec'}.yaml"
+        if target in found:
+            message = f"{found[target]} and {origin} would have the same name"
+            raise ConfigError(message, location=str(target), hint="convert them one by one, with -o")
+        found[target] = origin
+    return list(found)
+
+
+def convert_one(trainer: str, origin: str, source: Source, rows: Sequence[Row], target: Path | None) -> Result:
+    """Convert a configuration and check its spec, without writing it."""
+    conversion = convert(source, rows)
+    folder = target.parent if target else Path()
+    text = spec_text(conversion, trainer, origin, folder)
+    try:
+        problems = load_spec(target or "spec.yaml", data=text.encode()).warnings
+    except SpecError as error:
+        problems = tuple(error.problems)
+    absent = tuple(problem for problem in problems if problem.path in PATHS and problem.severity == "error")
+    return Result(origin, target, text, conversion, tuple(p for p in problems if p not in absent), absent)
+
+
+def write(results: Sequence[Result], *, force: bool) -> None:
+    """Write the specs. Raises ``ConfigError`` before anything is written if a file exists with other content."""
+    files = {result.target: result.text.encode() for result in results if result.target}
+    for path, content in files.items():
+        if not force and path.exists() and (not path.is_file() or path.read_bytes() != content):
+            message = "the file exists, with other content"
+            raise ConfigError(message, location=str(path), hint="name another file with -o, or use --force")
+    for path, content in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with output_file(path) as file:
+                file.write(content)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"the spec cannot be written: {reason}", location=str(path)) from error

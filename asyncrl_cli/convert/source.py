@@ -1,0 +1,156 @@
+"""The configuration of another trainer: its keys by their dotted paths, with that trainer's defaults."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl_cli.core.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.@]+)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
+"""OmegaConf's `${a.b}`, `${.sibling}` and `${oc.select:a.b,default}`; a default may be one more of them."""
+MAX_REFERENCES = 8
+"""How deep references may refer to references."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads `1e-6` as a number, as OmegaConf and transformers do; YAML 1.1 wants a point in it."""
+
+
+_Loader.yaml_implicit_resolvers = {key: list(pairs) for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+for _first in "-+.0123456789":
+    _Loader.yaml_implicit_resolvers.setdefault(_first, []).append(("tag:yaml.org,2002:float", _NUMBER))
+
+
+class Source:
+    """What a configuration says, with the defaults of its trainer.
+
+    ``given`` has the keys that were written. ``remarks`` collects what a row's ``value`` function finds worth saying
+    while it computes: sentences for the comment above the key that it decides.
+    """
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.given = {name: _resolved(name, value, given, MAX_REFERENCES) for name, value in given.items()}
+        self.defaults = defaults
+        self.remarks: list[str] = []
+
+    def get(self, *names: str) -> Any:
+        """The value of the first of these keys that is set to anything but null; else the first default; else None."""
+        for values in (self.given, self.defaults):
+            for name in names:
+                if values.get(name) is not None and values.get(name) != "???":
+                    return values[name]
+        return None
+
+    def number(self, *names: str) -> float:
+        """``get`` as a number; 0 if it is none, or not finite."""
+        try:
+            value = float(self.get(*names))
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+        return value if math.isfinite(value) else 0.0
+
+    def count(self, *names: str) -> int:
+        """``get`` as a whole number; 0 if it is none."""
+        return int(self.number(*names))
+
+    def flag(self, *names: str) -> bool:
+        """Whether ``get`` is true, also as a text of a command line."""
+        value = self.get(*names)
+        return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
+
+    def remark(self, text: str) -> None:
+        """Say something that a user should look at."""
+        self.remarks.append(text)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The keys of a YAML or JSON file, flattened. Raises ``ConfigError``."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"the configuration cannot be read: {reason}", location=path) from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"the configuration has more than {MAX_BYTES:,} bytes", location=path)
+    try:
+        document = yaml.load(data, _Loader)  # a subclass of SafeLoader
+        flat = dict(flatten(document)) if isinstance(document, dict) else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        location = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise ConfigError(
+            f"the configuration is not YAML: {getattr(error, 'problem', None) or error}",
+            location=location,
+            hint="a shell script is converted by way of its configuration: see docs/from-verl.md",
+        ) from error
+    if flat is None:
+        raise ConfigError("the configuration is not a mapping of keys", location=path)
+    return flat
+
+
+def flatten(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves by their dotted paths. Lists and empty mappings are leaves."""
+    for name, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def parse_value(text: str) -> Any:
+    """The value of a command line: YAML, or the text itself."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
+def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """The values after Hydra's overrides: `key=value`, with `+` or `++` in front, and `~key`.
+
+    Raises ``ConfigError``."""
+    result = dict(values)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        name = name.lstrip("+")
+        removed = name.startswith("~")
+        name = name.removeprefix("~")
+        if not name or not (equals or removed):
+            raise ConfigError(f"`{assignment}` is neither a file nor key=value", hint="name a file that exists")
+        for known in [known for known in result if known == name or known.startswith(f"{name}.")]:
+            del result[known]
+        if not removed:
+            value = parse_value(text)
+            result |= dict(flatten(value, f"{name}.")) if isinstance(value, dict) and value else {name: value}
+    return result
+
+
+def shown(value: Any) -> str:
+    """A value in a comment: one line, at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _resolved(name: str, value: Any, given: Mapping[str, Any], depth: int) -> Any:
+    """The value with references to other keys replaced; unchanged where the key is not in the configuration."""
+    if not isinstance(value, str) or "${" not in value or depth == 0:
+        return value
+
+    def target(found: re.Match[str]) -> Any:
+        other = name.rpartition(".")[0] + found[1] if found[1].startswith(".") else found[1]
+        if other in given:
+            return _resolved(other, given[other], given, depth - 1)
+        return found[0] if found[2] is None else _resolved(name, parse_value(found[2]), given, depth - 1)
+
+    if whole := _REFERENCE.fullmatch(value):
+        return target(whole)
+    return _REFERENCE.sub(lambda found: str(target(found)), value)

@@ -1,0 +1,129 @@
+"""A converted configuration as a spec's text, with a comment for every key of the source."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl_cli.convert.rows import Conversion, Setting
+from asyncrl_cli.convert.source import shown
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.spec.data_sources import names_a_file
+from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.spec.load import looks_like_path
+
+WIDTH = 116
+CHECK = "CHECK"
+"""The mark of comments that need a decision."""
+PATHS = ("model.path", "data.train.path", "data.eval.path")
+
+
+def spec_text(conversion: Conversion, trainer: str, origin: str, folder: Path) -> str:
+    """The spec of a conversion. ``trainer`` is the other trainer's name, ``origin`` what was converted, and ``folder``
+    where the spec is going to be: relative paths start from there, and in the source from the current folder."""
+    lines = [
+        f"# Converted by `asyncrl convert {trainer.lower()}` from {_line(origin)}.",
+        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks what needs a look.",
+    ]
+    tree: dict[str, Any] = {}
+    for setting in sorted(conversion.settings, key=_place):
+        *sections, name = setting.key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = setting
+    lines += _section(tree, trainer, folder, "")
+    lines += _footer(conversion, trainer)
+    return printable(hide("\n".join(lines))) + "\n"
+
+
+def _place(setting: Setting) -> int:
+    """Where the spec's reference has the key, or its section."""
+    parts = setting.key.split(".")
+    known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((_order()[name] for name in known if name in _order()), len(_order()))
+
+
+@cache
+def _order() -> dict[str, int]:
+    return {name: place for place, name in enumerate(keys())}
+
+
+def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> Iterator[str]:
+    for name, inner in tree.items():
+        if isinstance(inner, dict):
+            yield from [""] * (not indent)
+            yield f"{indent}{name}:"
+            yield from _section(inner, trainer, folder, f"{indent}  ")
+            continue
+        source = ", ".join(f"{key} = {shown(value)}" for key, value in inner.sources)
+        text = source or f"{trainer}'s default"
+        yield from _comment(f"{text}; {inner.note}" if inner.note else text, indent)
+        for remark in inner.remarks:
+            yield from _comment(f"{CHECK} {name}: {remark}", indent)
+        if inner.value is not None:
+            value = _from_folder(str(inner.value), folder) if inner.key in PATHS else inner.value
+            yield f"{indent}{name}: {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    """A value in YAML, on one line."""
+    unicode = printable(str(value)) == str(value)  # What is not printable is written as an escape.
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=unicode)
+    return text.removesuffix("...\n").strip()
+
+
+def _from_folder(path: str, folder: Path) -> str:
+    """A relative path of the current folder, relative to another one; hub ids and other paths unchanged."""
+    if path.startswith(("/", "~", "$")) or (not names_a_file(path)):
+        return path
+    is_file = re.search(r"\.\w+$", path) is not None or looks_like_path(path, os.path.abspath(path))
+    if not is_file or folder.resolve() == Path.cwd():
+        return path
+    return os.path.relpath(path, folder)
+
+
+def _footer(conversion: Conversion, trainer: str) -> Iterator[str]:
+    given = conversion.source.given
+    if conversion.lost:
+        yield from ("", f"# {CHECK}: no counterpart. What these keys of {trainer} do is not in this spec.")
+        for note, names in conversion.lost.items():
+            yield from _comment(note, "")
+            yield from (f"#     {name} = {_line(shown(given[name]))}" for name in sorted(names))
+    if conversion.unknown:
+        yield from ("", f"# {CHECK}: unknown keys. Nothing was converted from them.")
+        yield from (f"#     {name} = {_line(shown(given[name]))}" for name in sorted(conversion.unknown))
+    if conversion.needless:
+        yield from ("", "# No counterpart, and none needed.")
+        for note, names in conversion.needless.items():
+            yield from _comment(note, "")
+            yield from _list(names)
+    if conversion.unused:
+        yield from ("", f"# Without effect: switched off in {trainer}, or without meaning beside the values above.")
+        yield from _list(conversion.unused)
+
+
+def _list(names: Iterable[str]) -> Iterator[str]:
+    wrapped = textwrap.wrap(", ".join(sorted(names)), WIDTH - 6, break_long_words=False, break_on_hyphens=False)
+    yield from (f"#     {line}" for line in wrapped)
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    """A comment; its first line is wrapped, and further ones (code) are as they are."""
+    first, *code = text.split("\n")
+    wrapped = textwrap.wrap(_line(first), WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
+    yield from (f"{indent}# {line}" for line in wrapped)
+    yield from (f"{indent}# {_line(line)}".rstrip() for line in code)
+
+
+def _line(text: str) -> str:
+    """The text without line breaks, also those that only YAML knows."""
+    return re.sub(r"[\r\n\x85\u2028\u2029]+", " ", text)

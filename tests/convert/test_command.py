@@ -1,0 +1,62 @@
+"""`asyncrl convert`: where specs go, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.convert.conftest import Command
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def test_several_files_go_to_a_folder(home: Path, asyncrl: Command) -> None:
+    files = sorted(map(str, (DATA / "verl").glob("*.yaml")))
+    code, out, err = asyncrl("convert", "verl", *files)
+    assert code == 0, err
+    assert all(f"{file} -> converted/{Path(file).name}" in out for file in files)
+    specs = sorted(map(str, Path("converted").iterdir()))
+    assert len(specs) == len(files)
+    assert asyncrl("validate-spec", *specs)[0] == 0
+    assert asyncrl("convert", "verl", *files)[0] == 0, "the same content is written again"
+
+
+def test_one_file_goes_to_standard_output_or_where_it_is_wanted(home: Path, asyncrl: Command) -> None:
+    file = str(DATA / "verl/ppo_trainer.yaml")
+    code, out, err = asyncrl("convert", "verl", file, "trainer.total_training_steps=9")
+    assert code == 0 and "\n  steps: 9\n" in out and "keys read" in err and "keys read" not in out
+    code, out, _ = asyncrl("convert", "verl", file, "-o", "mine/spec.yaml")
+    assert code == 0 and f"{file} -> mine/spec.yaml" in out
+    Path("mine/spec.yaml").write_text("my own work")
+    code, _, err = asyncrl("convert", "verl", file, "-o", "mine/spec.yaml")
+    assert code == 2 and "the file exists, with other content" in err and Path("mine/spec.yaml").stat().st_size == 11
+    assert asyncrl("convert", "verl", file, "-o", "mine/spec.yaml", "--force")[0] == 0
+
+
+def test_relative_paths_start_from_the_specs_folder(home: Path, asyncrl: Command) -> None:
+    Path("here.parquet").touch()
+    overrides = ["data.train_files=here.parquet", "data.val_files=here.parquet"]
+    assert asyncrl("convert", "verl", *overrides, "-o", "deep/er/spec.yaml")[0] == 0
+    assert "path: ../../here.parquet" in Path("deep/er/spec.yaml").read_text()
+
+
+def test_files_that_are_elsewhere_are_listed_and_do_not_fail(home: Path, asyncrl: Command) -> None:
+    code, out, err = asyncrl("convert", "verl", "data.train_files=/no/such/train.parquet", "-o", "spec.yaml")
+    assert code == 0 and "not on this machine: data.train.path" in out and not err
+
+
+def test_a_spec_that_needs_changes_ends_with_1(home: Path, asyncrl: Command) -> None:
+    code, _, err = asyncrl("convert", "verl", "actor_rollout_ref.rollout.temperature=0", "-o", "spec.yaml")
+    assert code == 1 and "rollout.sampling.temperature" in err and Path("spec.yaml").exists()
+
+
+def test_mistakes_end_with_2(home: Path, asyncrl: Command) -> None:
+    Path("a").mkdir()
+    for name in ("x.yaml", "a/x.yaml"):
+        Path(name).write_text("data: {seed: 1}")
+    for arguments, message in {
+        ("no-such.yaml",): "cannot be read: No such file",
+        ("x.yaml", "a/x.yaml"): "would have the same name",
+    }.items():
+        code, _, err = asyncrl("convert", "verl", *arguments)
+        assert code == 2 and message in err
+    assert not Path("converted").exists()

@@ -1,0 +1,205 @@
+"""verl's configurations as specs: its own files, its examples' overrides, and what is different on purpose."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.convert.rows import Conversion, convert
+from asyncrl_cli.convert.source import Source, override, read_file
+from asyncrl_cli.convert.verl import CONVERTED, DEFAULTS, ROWS
+from asyncrl_cli.convert.write import spec_text
+from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.spec.load import load_spec, resolved
+
+FILES = sorted((Path(__file__).parents[1] / "data/verl").glob("*.yaml"))
+
+
+def converted(overrides: list[str], file: Path | None = None) -> Conversion:
+    values = override(read_file(str(file)) if file else {}, overrides)
+    return convert(Source(values, DEFAULTS), ROWS)
+
+
+def spec_of(*overrides: str) -> dict[str, Any]:
+    """The values of the valid spec that overrides give, by dotted key."""
+    text = spec_text(converted(list(overrides)), "verl", "test", Path())
+    loaded = resolved(load_spec("spec.yaml", data=text.encode()))
+    flat: dict[str, Any] = {}
+
+    def visit(value: Any, prefix: str) -> None:
+        flat[prefix] = value
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                visit(inner, f"{prefix}.{name}" if prefix else name)
+
+    visit(loaded, "")
+    return flat
+
+
+def test_every_row_names_a_key_of_the_spec() -> None:
+    for row in CONVERTED:
+        assert row.key in keys() or row.key.startswith("rollout.engine_args."), row.key
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_verls_own_files_give_valid_specs_that_name_every_key(file: Path, home: Path) -> None:
+    conversion = converted([], file)
+    text = spec_text(conversion, "verl", file.name, Path())
+    load_spec("spec.yaml", data=text.encode())
+    words = set(re.findall(r"[\w.-]+", text))
+    assert set(conversion.source.given) - words == set()
+    assert conversion.unknown == []
+
+
+def test_unknown_keys_are_listed_and_marked(home: Path) -> None:
+    conversion = converted(["trainer.no_such_key=3", "+data.mine.deep={a: 1}"])
+    assert conversion.unknown == ["trainer.no_such_key"]
+    text = spec_text(conversion, "verl", "test", Path())
+    assert "CHECK: unknown keys" in text and "trainer.no_such_key = 3" in text and "data.mine.deep.a" in text
+
+
+A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+C = "algorithm.rollout_correction."
+BATCHES = ["data.train_batch_size=512", f"{A}ppo_mini_batch_size=128"]
+GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (BATCHES, "pipeline.groups_per_step", 512),
+        (BATCHES, "trainer.minibatches", 4),
+        ([], "algorithm.uniform_groups", "train"),
+        (["algorithm.filter_groups.enable=True"], "algorithm.uniform_groups", "reject"),
+        (["algorithm.norm_adv_by_std_in_grpo=False"], "algorithm.advantage", "group_mean"),
+        (["algorithm.adv_estimator=rloo"], "algorithm.advantage", "leave_one_out"),
+        (["algorithm.adv_estimator=reinforce_plus_plus"], "algorithm.whiten_advantages", True),
+        (["algorithm.adv_estimator=gae"], "algorithm.critic.value_clip", 0.5),
+        ([f"{A}use_kl_loss=True", f"{A}kl_loss_coef=0.01"], "algorithm.kl_coef", 0.01),
+        ([f"{A}use_kl_loss=True", f"{A}kl_loss_coef=0.01"], "algorithm.kl_placement", "loss"),
+        ([f"{A}use_kl_loss=True", f"{A}kl_loss_type=mse"], "algorithm.kl_estimator", "k2"),
+        (["algorithm.use_kl_in_reward=True"], "algorithm.kl_placement", "reward"),
+        (["algorithm.use_kl_in_reward=True"], "algorithm.kl_estimator", "k1"),
+        ([f"{A}kl_loss_coef=0.5"], "algorithm.kl_coef", 0.0),
+        ([f"{A}clip_ratio=0.1"], "algorithm.clip_high", 0.1),
+        ([f"{A}clip_ratio=0.1", f"{A}clip_ratio_high=0.28"], "algorithm.clip_high", 0.28),
+        ([f"{A}policy_loss.loss_mode=gspo"], "algorithm.loss", "gspo"),
+        ([f"{A}policy_loss.loss_mode=gspo"], "algorithm.dual_clip", None),
+        ([], "algorithm.dual_clip", 3.0),
+        ([f"{A}loss_agg_mode=seq-mean-token-sum-norm"], "algorithm.aggregation", "sequence_sum"),
+        ([f"{A}loss_agg_mode=seq-mean-token-sum"], "algorithm.sequence_divisor", 1),
+        ([f"{A}loss_agg_mode=seq-mean-token-mean"], "algorithm.aggregation", "sequence_mean"),
+        (["algorithm.rollout_correction.rollout_is=token"], "algorithm.correction.cap", 2.0),
+        (
+            [f"{C}rollout_is=token", f"{C}rollout_is_threshold=0.5_5.0"],
+            "algorithm.correction.mask_high",
+            5.0,
+        ),
+        (
+            [
+                f"{C}rollout_rs=seq_mean_k1",
+                f"{C}rollout_rs_threshold=0.999_1.001",
+            ],
+            "algorithm.correction.reject_low",
+            0.999,
+        ),
+        (["algorithm.rollout_correction.bypass_mode=True"], "algorithm.correction.proximal", "behaviour"),
+        ([], "algorithm.correction.level", None),
+        # Eight GPUs that do both in turn are divided; an engine takes two by default.
+        ([], "trainer.ranks", 4),
+        ([], "rollout.engines", 2),
+        (["trainer.nnodes=2", f"{R}tensor_model_parallel_size=4"], "rollout.engines", 2),
+        (["trainer.n_gpus_per_node=1", f"{R}tensor_model_parallel_size=1"], "trainer.ranks", 1),
+        ([], "pipeline.mode", "sync"),
+        (["rollout.nnodes=1", "rollout.n_gpus_per_node=2"], "pipeline.mode", "one_step_off"),
+        (["rollout.nnodes=1", "rollout.n_gpus_per_node=2"], "rollout.engines", 1),
+        (["trainer.v1.trainer_mode=separate_async", f"{R}nnodes=1"], "pipeline.max_staleness", 7),
+        (["trainer.v1.trainer_mode=separate_async", f"{R}nnodes=1"], "pipeline.publish_every", 4),
+        # verl's schedule moves once per step; ours once per update, of which there are eight here.
+        (
+            [f"{A}optim.lr_warmup_steps=10", *BATCHES, f"{A}ppo_epochs=2"],
+            "trainer.schedule.warmup_updates",
+            80,
+        ),
+        (["trainer.total_training_steps=77"], "stop.steps", 77),
+        (["trainer.save_freq=20"], "checkpoints.every", 20),
+        (["trainer.save_freq=-1"], "checkpoints.every", 0),
+        ([f"{A}optim.lr=5e-7"], "trainer.optimizer.learning_rate", 5e-7),
+        ([f"{A}fsdp_config.optimizer_offload=True"], "trainer.offload", "optimizer"),
+        (["actor_rollout_ref.model.lora_rank=32"], "model.lora.rank", 32),
+        (["actor_rollout_ref.model.lora_rank=32"], "model.lora.target_modules", "all-linear"),
+        ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=3000"], "trainer.tokens_per_microbatch", 3000),
+        ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=100"], "trainer.tokens_per_microbatch", 1024),
+        (['trainer.logger=["console","wandb"]'], "tracking.wandb.project", "verl_examples"),
+        (["trainer.logger=[console,tensorboard]"], "tracking.tensorboard", True),
+        (["trainer.experiment_name=my run/7"], "name", "my-run-7"),
+    ],
+)
+def test_settings(home: Path, overrides: list[str], key: str, value: Any) -> None:
+    assert spec_of(*GRPO, *overrides)[key] == value
+
+
+def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
+    """verl/experimental/fully_async_policy/shell/dapo_7b_math_fsdp2_8_8.sh, as its command line has them."""
+    spec = spec_of(
+        *("data.train_batch_size=0", "data.gen_batch_size=1", f"{R}n=16", "algorithm.adv_estimator=grpo"),
+        *("data.max_prompt_length=2048", "data.max_response_length=8192", "actor_rollout_ref.hybrid_engine=False"),
+        *(f"{A}clip_ratio_low=0.2", f"{A}clip_ratio_high=0.28", f"{A}clip_ratio_c=10.0"),
+        *(f"{A}ppo_mini_batch_size=32", f"{R}tensor_model_parallel_size=1", f"{R}gpu_memory_utilization=0.80"),
+        *("reward.reward_manager.name=dapo", "+reward.reward_kwargs.overlong_buffer_cfg.enable=True"),
+        *("+reward.reward_kwargs.overlong_buffer_cfg.len=4096", "rollout.total_rollout_steps=51200"),
+        *("+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0", "rollout.nnodes=1", "trainer.nnodes=1"),
+        *("rollout.n_gpus_per_node=8", "trainer.n_gpus_per_node=8", "trainer.test_freq=10"),
+        *("async_training.staleness_threshold=0.1", "async_training.trigger_parameter_sync_step=4"),
+        *("async_training.require_batches=4", "async_training.partial_rollout=True"),
+    )
+    expected = {
+        "pipeline.mode": "async",
+        "pipeline.max_staleness": 1,
+        "pipeline.groups_per_step": 128,
+        "pipeline.publish_every": 4,
+        "pipeline.weight_update": "recompute",
+        "trainer.minibatches": 4,
+        "trainer.ranks": 8,
+        "rollout.engines": 8,
+        "rollout.engine_args.gpu_memory_utilization": 0.8,
+        "algorithm.overlong_penalty": 1.0,
+        "algorithm.overlong_buffer": 0.5,
+        "algorithm.dual_clip": 10.0,
+        "evaluation.every": 40,
+        "stop.steps": 400,
+        "model.max_length": 10240,
+    }
+    assert {key: spec[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "remark"),
+    [
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax has no counterpart"),
+        (f"{A}policy_loss.loss_mode=kl_cov", "loss_mode=kl_cov has no counterpart"),
+        (f"{A}ppo_mini_batch_size=100", "not divisible"),
+        ("data.train_files=[a.parquet,b.parquet]", "a split is one file"),
+        ("algorithm.rollout_correction.rollout_is=geometric", "rollout_is=geometric has no counterpart"),
+        ("algorithm.rollout_correction.rollout_rs=group_k1", "rollout_rs=group_k1 has no counterpart"),
+        (f"{R}multi_turn.enable=True", "several turns"),
+    ],
+)
+def test_what_cannot_be_kept_is_a_remark(override: str, remark: str) -> None:
+    assert remark in " ".join(text for _, text in converted([*GRPO, override]).remarks)
+
+
+@pytest.mark.parametrize(
+    "override", [f"{R}top_p=0.9", f"{A}ulysses_sequence_parallel_size=4", "distillation.enabled=True"]
+)
+def test_what_is_lost_is_marked_and_what_is_off_is_not(override: str) -> None:
+    name = override.partition("=")[0]
+    assert [name] in converted([*GRPO, override]).lost.values()
+    off = {"top_p": "1.0", "size": "1", "enabled": "False"}[
+        re.split(r"[._]", name)[-1] if "top_p" not in name else "top_p"
+    ]
+    conversion = converted([*GRPO, f"{name}={off}"])
+    assert conversion.lost == {} and conversion.unused == [name]
