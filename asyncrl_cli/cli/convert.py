@@ -34,7 +34,7 @@ def verl(
     configs: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG...", help="YAML files of verl, and overrides of its command line (`key=value`), for all."
+            metavar="CONFIG", help="YAML files of verl, and overrides of its command line (`key=value`), for all."
         ),
     ],
     output: Output = None,
