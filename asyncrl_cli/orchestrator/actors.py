@@ -14,13 +14,14 @@ from typing import Any
 
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.engines import EngineProcess
-from asyncrl_cli.orchestrator.nodes import engine_wants, rank_wants
-from asyncrl_cli.orchestrator.placement import PlacementGroup
+from asyncrl_cli.orchestrator.nodes import bundle_wants, engine_wants, rank_wants
+from asyncrl_cli.orchestrator.placement import BundlePart, EnginePlace, PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.remote import on_node
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
@@ -41,16 +42,21 @@ class ActorFactory:
     def _logs(self) -> str:
         return str(self.log_folder or self.run_path / "logs")
 
-    def engine_group(self, name: str) -> PlacementGroup:
-        """For the resources of one engine."""
-        return PlacementGroup(name, engine_wants(self.spec), self.spec.cluster.engines)
+    def engine_place(self, name: str, trainer: PlacementGroup | None = None) -> EnginePlace:
+        """For the resources of engine ``engine-N``; in bundle N of ``trainer``, the group of all ranks, if they share
+        GPUs."""
+        wants = engine_wants(self.spec)
+        if trainer is not None and shares_gpus(self.spec):
+            return BundlePart(name, trainer, int(name.removeprefix("engine-")), wants)
+        return PlacementGroup(name, wants, self.spec.cluster.engines)
 
     def trainer_group(self) -> PlacementGroup:
-        """For the resources of all trainer ranks."""
+        """For the resources of all trainer ranks, and of the engines that share their GPUs."""
         spec = self.spec
-        return PlacementGroup("the trainer", rank_wants(spec), spec.cluster.trainer, spec.trainer.ranks)
+        who = "the trainer and its engines" if shares_gpus(spec) else "the trainer"
+        return PlacementGroup(who, bundle_wants(spec), spec.cluster.trainer, spec.trainer.ranks)
 
-    def engine(self, group: PlacementGroup) -> Any:
+    def engine(self, group: EnginePlace) -> Any:
         import ray
 
         from asyncrl_cli.rollout.engine_settings import engine_environment
@@ -68,7 +74,7 @@ class ActorFactory:
         from asyncrl_cli.train.worker import TrainerWorker
 
         options = ray.remote(concurrency_groups={"watch": 1})(TrainerWorker).options(
-            **group.options(index), runtime_env={"env_vars": trainer_environment(self.spec)}
+            **group.options(index, rank_wants(self.spec)), runtime_env={"env_vars": trainer_environment(self.spec)}
         )
         return options.remote(self.spec, self._logs)
 
@@ -146,20 +152,21 @@ async def start_all(
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,
+    shared_gpus: bool = False,
 ) -> str:
     """Bring engines and trainer up; returns the initial model's folder. Those that die meanwhile are started again.
 
-    Agents of the hosts of trainer ranks start meanwhile.
+    Agents of the hosts of trainer ranks start meanwhile. ``shared_gpus``: ranks load when the engines are up, because
+    vLLM measures a GPU's free memory while it starts and fails if another process changes it.
 
     Raises ``UserError`` with the first cause: a mistake in the settings ends the start at once.
     """
     progress("starting engines and trainer")
-    starting = [
-        asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget)),
-        *(asyncio.create_task(engine.running()) for engine in engines),
-    ]
+    starting = [asyncio.create_task(engine.running()) for engine in engines]
+    first = starting if shared_gpus else ()
+    starting.append(asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget, first)))
     try:
-        model_dir, *_ = await asyncio.gather(*starting)
+        *_, model_dir = await asyncio.gather(*starting)
     finally:
         for task in starting:
             task.cancel()
@@ -172,13 +179,16 @@ async def _start_trainers(
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,
+    first: Sequence[asyncio.Task[Any]],
 ) -> str:
+    """``first``: what must have started before the ranks load the model."""
     while True:
         try:
             await trainers.preload()
             for node in trainers.nodes:
                 replicas.expect(node)
             model_dir = await trainers.prepare_model(progress)
+            await asyncio.gather(*first)
             progress("starting trainer")
             await trainers.start(checkpoint)
         except TrainerLost as lost:

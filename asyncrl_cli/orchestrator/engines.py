@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.placement import PlacementGroup
+from asyncrl_cli.orchestrator.placement import EnginePlace
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, Unreachable, wait_for
@@ -32,7 +32,7 @@ class EngineProcess(SupervisedActor):
         make: Callable[[], Any],
         folder: Awaitable[Path],
         budget: RestartBudget,
-        group: PlacementGroup,
+        group: EnginePlace,
         version: int | None = None,
     ) -> None:
         """``make()`` asks Ray for an actor in ``group``. ``folder``: the model that it is started on, a stub where
@@ -94,12 +94,15 @@ class Weights(Protocol):
 class EngineKeeper:
     """Serves and restarts the engines of one client."""
 
-    def __init__(self, client: GenerationClient, weights: Weights) -> None:
-        """The engine pool sets two callbacks: ``on_serving`` hears that an engine has begun to serve, and
-        ``why_left(engine, unreachable)`` says of one that is lost why it is not to be started again; empty when it is.
-        ``unreachable``: what became of its process is not known yet."""
+    def __init__(
+        self, client: GenerationClient, weights: Weights, may_start: Callable[[], Awaitable[Any]] | None = None
+    ) -> None:
+        """``may_start()`` returns when engines may use their GPUs. The engine pool sets two callbacks: ``on_serving``
+        hears that an engine has begun to serve, and ``why_left(engine, unreachable)`` says of one that is lost why it
+        is not to be started again; empty when it is. ``unreachable``: what became of its process is not known yet."""
         self._client = client
         self._weights = weights
+        self._may_start = may_start or _at_once
         self.on_serving: Callable[[EngineState], None] = lambda _: None
         self.why_left: Callable[[EngineState, bool], Awaitable[str]] = _stays
 
@@ -109,6 +112,7 @@ class EngineKeeper:
         while True:
             try:
                 if not engine.serving:
+                    await self._may_start()
                     await self._weights.bring_up(engine)
                     self.on_serving(engine)
                 await self._client.collect(engine)
@@ -123,7 +127,12 @@ class EngineKeeper:
             if why := await self.why_left(engine, unreachable):
                 return why
             await engine.process.lose(engine.process.actor, cause)
+            await self._may_start()
             await engine.process.running()
+
+
+async def _at_once() -> None:
+    pass
 
 
 async def _stays(engine: EngineState, unreachable: bool) -> str:

@@ -47,6 +47,7 @@ from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.runs.scaling import forget_requests
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
@@ -264,8 +265,8 @@ async def _start(
     made: list[EngineProcess] = []
 
     def make_engine(name: str) -> EngineProcess:
-        group = factory.engine_group(name)
-        made.append(EngineProcess(spec, name, partial(factory.engine, group), stub, budget, group))
+        place = factory.engine_place(name, trainer_group)
+        made.append(EngineProcess(spec, name, partial(factory.engine, place), stub, budget, place))
         return made[-1]
 
     async def stop_engines() -> None:
@@ -283,7 +284,9 @@ async def _start(
     checkpoint = start.checkpoint
     folder = checkpoint.folder if checkpoint else None
     loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
-    starting = asyncio.create_task(start_all(engines, ranks, replicas, folder, reporter.status, budget))
+    starting = asyncio.create_task(
+        start_all(engines, ranks, replicas, folder, reporter.status, budget, shares_gpus(spec))
+    )
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
         closing.append(buffer.close)

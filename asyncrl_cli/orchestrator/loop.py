@@ -26,6 +26,7 @@ from asyncrl_cli.orchestrator.engine_source import EngineSource
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.evaluation import Evaluator, Series
+from asyncrl_cli.orchestrator.gpu_turns import GpuTurns
 from asyncrl_cli.orchestrator.metrics import StepRecorder
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import Publisher
@@ -41,6 +42,7 @@ from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import engines_sleep
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 
@@ -83,12 +85,14 @@ class Orchestrator:
             spec, parts.client, parts.prompts, parts.buffer, parts.reporter, reported=opening.trained
         )
         self._publisher = Publisher(spec, parts.ranks, parts.client, parts.replicas, parts.watchdog, parts.budget)
+        turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(
             *(parts.ranks, self._publisher, parts.buffer, parts.run, parts.budget),
             step=checkpoint_step,
             opening=opening,
             publish_every=spec.pipeline.publish_every,
             repeated=self._repeated,
+            gpu_turn=turns.trainer,
         )
         self._tasks = asyncio.TaskGroup()
         self._scheduler = RolloutScheduler(
@@ -97,7 +101,7 @@ class Orchestrator:
         self._pool = EnginePool(
             (spec.rollout.min_engines, spec.rollout.max_engines),
             parts.client,
-            EngineKeeper(parts.client, self._publisher),
+            EngineKeeper(parts.client, self._publisher, turns.engines.wait),
             parts.engine_source,
             PoolEvents(
                 record=self._buffer.engine_changed,

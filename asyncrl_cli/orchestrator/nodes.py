@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
+from asyncrl_cli.spec.sharing import shares_gpus
 
 Resources = Mapping[str, float]
 SHOWN_NODES = 8
@@ -91,6 +92,14 @@ def rank_wants(spec: ExperimentSpec) -> dict[str, float]:
     return {"CPU": spec.trainer.threads_per_rank, "GPU": spec.trainer.gpus_per_rank}
 
 
+def bundle_wants(spec: ExperimentSpec) -> dict[str, float]:
+    """Ray's resources of one bundle of the trainer's group: those of a rank, or of a whole GPU on which a rank and an
+    engine are."""
+    if not shares_gpus(spec):
+        return rank_wants(spec)
+    return {"CPU": spec.trainer.threads_per_rank + spec.rollout.threads_per_engine, "GPU": 1}
+
+
 def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, ranks: int) -> str:
     """The nodes have room for so many engines and trainer ranks, each whole on one node.
 
@@ -98,7 +107,11 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
     """
     if spec.cluster.autoscaling:
         return f"{len(nodes)} nodes; the cluster adds others when Ray asks for them"
-    parts = {"engines": (engines, engine_wants(spec), "engine"), "trainer": (ranks, rank_wants(spec), "trainer rank")}
+    together = shares_gpus(spec) and ranks > 0
+    if together:
+        engines = 0  # they are in the bundles of the ranks
+    rank = "engine-and-rank pair" if together else "trainer rank"
+    parts = {"engines": (engines, engine_wants(spec), "engine"), "trainer": (ranks, bundle_wants(spec), rank)}
     usable: dict[str, tuple[Node, ...]] = {}
     for part, (count, wants, what) in parts.items():
         selector: NodeSelector = getattr(spec.cluster, part)
@@ -131,7 +144,7 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
         for count, wants, what in parts.values()
         if count
     )
-    found = most_engines(usable["engines"], usable["trainer"], engine_wants(spec), rank_wants(spec), ranks)
+    found = most_engines(usable["engines"], usable["trainer"], engine_wants(spec), bundle_wants(spec), ranks)
     if found is None or found < engines:
         room = (
             f"fewer than {ranks} trainer ranks"

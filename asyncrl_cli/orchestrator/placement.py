@@ -1,7 +1,9 @@
 """Where actors run: placement groups, which keep Ray's resources through the restarts of the actors in them.
 
 An engine has a group of one bundle with all its GPUs, so it is whole on one node. All trainer ranks are in one group,
-one bundle each, packed on as few nodes as possible.
+one bundle each, packed on as few nodes as possible. Engines that share GPUs with trainer ranks are in the ranks'
+bundles, one in each: Ray would put shares of two groups on GPUs as it likes, and two ranks on one GPU, which NCCL
+refuses.
 """
 
 from __future__ import annotations
@@ -125,14 +127,15 @@ class PlacementGroup:
         """What the group needs and what the nodes have."""
         return shortage(self._bundle, self.count, eligible(nodes, self._selector))
 
-    def options(self, index: int = 0) -> dict[str, Any]:
-        """Options of the actor in a bundle: it runs with the bundle's resources."""
+    def options(self, index: int = 0, part: Resources | None = None) -> dict[str, Any]:
+        """Options of the actor in a bundle: it runs with the bundle's resources, or with a ``part`` of them."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        wants = self._bundle if part is None else part
         return {
-            "num_cpus": self._bundle.get("CPU", 0),
-            "num_gpus": self._bundle.get("GPU", 0),
+            "num_cpus": wants.get("CPU", 0),
+            "num_gpus": wants.get("GPU", 0),
             "scheduling_strategy": strategy,
         }
 
@@ -156,3 +159,33 @@ class PlacementGroup:
 
         table: dict[str, Any] = placement_group_table(self._group)
         return table
+
+
+class BundlePart:
+    """The part of a group's bundle that one engine has; a trainer rank has the rest."""
+
+    def __init__(self, who: str, group: PlacementGroup, index: int, wants: Resources) -> None:
+        self.who = who
+        self._group = group
+        self._index = index
+        self._wants = wants
+
+    def ask(self) -> None:
+        """As ``PlacementGroup``, as are the other methods."""
+        self._group.ask()
+
+    async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
+        await self._group.held(warn, limit_s)
+
+    async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
+        return await self._group.first_answer(answer, warn)
+
+    def options(self) -> dict[str, Any]:
+        return self._group.options(self._index, self._wants)
+
+    def remove(self) -> None:
+        """Nothing: the rank stays."""
+
+
+EnginePlace = PlacementGroup | BundlePart
+"""Where an engine runs."""

@@ -152,7 +152,7 @@ async def _serve(
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
     model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-    groups = [factory.engine_group(f"engine-{index}") for index in range(spec.rollout.min_engines)]
+    groups = [factory.engine_place(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     engines = [
         EngineProcess(spec, group.who, partial(factory.engine, group), model, budget, group, served.version)
         for group in groups

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
@@ -49,9 +50,10 @@ class ResilientTrainer:
         opening: Opening,
         publish_every: int,
         repeated: Callable[[TrainingBatch, StepReport], None],
+        gpu_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """``step``: what the ranks have started from. ``repeated`` hears of every recorded batch that is trained
-        again."""
+        again. Each step is within a ``gpu_turn()``."""
         self.step = step
         self.version = opening.version
         self.between_steps = True
@@ -63,6 +65,7 @@ class ResilientTrainer:
         self._budget = budget
         self._publish_every = publish_every
         self._repeated = repeated
+        self._gpu_turn = gpu_turn
         self._down = False
         self._turn = asyncio.Lock()
 
@@ -163,9 +166,10 @@ class ResilientTrainer:
         self._checksum = record.checksum
 
     async def _train_step(self, batch: TrainingBatch) -> StepReport:
-        self.between_steps = False
-        report = await self._ranks.train_step(batch)
-        self.step, self.between_steps = batch.step + 1, True
+        async with self._gpu_turn():
+            self.between_steps = False
+            report = await self._ranks.train_step(batch)
+            self.step, self.between_steps = batch.step + 1, True
         return report
 
 

@@ -55,6 +55,7 @@ class Engine:
         self._aborts = 0
         self._changed = asyncio.Condition()  # _loading, _aborts or _version
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
+        self._asleep = False  # then the lock above is held
         self._in_vllm = 0  # requests that vLLM has
         self._all_returned = asyncio.Event()
         self._ended_tokens = 0
@@ -164,6 +165,31 @@ class Engine:
             self._loading = False  # last: waiting requests start under the new version
             await self._wake()
         return time.monotonic() - started
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the GPU's memory to others until ``wake_up``: weights go to host memory, and the KV cache is discarded.
+
+        Requests that run keep their tokens; those that come wait. Weight updates, probes and aborts wait, too: vLLM may
+        not touch its memory. ``level`` is vLLM's; 0 gives no memory back, and is all that a CPU engine can.
+        """
+        await self._scheduler.acquire()
+        self._loading = True
+        try:
+            await self._vllm.sleep(level, mode="keep")
+        except BaseException:
+            self._loading = self._version < 0
+            self._scheduler.release()
+            raise
+        self._asleep = True
+
+    async def wake_up(self) -> None:
+        """End ``sleep``; nothing happens to an engine that is awake."""
+        if not self._asleep:
+            return
+        await self._vllm.wake_up()
+        self._asleep, self._loading = False, self._version < 0
+        self._scheduler.release()
+        await self._wake()
 
     async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
         """Log-probs of a fixed sequence, through the path that serves rollouts."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import engines_sleep, memory_share, tensor_parallel
 from asyncrl_cli.system.remote import ActorDied
 
 if TYPE_CHECKING:
@@ -102,9 +103,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
     }
     if rollout.gpus_per_engine:
-        args["tensor_parallel_size"] = rollout.gpus_per_engine
-        # In an actor of a placement group vLLM would ask Ray for the GPUs that the actor has.
-        args["distributed_executor_backend"] = "mp" if rollout.gpus_per_engine > 1 else "uni"
+        args |= gpu_args(spec)
     else:
         args |= {
             "enforce_eager": True,
@@ -116,6 +115,17 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "max_num_batched_tokens": max(spec.model.max_length, 2048),
         }
     return AsyncEngineArgs(**(args | rollout.engine_args))
+
+
+def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
+    """Those of vLLM's arguments that follow from an engine's GPUs."""
+    return {
+        "tensor_parallel_size": tensor_parallel(spec),
+        # In an actor of a placement group vLLM would ask Ray for the GPUs that the actor has.
+        "distributed_executor_backend": "mp" if tensor_parallel(spec) > 1 else "uni",
+        "gpu_memory_utilization": memory_share(spec.rollout.gpus_per_engine),
+        "enable_sleep_mode": engines_sleep(spec),
+    }
 
 
 def engine_arguments() -> set[str] | None:

@@ -173,6 +173,16 @@ class RolloutWorker:
             self._clock.end_update(stall_s)
         return await self._engine.attest(probe_ids, stall_s)
 
+    async def sleep(self) -> None:
+        """Give the GPU's memory back until ``wake_up``; running rollouts keep their tokens, and wait."""
+        self._clock.begin_update()  # silence is expected
+        await self._engine.sleep()
+
+    async def wake_up(self) -> None:
+        """Generate again."""
+        await self._engine.wake_up()
+        self._clock.end_update()
+
     async def stop(self) -> None:
         """Stop the engine and its processes."""
         if hasattr(self, "_engine"):

@@ -49,6 +49,18 @@ SystemPath = AfterValidator(_fits_a_file_system)
 """Marks a field that holds a path."""
 
 
+def _whole_or_share(gpus: float) -> float:
+    """1.0 is 1; one GPU and a half is nothing that Ray can give."""
+    if gpus > 1 and gpus != int(gpus):
+        raise PydanticCustomError("gpus", "must be a whole number, or a share of one GPU such as 0.5")
+    return int(gpus) if gpus == int(gpus) else gpus
+
+
+Gpus = Annotated[float, Field(ge=0, le=LARGEST), AfterValidator(_whole_or_share)]
+OneGpu = Annotated[float, Field(ge=0, le=1), AfterValidator(_whole_or_share)]
+"""GPUs of a process: a whole number, or a share of one GPU."""
+
+
 def pattern(expression: str, message: str) -> AfterValidator:
     """Marks a text that must match; otherwise it is refused with the message."""
 

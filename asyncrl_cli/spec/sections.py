@@ -20,8 +20,10 @@ from asyncrl_cli.spec.base import (
     Decay,
     DecayRate,
     Fraction,
+    Gpus,
     LearningRate,
     NonNegative,
+    OneGpu,
     Seconds,
     Section,
     SetName,
@@ -92,8 +94,9 @@ class RolloutSpec(Section):
     serve` has `min` engines."""
     threads_per_engine: Count = 1
     """CPU threads of an engine (ignored on GPU)."""
-    gpus_per_engine: NonNegative = 0
-    """GPUs of an engine (its tensor-parallel size); 0 runs vLLM on the CPU."""
+    gpus_per_engine: Gpus = 0
+    """GPUs of an engine (its tensor-parallel size); 0 runs vLLM on the CPU. A share such as 0.5 has each engine on one
+    GPU with a trainer rank."""
     group_size: Count = 8
     """Rollouts per prompt."""
     max_running_rollouts: Count = 256
@@ -168,8 +171,8 @@ class TrainerSpec(Section):
     """Trainer processes, one Ray actor each."""
     threads_per_rank: Count = 1
     """CPU threads of a rank (ignored on GPU)."""
-    gpus_per_rank: Literal[0, 1] = 0
-    """1 trains on GPU with NCCL, 0 on CPU with gloo."""
+    gpus_per_rank: OneGpu = 0
+    """1 trains on GPU with NCCL, 0 on CPU with gloo. A share such as 0.5 has each rank on one GPU with an engine."""
     zero_stage: Literal[0, 1, 2, 3] = 3
     """DeepSpeed ZeRO stage."""
     dtype: DType = "float32"

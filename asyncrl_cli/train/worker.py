@@ -19,6 +19,7 @@ from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.network import family_of
+from asyncrl_cli.train.gpu_memory import give_back, keep_to_share
 from asyncrl_cli.weights.layout import TensorSlot
 
 LOOPBACK = "127.0.0.1"
@@ -101,6 +102,7 @@ class TrainerWorker:
         trainer = self._spec.trainer
         if trainer.gpus_per_rank == 0:
             torch.set_num_threads(trainer.threads_per_rank)
+        keep_to_share(self._spec)
         torch.manual_seed(self._spec.seed)
         self._model_dir = model_dir
         sources: dict[str, checkpoints.Source] = {}
@@ -145,6 +147,7 @@ class TrainerWorker:
         if isinstance(reference := self._learner.reference, Copy):
             reference.before_step(batch.step, self._model, self._spec.trainer.zero_stage)
         report, self._updates = train_batch(self._learner, batch, self._updates)
+        give_back(self._spec)
         return report
 
     def layout(self) -> tuple[TensorSlot, ...]:

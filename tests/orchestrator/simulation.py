@@ -53,6 +53,7 @@ from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import engines_sleep
 from asyncrl_cli.system.remote import ActorLost
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.weights.manifest import ReplicaGone
@@ -101,6 +102,8 @@ class Fate:
         self.training = 0
         self.overlapped = False
         """Whether an engine generated while a rank trained."""
+        self.awake: set[Engine] = set()
+        """Engines that use their GPU."""
 
     def strikes(self, victim: str, chance: float) -> bool:
         """Whether this is the end of it."""
@@ -129,11 +132,31 @@ class Engine(Actor):
         self._reported: dict[str, int] = {}
         self._aborted: dict[str, list[Segment]] = {}
         self._news = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        fate.awake.add(self)
+
+    @remote
+    async def sleep(self) -> None:
+        self._may_die(0.05)
+        self._awake.clear()
+        self._fate.awake.discard(self)
+
+    @remote
+    async def wake_up(self) -> None:
+        self._may_die(0.05)
+        self._fate.awake.add(self)
+        self._awake.set()
+
+    def die(self) -> None:
+        self._fate.awake.discard(self)
+        super().die()
 
     @remote
     async def update_weights(
         self, version: int, path: str, slots: Any, policy: str, probe_ids: tuple[int, ...]
     ) -> Attestation:
+        await self._awake.wait()
         self._may_die(0.05)
         assert version >= self._version, "versions move forward"
         if path not in self._hosts.memory:
@@ -171,6 +194,7 @@ class Engine(Actor):
         if not (self._running or self._aborted):
             self._news.clear()
             await self._news.wait()
+        await self._awake.wait()
         await asyncio.sleep(0)
         self._fate.pass_by()
         self._may_die(0.02)
@@ -278,11 +302,12 @@ def _extended(rollout: Rollout, ids: list[int], version: int) -> Rollout:
 class Rank(Actor):
     """A trainer rank. One call runs at a time, as in Ray."""
 
-    def __init__(self, fate: Fate, hosts: StandInHosts, ranks: int, rank: int) -> None:
+    def __init__(self, fate: Fate, hosts: StandInHosts, spec: ExperimentSpec, rank: int) -> None:
         super().__init__()
         self._fate = fate
         self._hosts = hosts
-        self._ranks = ranks
+        self._ranks = spec.trainer.ranks
+        self._shares = engines_sleep(spec)
         self._rank = rank
         self._turn = asyncio.Lock()
         self._weights: Weights = ()
@@ -314,6 +339,7 @@ class Rank(Actor):
             self._fate.training += 1
             try:
                 for _ in range(TRAINING_TURNS):
+                    assert not (self._shares and self._fate.awake), "the engines' memory is the trainer's for the step"
                     await asyncio.sleep(0)
             finally:
                 self._fate.training -= 1
@@ -477,7 +503,7 @@ class Simulation:
         hosts = StandInHosts(budget)
         hosts.works = self._agent_works
         ranks = TrainerRanks(
-            lambda group, rank: self._noted(Rank(self.fate, hosts, spec.trainer.ranks, rank)),
+            lambda group, rank: self._noted(Rank(self.fate, hosts, spec, rank)),
             RoomyGroup("the trainer", spec.trainer.ranks),
             Path(),
             600.0,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from stand_ins import spec
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.checks import machine
 from asyncrl_cli.orchestrator.nodes import (
     SHOWN_NODES,
     Node,
@@ -194,3 +195,15 @@ def test_a_shortage_in_a_large_cluster_has_a_short_text() -> None:
 
 def test_a_shortage_without_any_node_says_so() -> None:
     assert shortage({"CPU": 1}, 1, []) == "it needs 1 CPU; the cluster has no node that it may use"
+
+
+def test_an_engine_and_a_rank_that_share_a_gpu_need_one() -> None:
+    shared = spec(rollout={"engines": 2, "gpus_per_engine": 0.4}, trainer={"ranks": 2, "gpus_per_rank": 0.6})
+    assert check_resources(shared, [node(1, 8, 2)], 2, 2) == (
+        "room for 2 engine-and-rank pairs of 2 CPUs and 1 GPU on 1 node"
+    )
+    assert "needs 2 engine-and-rank pairs" in refusal(shared, [node(1, 8, 1)]).message
+    # Alone, as for `serve`, an engine needs its share.
+    assert check_resources(shared, [node(1, 8, 1)], 2, 0) == "room for 2 engines of 1 CPU and 0.4 GPUs on 1 node"
+    assert machine.wanted_gpus(shared) == 2
+    assert machine.wanted_gpus(wanting(1, 4)) == 4

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_ins import run
+from stand_ins import run, spec
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import placement
-from asyncrl_cli.orchestrator.nodes import Node, live_nodes
+from asyncrl_cli.orchestrator.actors import ActorFactory
+from asyncrl_cli.orchestrator.nodes import Node, live_nodes, rank_wants
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import Seat
-from asyncrl_cli.spec.sections import NodeSelector
+from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
 
 
 @given(
@@ -116,18 +118,25 @@ def test_a_node_that_dies_before_the_first_answer_is_noticed() -> None:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """A cluster of two nodes on this machine: a head with one CPU, and a node with two and a label."""
+    """A cluster of two nodes on this machine: a head with one CPU; a node with two, two logical GPUs and a label."""
     import ray
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setattr(placement, "LOOK_S", 0.2)
+    monkeypatch.setattr(placement, "LOOK_S", 3.0)
     head = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=2, labels={"role": "rollout"}, object_store_memory=80 * 2**20)
+    cluster.add_node(num_cpus=2, num_gpus=2, labels={"role": "rollout"}, object_store_memory=80 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+def sharing(pairs: int) -> ExperimentSpec:
+    """Engines and ranks that share GPUs, 0.6 and 0.4, one CPU for both."""
+    shared = spec(rollout={"engines": pairs, "gpus_per_engine": 0.6}, trainer={"ranks": pairs, "gpus_per_rank": 0.4})
+    rollout = shared.rollout.model_copy(update={"threads_per_engine": 0})
+    return shared.model_copy(update={"rollout": rollout})
 
 
 def node_id(role: str | None) -> str:
@@ -145,6 +154,9 @@ def test_groups_in_a_cluster(cluster: object) -> None:
     class Somewhere:
         def where(self) -> str:
             return str(ray.get_runtime_context().get_node_id())
+
+        def gpus(self) -> list[str]:
+            return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     async def check() -> None:
         worker, head = node_id("rollout"), node_id(None)
@@ -198,5 +210,24 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         full.remove()
         full.remove()
         assert not await full.ready(0.0)
+        named.remove()
+
+        # Engines that share GPUs with ranks: each pair has one GPU, and each rank another one.
+        factory = ActorFactory(sharing(2), Path(), Path())
+        trainer = factory.trainer_group()
+        places = [factory.engine_place(f"engine-{index}", trainer) for index in range(2)]
+        engines, ranks = [], []
+        for index, place in enumerate(places):
+            await place.held(pytest.fail, limit_s=60.0)
+            engines.append(Somewhere.options(**place.options()).remote())
+            ranks.append(Somewhere.options(**trainer.options(index, rank_wants(factory.spec))).remote())
+        gpus = [await actor.gpus.remote() for actor in (*engines, *ranks)]
+        assert gpus[:2] == gpus[2:], "an engine is on the GPU of its rank"
+        assert sorted(gpus[2:]) == [["0"], ["1"]]
+        # An engine that is given up leaves the rank its place, and its own to the next one.
+        places[1].remove()
+        ray.kill(engines[1])
+        again = Somewhere.options(**factory.engine_place("engine-1", trainer).options()).remote()
+        assert await again.gpus.remote() == await ranks[1].gpus.remote() == gpus[1]
 
     run(check())

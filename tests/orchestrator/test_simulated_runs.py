@@ -227,6 +227,47 @@ def test_partial_rollouts_continue_after_the_publish_and_nothing_is_generated_wh
     assert any(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts)
 
 
+def sharing(partial: bool = False, every: int = 1, engines: int = 1) -> ExperimentSpec:
+    """In sync, with engines that share their GPUs with ranks. The simulated ranks check who has the GPUs."""
+    return small_spec(
+        pipeline={"mode": "sync", "partial_rollouts": partial, "max_staleness": int(partial), "publish_every": every},
+        rollout={"engines": engines, "gpus_per_engine": 0.5, "max_running_rollouts": 4},
+        trainer={"ranks": engines, "gpus_per_rank": 0.5},
+        evaluation={"every": 2},
+    )
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_engines_sleep_while_the_trainer_trains_on_their_gpus(tmp_path: Path, partial: bool, every: int) -> None:
+    fate = Fate(Random(0), 0)
+    finished = simulated(tmp_path, sharing(partial, every), fate)
+    assert not fate.overlapped and finished.simulation.drivers == 1
+    assert not [text for text in finished.simulation.view.shown if text.startswith("!")]
+
+
+@pytest.mark.slow
+@given(
+    partial=st.booleans(),
+    every=st.integers(1, 2),
+    engines=st.integers(1, 2),
+    seed=st.integers(0, 2**32),
+    faults=st.integers(1, 8),
+    victims=st.lists(st.sampled_from(["engine", "trainer", "driver", "agent"]), min_size=1, unique=True),
+)
+@settings(EXHAUSTIVE, max_examples=40)
+def test_whatever_dies_no_engine_uses_a_gpu_in_the_trainers_turn(
+    tmp_path_factory: pytest.TempPathFactory,
+    partial: bool,
+    every: int,
+    engines: int,
+    seed: int,
+    faults: int,
+    victims: list[str],
+) -> None:
+    simulated(tmp_path_factory.mktemp("runs"), sharing(partial, every, engines), Fate(Random(seed), faults, victims))
+
+
 @pytest.mark.slow
 @given(of=specs, fate=fates)
 @settings(EXHAUSTIVE, max_examples=100)

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.engine import _segments
-from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, cache_bytes_per_token, engine_environment, kv_cache_bytes
+from asyncrl_cli.rollout.engine_settings import (
+    BLOCK_SIZE,
+    cache_bytes_per_token,
+    engine_arguments,
+    engine_environment,
+    gpu_args,
+    kv_cache_bytes,
+)
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import USABLE
 
 
 def spec(**rollout: Any) -> ExperimentSpec:
@@ -68,6 +76,31 @@ def test_the_environment_differs_between_cpu_and_gpu() -> None:
     assert cpu["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in engine_environment(spec(gpus_per_engine=1))
     assert all(isinstance(value, str) for value in cpu.values())
+
+
+def test_an_engine_gets_its_share_of_a_gpu() -> None:
+    whole = gpu_args(spec(gpus_per_engine=2))
+    assert (whole["tensor_parallel_size"], whole["distributed_executor_backend"]) == (2, "mp")
+    assert (whole["gpu_memory_utilization"], whole["enable_sleep_mode"]) == (USABLE, False)
+    for mode, sleeps in (("sync", True), ("one_step_off", False), ("async", False)):
+        shared = ExperimentSpec.model_validate(
+            {
+                "model": {"path": "org/model"},
+                "task": {"use": "chain_sum"},
+                "stop": {"steps": 1},
+                "rollout": {"gpus_per_engine": 0.25},
+                "trainer": {"gpus_per_rank": 0.75},
+                "pipeline": {"mode": mode},
+            }
+        )
+        assert gpu_args(shared) == {
+            "tensor_parallel_size": 1,
+            "distributed_executor_backend": "uni",
+            "gpu_memory_utilization": 0.25 * USABLE,
+            "enable_sleep_mode": sleeps,
+        }
+    known = engine_arguments()
+    assert known is None or gpu_args(shared).keys() <= known
 
 
 def answer(tokens: int, spans: list[tuple[int, int, int]] | None) -> Any:

@@ -12,6 +12,7 @@ import yaml
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.rules.model import SIZES
+from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
 ROOT = Path(__file__).parents[2]
 Write = Callable[..., Path]
@@ -284,3 +285,50 @@ def test_wrong_numbers_of_engines_are_one_problem_each(engines: str, path: str, 
 def test_engines_are_a_number_or_a_range(engines: str, bounds: tuple[int, int]) -> None:
     rollout = load_spec(ROOT / "specs/quickstart.yaml", [f"rollout.engines={engines}"]).spec.rollout
     assert (rollout.min_engines, rollout.max_engines) == bounds
+
+
+SHARED = (
+    "rollout.gpus_per_engine=0.4",
+    "trainer.gpus_per_rank=0.6",
+    "trainer.dtype=bfloat16",
+    "rollout.dtype=bfloat16",
+)
+
+
+def test_an_engine_and_a_rank_may_share_a_gpu() -> None:
+    quickstart = ROOT / "specs/quickstart.yaml"
+    assert findings(quickstart, *SHARED) == []
+    assert findings(quickstart, *SHARED, "rollout.engines=2", "trainer.ranks=2") == []
+    spec = load_spec(quickstart, (*SHARED, "pipeline.mode=sync")).spec
+    assert shares_gpus(spec) and engines_sleep(spec) and tensor_parallel(spec) == 1
+    assert memory_share(0.4) + memory_share(0.6) == pytest.approx(0.92)
+    whole = load_spec(quickstart, ("rollout.gpus_per_engine=2.0", "trainer.gpus_per_rank=1")).spec
+    assert not shares_gpus(whole) and not engines_sleep(whole) and tensor_parallel(whole) == 2
+    assert (memory_share(2), str(whole.rollout.gpus_per_engine)) == (0.92, "2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        (["rollout.gpus_per_engine=0.5"], "rollout.gpus_per_engine", "take 0.5 + 0.6 of the GPU"),
+        (["rollout.gpus_per_engine=1"], "rollout.gpus_per_engine", "must be a share of a GPU, too"),
+        (["trainer.gpus_per_rank=0"], "trainer.gpus_per_rank", "must be a share of a GPU, too"),
+        (["rollout.gpus_per_engine=1.5"], "rollout.gpus_per_engine", "must be a whole number, or a share of one GPU"),
+        (["rollout.engines=2"], "rollout.engines", "must be trainer.ranks (1)"),
+        (["rollout.engines={min: 1, max: 1}"], "rollout.engines", "must be trainer.ranks (1)"),
+        (
+            ["rollout.engine_args.gpu_memory_utilization=0.9"],
+            "rollout.engine_args.gpu_memory_utilization",
+            "0.9 is more than the engine's share of the GPU, 0.4",
+        ),
+        (
+            ["cluster.address=auto", "cluster.engines.labels.role=rollout"],
+            "cluster.engines",
+            "are where these are",
+        ),
+    ],
+)
+def test_shares_that_cannot_be_shared(overrides: list[str], path: str, message: str) -> None:
+    found = [problem for problem in findings(ROOT / "specs/quickstart.yaml", *SHARED, *overrides) if problem.hint]
+    assert [problem.path for problem in found if problem.severity == "error"] == [path]
+    assert any(message in problem.message for problem in found)

@@ -5,6 +5,7 @@ Nothing is started or changed, and nothing heavy is imported.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.network import family_of
 
 GIB = 2**30
@@ -119,7 +121,10 @@ def package_problem(versions: Mapping[str, str]) -> tuple[str, str] | None:
 
 def wanted_gpus(spec: ExperimentSpec) -> int:
     """GPUs of the engines and trainer ranks that a run starts with."""
-    return spec.rollout.min_engines * spec.rollout.gpus_per_engine + spec.trainer.ranks * spec.trainer.gpus_per_rank
+    rollout, trainer = spec.rollout, spec.trainer
+    if shares_gpus(spec):
+        return trainer.ranks
+    return math.ceil(rollout.min_engines * rollout.gpus_per_engine + trainer.ranks * trainer.gpus_per_rank)
 
 
 def check_devices(spec: ExperimentSpec) -> str:
@@ -167,6 +172,8 @@ def gpus(count: int) -> str:
 
 def _gpu_sum(spec: ExperimentSpec) -> str:
     rollout, trainer = spec.rollout, spec.trainer
+    if shares_gpus(spec):
+        return f"each for an engine and a rank, {rollout.gpus_per_engine:g} + {trainer.gpus_per_rank:g}"
     return (
         f"{rollout.min_engines} engines × {rollout.gpus_per_engine} + {trainer.ranks} ranks × {trainer.gpus_per_rank}"
     )

@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
-from asyncrl_cli.spec.sections import ClusterSpec, ExperimentSpec
+from asyncrl_cli.spec.sections import ClusterSpec, EngineRange, ExperimentSpec
+from asyncrl_cli.spec.sharing import memory_share, shares_gpus
 
 OWN_ENGINE_ARGS = {
     "model": "model.path",
@@ -62,6 +63,35 @@ def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
         trainer, engines = ("GPU", "CPU") if spec.trainer.gpus_per_rank else ("CPU", "GPU")
         slow = "rollout.gpus_per_engine" if engines == "CPU" else "trainer.gpus_per_rank"
         yield warning(slow, f"the trainer is on {trainer} and the engines are on {engines}", "set it to 1")
+
+
+@rule
+def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Shares of a GPU: every engine has one trainer rank beside it, and both fit on one GPU."""
+    rollout, trainer = spec.rollout, spec.trainer
+    engine, rank = rollout.gpus_per_engine, trainer.gpus_per_rank
+    shares = {"rollout.gpus_per_engine": engine, "trainer.gpus_per_rank": rank}
+    fractions = [path for path, gpus in shares.items() if 0 < gpus < 1]
+    if not fractions:
+        return
+    if len(fractions) < 2:
+        (missing,) = shares.keys() - fractions
+        message = f"must be a share of a GPU, too: {fractions[0]} is {shares[fractions[0]]:g}"
+        yield Problem(missing, message, f"set it to {1 - shares[fractions[0]]:g}, or both to 1")
+    elif engine + rank > 1:
+        message = f"an engine and a rank take {engine:g} + {rank:g} of the GPU that they share"
+        yield Problem("rollout.gpus_per_engine", message, f"lower it to {1 - rank:g}, or lower trainer.gpus_per_rank")
+    if isinstance(rollout.engines, EngineRange) or rollout.engines != trainer.ranks:
+        message = f"must be trainer.ranks ({trainer.ranks}): each engine shares a GPU with a trainer rank"
+        yield Problem("rollout.engines", message, f"set it to {trainer.ranks}, or give engines whole GPUs")
+    if spec.cluster.engines != ClusterSpec().engines:
+        message = "engines that share GPUs with trainer ranks are where these are"
+        yield Problem("cluster.engines", message, "remove it; cluster.trainer chooses the nodes")
+    used = rollout.engine_args.get("gpu_memory_utilization")
+    if shares_gpus(spec) and isinstance(used, (int, float)) and used > engine:
+        message = f"{used:g} is more than the engine's share of the GPU, {engine:g}"
+        hint = f"remove it (then it is {memory_share(engine):.2g}), or raise rollout.gpus_per_engine"
+        yield Problem("rollout.engine_args.gpu_memory_utilization", message, hint)
 
 
 @rule

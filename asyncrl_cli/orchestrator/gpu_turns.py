@@ -1,0 +1,62 @@
+"""Turns of trainer and engines on the GPUs that they share, where nothing is generated while the trainer trains.
+
+Invariant: in the trainer's turn every engine sleeps, or its process is gone. So engines start, load weights and prove
+them in their own turn only (``EngineKeeper``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.rollout.client import EngineState, GenerationClient
+from asyncrl_cli.system.remote import wait_for
+
+
+class GpuTurns:
+    """Puts engines to sleep for the trainer's steps.
+
+    Attributes:
+        engines: set while it is the engines' turn.
+    """
+
+    def __init__(self, client: GenerationClient, sleeping: bool, limit_s: float) -> None:
+        """``sleeping``: whether engines sleep at all. ``limit_s``: seconds in which one has to fall asleep."""
+        self.engines = asyncio.Event()
+        self.engines.set()
+        self._client = client
+        self._sleeping = sleeping
+        self._limit_s = limit_s
+
+    @asynccontextmanager
+    async def trainer(self) -> AsyncIterator[None]:
+        """The trainer's turn. An engine that cannot fall asleep is ended; its keeper starts another after the turn."""
+        if not self._sleeping:
+            yield
+            return
+        self.engines.clear()
+        engines = list(self._client.engines)
+        try:
+            await asyncio.gather(*(self._put_to_sleep(engine) for engine in engines))
+            yield
+        finally:
+            await asyncio.gather(*(self._call(engine, engine.process.actor, "wake_up") for engine in engines))
+            self.engines.set()
+
+    async def _put_to_sleep(self, engine: EngineState) -> None:
+        # An engine that is starting now has to end that first: vLLM measures the GPU's free memory meanwhile.
+        await self._call(engine, await engine.process.running(), "sleep")
+
+    async def _call(self, engine: EngineState, actor: Any, method: str) -> None:
+        if actor is None or actor is not engine.process.actor:
+            return
+        try:
+            await wait_for(getattr(actor, method).remote(), engine.name, self._limit_s)
+        except UserError as error:
+            if engine.serving:
+                self._client.mark_dead(engine.name, f"it did not {method.replace('_', ' ')}: {error.message}")
+            else:
+                engine.process.kill()

@@ -1,0 +1,150 @@
+"""An engine that gives its GPU memory back: what waits meanwhile, and what continues after it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.records.generation import RolloutRequest, Sampling
+from asyncrl_cli.rollout import engine as engine_module
+from asyncrl_cli.rollout.engine import Engine
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+SPEC = ExperimentSpec.model_validate(
+    {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
+)
+
+
+class Vllm:
+    """vLLM's engine, as far as it sleeps. Whatever would touch its memory is refused while it does."""
+
+    def __init__(self) -> None:
+        self.asleep = False
+        self.calls: list[str] = []
+        self.engine_core = self
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.calls.append(f"sleep {level} {mode}")
+        self.asleep = True
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        self.calls.append("wake_up")
+        self.asleep = False
+        return True
+
+    async def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self.touch("pause")
+
+    async def resume_scheduler_async(self) -> None:
+        self.touch("resume")
+
+    async def start_weight_update(self) -> None:
+        self.touch("start")
+
+    async def update_weights(self, request: Any) -> None:
+        self.touch("update")
+
+    async def finish_weight_update(self, version: str) -> None:
+        self.touch("finish")
+
+    async def generate(self, prompt: Any, params: Any, **options: Any) -> Any:
+        self.touch(f"generate under {prompt['cache_salt']}")
+        span = SimpleNamespace(start=0, end=1, version="3")
+        output = SimpleNamespace(
+            token_ids=[5], finish_reason="stop", weight_versions=[span], logprobs=SimpleNamespace(logprobs=[-1.0])
+        )
+        yield SimpleNamespace(outputs=[output])
+
+    def touch(self, call: str) -> None:
+        assert not self.asleep, f"{call} while its memory belongs to others"
+        self.calls.append(call)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    vllm = Vllm()
+    monkeypatch.setattr(engine_module, "start_vllm", lambda *_: vllm)
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda _: SimpleNamespace(decode=lambda *_, **__: "")
+    )
+    return vllm
+
+
+def test_requests_and_aborts_wait_until_the_engine_is_awake(vllm: Vllm) -> None:
+    async def check() -> None:
+        engine = Engine(SPEC, "")
+        await engine.serve_own(3)
+        await engine.wake_up()  # of an engine that is awake
+        await engine.sleep()
+        rollout = asyncio.ensure_future(engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8))))
+        abort = asyncio.ensure_future(engine.abort())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert vllm.calls == ["version 3", "sleep 1 keep"], "running requests are kept, and nothing else happens"
+        abort.cancel()
+        await engine.wake_up()
+        assert (await rollout).ids.tolist() == [5]
+        assert vllm.calls[2:] == ["wake_up", "generate under 3"]
+
+    asyncio.run(check())
+
+
+def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
+    async def check() -> None:
+        engine = Engine(SPEC, "")
+        await engine.sleep()
+        engine._layout = ()
+        update = asyncio.ensure_future(engine.update_weights(4, "/memory", (), "keep"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not update.done()
+        await engine.wake_up()
+        assert engine._loading, "it has no weights yet, so no request may start"
+        await update
+        assert vllm.calls == ["sleep 1 keep", "wake_up", "pause", "start", "update", "finish", "resume"]
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(level: int, mode: str) -> None:
+        raise RuntimeError("Memory usage increased after sleeping.")
+
+    async def check() -> None:
+        engine = Engine(SPEC, "")
+        await engine.serve_own(3)
+        monkeypatch.setattr(vllm, "sleep", refuses)
+        with pytest.raises(RuntimeError, match="after sleeping"):
+            await engine.sleep()
+        await engine.abort()  # which needs what the sleep had locked
+        assert (await engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8)))).ids.tolist() == [5]
+
+    asyncio.run(check())
+
+
+def test_the_installed_vllm_has_these_calls() -> None:
+    """Read from its source: importing it takes ten seconds."""
+    package = find_spec("vllm")
+    assert package is not None and package.origin is not None
+    source = Path(package.origin).parent / "v1/engine/async_llm.py"
+    (engine,) = (
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "AsyncLLM"
+    )
+    takes = {
+        node.name: [argument.arg for argument in node.args.args]
+        for node in engine.body
+        if isinstance(node, ast.AsyncFunctionDef)
+    }
+    assert takes["sleep"][:3] == ["self", "level", "mode"]
+    assert takes["wake_up"][0] == "self"
