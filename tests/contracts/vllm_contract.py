@@ -1,0 +1,108 @@
+"""What asyncrl relies on of vLLM and does not call: arguments, values, variables of the environment, base classes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
+from tests.contracts.source import Package
+from tests.contracts.uses import ASYNCRL
+
+LITERALS = {
+    "mode": ("rollout/engine.py", "vllm.v1.engine.PauseMode"),
+    "logprobs_mode": ("rollout/engine_settings.py", "vllm.config.model.LogprobsMode"),
+}
+"""By argument: where asyncrl writes it, and the type that lists its values."""
+TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
+
+
+def problems(package: Package) -> Iterator[str]:
+    """All that does not fit this release."""
+    yield from _engine_arguments(package)
+    yield from _values(package)
+    yield from _environment(package)
+    yield from _transfer_engine(package)
+    tables = package.find("vllm.tool_parsers._TOOL_PARSERS_TO_REGISTER")
+    if tables is None or not isinstance(tables.node, ast.Assign) or not isinstance(tables.node.value, ast.Dict):
+        yield "rollout/engine_settings.py: tool_parsers() finds no table of tool parsers in vLLM's source"
+
+
+def written_arguments() -> set[str]:
+    """The names that ``engine_args`` passes to vLLM."""
+    function = _function("rollout/engine_settings.py", "engine_args")
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Dict):
+            found |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "args":
+            assert isinstance(node.slice, ast.Constant)
+            found.add(str(node.slice.value))
+    return found
+
+
+def _engine_arguments(package: Package) -> Iterator[str]:
+    known = package.find("vllm.engine.arg_utils.AsyncEngineArgs")
+    fields = {one.name for one in package.fields(known)} if known else set()
+    for name in sorted(written_arguments() - fields):
+        yield f"rollout/engine_settings.py: vLLM's AsyncEngineArgs has no {name!r}"
+
+
+def _values(package: Package) -> Iterator[str]:
+    for argument, (file, kind) in LITERALS.items():
+        listed = package.find(kind)
+        known = _constants(listed.node) if listed is not None and listed.node is not None else set()
+        for value in sorted(_written_values(file, argument) - known):
+            yield f"{file}: {kind} has no {value!r}, but {sorted(known)}"
+
+
+def _written_values(file: str, argument: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((ASYNCRL / file).read_text())):
+        if isinstance(node, ast.keyword) and node.arg == argument:
+            found |= _constants(node.value)
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == argument:
+                    found |= _constants(value)
+    assert found, f"{file} writes no {argument}"
+    return found
+
+
+def _environment(package: Package) -> Iterator[str]:
+    known = package.find("vllm.envs.environment_variables")
+    names = _constants(known.node) if known is not None and known.node is not None else set()
+    for name in sorted({*ENVIRONMENT, *CPU_ENVIRONMENT}):
+        if name.startswith("VLLM_") and name not in names:
+            yield f"rollout/engine_settings.py: vLLM reads no variable {name}"
+
+
+def _transfer_engine(package: Package) -> Iterator[str]:
+    """Our engine for weight transfers overrides what vLLM asks for, and takes what vLLM passes."""
+    base = package.find(TRANSFER)
+    if base is None or not isinstance(base.node, ast.ClassDef):
+        yield f"weights/vllm_worker.py: there is no {TRANSFER}"
+        return
+    tree = ast.parse((ASYNCRL / "weights/vllm_worker.py").read_text())
+    ours = next(one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "ReplicaTransferEngine")
+    own = {one.name: one for one in ours.body if isinstance(one, ast.FunctionDef)}
+    for method in (one for one in base.node.body if isinstance(one, ast.FunctionDef)):
+        abstract = any(ast.unparse(one).endswith("abstractmethod") for one in method.decorator_list)
+        if method.name in own:
+            theirs = [one.arg for one in method.args.args]
+            if [one.arg for one in own[method.name].args.args] != theirs:
+                yield f"weights/vllm_worker.py: vLLM's {method.name} has the parameters {theirs}"
+        elif abstract:
+            yield f"weights/vllm_worker.py: ReplicaTransferEngine has no {method.name}, which vLLM asks for"
+    for line in ours.body:
+        if isinstance(line, ast.Assign) and package.member(base, ast.unparse(line.targets[0])) is None:
+            yield f"weights/vllm_worker.py: vLLM's WeightTransferEngine has no {ast.unparse(line.targets[0])}"
+
+
+def _function(file: str, name: str) -> ast.FunctionDef:
+    tree = ast.parse((ASYNCRL / file).read_text())
+    return next(one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name)
+
+
+def _constants(node: ast.AST) -> set[str]:
+    return {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
