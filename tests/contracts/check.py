@@ -43,9 +43,14 @@ def _value_of(package: Package, dotted: str) -> Definition | None:
     """A member of a module's variable whose value is an object, such as ``state = GlobalState()``."""
     owner, _, name = dotted.rpartition(".")
     variable = package.find(owner) if owner else None
-    if variable is None or not isinstance(variable.node, ast.Assign) or not isinstance(variable.node.value, ast.Call):
+    if variable is None:
         return None
-    made = package.resolve(variable, variable.node.value.func)
+    kind: ast.expr | None = None
+    if isinstance(variable.node, ast.AnnAssign):
+        kind = variable.node.annotation
+    elif isinstance(variable.node, ast.Assign) and isinstance(variable.node.value, ast.Call):
+        kind = variable.node.value.func
+    made = package.resolve(variable, kind) if kind is not None else None
     return package.member(made, name) if made is not None and isinstance(made.node, ast.ClassDef) else None
 
 
