@@ -29,15 +29,18 @@ def problems(package: Package) -> Iterator[str]:
 
 
 def written_arguments() -> set[str]:
-    """The names that ``engine_args`` passes to vLLM."""
-    function = _function("rollout/engine_settings.py", "engine_args")
+    """The names that ``engine_args`` passes to vLLM, with those of the functions that it calls."""
+    functions = _functions("rollout/engine_settings.py")
+    whole = functions["engine_args"]
+    called = {ast.unparse(node.func) for node in ast.walk(whole) if isinstance(node, ast.Call)}
     found: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Dict):
-            found |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "args":
-            assert isinstance(node.slice, ast.Constant)
-            found.add(str(node.slice.value))
+    for function in (whole, *(functions[name] for name in called & set(functions))):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Dict):
+                found |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "args":
+                assert isinstance(node.slice, ast.Constant)
+                found.add(str(node.slice.value))
     return found
 
 
@@ -99,9 +102,9 @@ def _transfer_engine(package: Package) -> Iterator[str]:
             yield f"weights/vllm_worker.py: vLLM's WeightTransferEngine has no {ast.unparse(line.targets[0])}"
 
 
-def _function(file: str, name: str) -> ast.FunctionDef:
+def _functions(file: str) -> dict[str, ast.FunctionDef]:
     tree = ast.parse((ASYNCRL / file).read_text())
-    return next(one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name)
+    return {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
 
 
 def _constants(node: ast.AST) -> set[str]:
