@@ -14,15 +14,22 @@ class Command(TyperCommand):
     """A command whose usage line reads `train SPEC`; typer's own reads `train {SPEC}`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
 
-def add(app: typer.Typer, name: str, function: Callable[..., None], summary: str, example: str) -> None:
+def add(
+    app: typer.Typer, name: str, function: Callable[..., None], summary: str, example: str, *, foreign: bool = False
+) -> None:
     """Add a command, with its line in the help of its group and an example in its own.
 
-    ``summary`` has room on a terminal of 80 columns, beside the longest name: 61 characters.
+    ``summary`` has room on a terminal of 80 columns, beside the longest name: 61 characters. A ``foreign`` command gets
+    options that it does not know as arguments.
     """
-    app.command(name, cls=Command, short_help=summary, epilog=f"Example: {example}")(function)
+    settings = {"ignore_unknown_options": foreign}
+    command = app.command(
+        name, cls=Command, short_help=summary, epilog=f"Example: {example}", context_settings=settings
+    )
+    command(function)
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:

@@ -60,6 +60,38 @@ def verl(
     _finish(results, force)
 
 
+def trl(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ARGUMENTS",
+            help="YAML or JSON files of arguments; `grpo` (the default), `rloo`, `ppo` or `async_grpo`; and arguments "
+            "as `trl grpo` has them (`--learning_rate 1e-6`), for all files.",
+        ),
+    ],
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Write a spec for each file of TRL's arguments, with a comment for every one (docs/from-trl.md).
+
+    The number of processes is Accelerate's: add --num_processes N, or --accelerate_config FILE. Exit codes are those of
+    `convert verl`.
+    """
+    from asyncrl_cli.convert.files import convert_one, targets
+    from asyncrl_cli.convert.source import Source, read_file
+    from asyncrl_cli.convert.trl import DEFAULTS, ROWS
+    from asyncrl_cli.convert.trl_arguments import parse
+
+    found = parse(arguments)
+    origins = found.files or [found.method]
+    results = []
+    for origin, target in zip(origins, targets(origins, output), strict=True):
+        values = (read_file(origin) if found.files else {}) | found.values
+        label = origin if found.files else f"trl {' '.join(arguments).removeprefix('trl ')}"
+        results.append(convert_one("TRL", label, Source(values, DEFAULTS[found.method]), ROWS, target))
+    _finish(results, force)
+
+
 def _finish(results: list[Result], force: bool) -> None:
     """Write the specs, and print where they are and what is left to do. Results without a file go to standard output,
     and then everything else to standard error."""
@@ -85,4 +117,12 @@ add(
     verl,
     "Convert verl's configurations.",
     "asyncrl convert verl config.yaml trainer.nnodes=2 -o spec.yaml",
+)
+add(
+    app,
+    "trl",
+    trl,
+    "Convert TRL's arguments.",
+    "asyncrl convert trl grpo config.yaml --num_processes 8 -o spec.yaml",
+    foreign=True,
 )

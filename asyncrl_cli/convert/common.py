@@ -44,6 +44,11 @@ def data_path(path: object, source: Source) -> str | None:
     return None if path is None else str(path)
 
 
+def running_rollouts(limit: int, group_size: int, groups: int, devices: Devices) -> int:
+    """`rollout.max_running_rollouts`: at most the limit, at least a group, else what the run generates at a time."""
+    return max(min(limit, -(-groups * group_size // devices.engines)), group_size)
+
+
 def multiple(steps: float, of: int) -> int:
     """The steps, rounded up to a multiple; 0 stays 0."""
     return -(-int(steps) // of) * of if steps > 0 else 0

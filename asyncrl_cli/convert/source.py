@@ -67,6 +67,10 @@ class Source:
         value = self.get(*names)
         return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
+    def quiet(self) -> Source:
+        """The same configuration, for a function whose remarks belong to another key."""
+        return Source(self.given, self.defaults)
+
     def remark(self, text: str) -> None:
         """Say something that a user should look at."""
         self.remarks.append(text)

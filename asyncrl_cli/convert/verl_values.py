@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from asyncrl_cli.convert.common import PLACEHOLDER_STEPS, Devices, data_path, multiple, split
+from asyncrl_cli.convert.common import PLACEHOLDER_STEPS, Devices, data_path, multiple, running_rollouts, split
 from asyncrl_cli.convert.source import Source
 
 A = "actor_rollout_ref.actor."
@@ -126,6 +126,13 @@ def devices(source: Source) -> Devices:
     prefix = R if mode(source) == "separate_async" else "rollout."
     generating = max(source.count(f"{prefix}nnodes"), 1) * max(source.count(f"{prefix}n_gpus_per_node"), 1)
     return Devices(max(trainer, 1), max(generating // per_engine, 1), per_engine)
+
+
+def max_running_rollouts(source: Source) -> int:
+    """`rollout.max_running_rollouts`: verl's limit, or what the versions in the bound have to generate."""
+    versions = ((max_staleness(source) or 0) + 1 + (mode(source) == "one_step_off")) * publish_every(source)
+    size = max(source.count(f"{R}n"), 1)
+    return running_rollouts(source.count(f"{R}max_num_seqs"), size, groups_per_step(source) * versions, devices(source))
 
 
 def ranks(source: Source) -> int:

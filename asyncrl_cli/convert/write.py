@@ -70,23 +70,22 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
         for remark in inner.remarks:
             yield from _comment(f"{CHECK} {name}: {remark}", indent)
         if inner.value is not None:
-            value = _from_folder(str(inner.value), folder) if inner.key in PATHS else inner.value
+            value = _from_folder(inner.key, str(inner.value), folder) if inner.key in PATHS else inner.value
             yield f"{indent}{name}: {_value(value)}"
 
 
 def _value(value: Any) -> str:
     """A value in YAML, on one line."""
     unicode = printable(str(value)) == str(value)  # What is not printable is written as an escape.
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=unicode)
+    style = '"' if isinstance(value, str) and not (unicode and "\n" not in value) else None
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6, allow_unicode=unicode)
     return text.removesuffix("...\n").strip()
 
 
-def _from_folder(path: str, folder: Path) -> str:
+def _from_folder(key: str, path: str, folder: Path) -> str:
     """A relative path of the current folder, relative to another one; hub ids and other paths unchanged."""
-    if path.startswith(("/", "~", "$")) or (not names_a_file(path)):
-        return path
-    is_file = re.search(r"\.\w+$", path) is not None or looks_like_path(path, os.path.abspath(path))
-    if not is_file or folder.resolve() == Path.cwd():
+    is_path = looks_like_path(path, os.path.abspath(path)) if key == "model.path" else names_a_file(path)
+    if not is_path or path.startswith(("/", "~", "$")) or folder.resolve() == Path.cwd():
         return path
     return os.path.relpath(path, folder)
 

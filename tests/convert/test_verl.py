@@ -13,7 +13,7 @@ from asyncrl_cli.convert.source import Source, override, read_file
 from asyncrl_cli.convert.verl import CONVERTED, DEFAULTS, ROWS
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.spec.keys import keys
-from asyncrl_cli.spec.load import load_spec, resolved
+from asyncrl_cli.spec.load import LoadedSpec, load_spec, resolved
 
 FILES = sorted((Path(__file__).parents[1] / "data/verl").glob("*.yaml"))
 
@@ -23,20 +23,24 @@ def converted(overrides: list[str], file: Path | None = None) -> Conversion:
     return convert(Source(values, DEFAULTS), ROWS)
 
 
-def spec_of(*overrides: str) -> dict[str, Any]:
-    """The values of the valid spec that overrides give, by dotted key."""
-    text = spec_text(converted(list(overrides)), "verl", "test", Path())
-    loaded = resolved(load_spec("spec.yaml", data=text.encode()))
-    flat: dict[str, Any] = {}
+def flat(loaded: LoadedSpec) -> dict[str, Any]:
+    """The values of a spec by dotted key."""
+    found: dict[str, Any] = {}
 
     def visit(value: Any, prefix: str) -> None:
-        flat[prefix] = value
+        found[prefix] = value
         if isinstance(value, dict):
             for name, inner in value.items():
                 visit(inner, f"{prefix}.{name}" if prefix else name)
 
-    visit(loaded, "")
-    return flat
+    visit(resolved(loaded), "")
+    return found
+
+
+def spec_of(*overrides: str) -> dict[str, Any]:
+    """The values of the valid spec that overrides give, by dotted key."""
+    text = spec_text(converted(list(overrides)), "verl", "test", Path())
+    return flat(load_spec("spec.yaml", data=text.encode()))
 
 
 def test_every_row_names_a_key_of_the_spec() -> None:

@@ -1,0 +1,180 @@
+"""TRL's arguments as specs: files, command lines, and what is different on purpose."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.convert.rows import Conversion, convert
+from asyncrl_cli.convert.source import Source, read_file
+from asyncrl_cli.convert.trl import CONVERTED, DEFAULTS, ROWS
+from asyncrl_cli.convert.trl_arguments import parse
+from asyncrl_cli.convert.write import spec_text
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.spec.load import load_spec
+from tests.convert.conftest import Command
+from tests.convert.test_verl import flat
+
+DATA = Path(__file__).parents[1] / "data/trl"
+FILES = sorted(DATA.glob("*.yaml"))
+ZERO3 = str(DATA / "accelerate/deepspeed_zero3.yaml")
+BASE = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--dataset_name", "trl-lib/DeepMath-103K", "--num_processes", "8"]
+
+
+def converted(*words: str) -> Conversion:
+    found = parse(words)
+    values = (read_file(found.files[0]) if found.files else {}) | found.values
+    return convert(Source(values, DEFAULTS[found.method]), ROWS)
+
+
+def spec_of(*words: str) -> dict[str, Any]:
+    """The values of the valid spec that arguments give, by dotted key."""
+    return flat(load_spec("spec.yaml", data=spec_text(converted(*words), "TRL", "test", Path()).encode()))
+
+
+def test_every_row_names_a_key_of_the_spec() -> None:
+    assert [row.key for row in CONVERTED if row.key not in keys() and row.key != "task.options.field"] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_example_files_give_valid_specs_that_name_every_argument(file: Path, home: Path) -> None:
+    conversion = converted(str(file), "--accelerate_config", ZERO3)
+    text = spec_text(conversion, "TRL", file.name, Path())
+    assert load_spec("spec.yaml", data=text.encode()).spec.data.train.system in (
+        None,
+        conversion.source.get("system_prompt"),
+    )
+    words = set(re.findall(r"[\w.]+", text))
+    assert set(conversion.source.given) - words == set()
+    assert conversion.unknown == []
+
+
+def test_all_files_at_once(home: Path, asyncrl: Command) -> None:
+    code, out, err = asyncrl("convert", "trl", *map(str, FILES), "--num_processes", "8", "-o", "specs")
+    assert code == 0, err
+    specs = sorted(map(str, Path("specs").iterdir()))
+    assert len(specs) == len(FILES) and "0 unknown" in out
+    assert asyncrl("validate-spec", *specs)[0] == 0
+
+
+def test_the_command_line_of_trl(home: Path, asyncrl: Command) -> None:
+    arguments = ["--reward_funcs", "accuracy_reward", "--learning_rate=2e-6", "--max_steps", "-1", "--use_peft"]
+    code, out, err = asyncrl("convert", "trl", "trl", "grpo", *BASE, *arguments)
+    assert code == 0, err
+    assert "learning_rate: 2.0e-06" in out and "use: math" in out and "path: hf:trl-lib/DeepMath-103K" in out
+    assert "rank: 16" in out
+    code, _, err = asyncrl("convert", "trl", "no-such.yaml")
+    assert code == 2 and "neither a file nor an argument of TRL" in err
+
+
+def test_arguments_are_read_as_trl_reads_them() -> None:
+    words = ["rloo", "--a-b", "1", "--flag", "--list", "x", "2", "--text=3e-6", "--kwargs", '{"k": {"z": 1}}']
+    assert parse(words) == ("rloo", [], {"a_b": 1, "flag": True, "list": ["x", 2], "text": 3e-6, "kwargs.k.z": 1})
+    with pytest.raises(ConfigError):
+        parse(["grpo", "stray"])
+
+
+COUNTS = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--num_generations", "16"]
+PPO = ["ppo", *BASE, "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "16"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        # 4 completions on each of 8 devices, accumulated 8 times, in groups of 16.
+        (COUNTS, "pipeline.groups_per_step", 16),
+        (COUNTS, "trainer.minibatches", 1),
+        ([*COUNTS, "--steps_per_generation", "32"], "pipeline.groups_per_step", 64),
+        ([*COUNTS, "--steps_per_generation", "32"], "trainer.minibatches", 4),
+        ([*COUNTS, "--generation_batch_size", "512"], "pipeline.groups_per_step", 32),
+        ([*COUNTS, "--generation_batch_size", "512"], "trainer.minibatches", 2),
+        # TRL counts updates: 4 minibatches · 2 iterations are 8 of them.
+        ([*COUNTS, "--steps_per_generation", "32", "--num_iterations", "2", "--max_steps", "800"], "stop.steps", 100),
+        ([*COUNTS, "--steps_per_generation", "32", "--save_steps", "8"], "checkpoints.every", 2),
+        (["--save_strategy", "no"], "checkpoints.every", 0),
+        (["--max_steps", "200", "--warmup_ratio", "0.1"], "trainer.schedule.warmup_updates", 20),
+        (["--loss_type", "grpo"], "algorithm.aggregation", "sequence_mean"),
+        ([], "algorithm.aggregation", "token_mean"),
+        (["--loss_type", "dr_grpo", "--scale_rewards", "none"], "algorithm.advantage", "group_mean"),
+        (["--loss_type", "cispo", "--epsilon_high", "5.0"], "algorithm.clip_high", 4.0),
+        (["--loss_type", "cispo", "--epsilon_high", "5.0"], "algorithm.clip_low", 1.0),
+        (["--loss_type", "sapo"], "algorithm.loss", "sapo"),
+        (["--importance_sampling_level", "sequence", "--loss_type", "grpo"], "algorithm.loss", "gspo"),
+        (["--epsilon_high", "0.28"], "algorithm.clip_high", 0.28),
+        (["--delta", "4.0"], "algorithm.dual_clip", 4.0),
+        (["--beta", "0.04"], "algorithm.kl_coef", 0.04),
+        ([], "algorithm.uniform_groups", "train"),
+        ([], "algorithm.correction.mask_high", 3.0),
+        ([], "algorithm.correction.level", "sequence"),
+        (["--vllm_importance_sampling_mode", "token_truncate"], "algorithm.correction.cap", 3.0),
+        (["--vllm_importance_sampling_correction", "False"], "algorithm.correction.level", None),
+        (["--mask_truncated_completions"], "algorithm.mask_truncated", True),
+        ([], "trainer.ranks", 4),
+        (["--use_vllm", "--vllm_mode", "server", "--vllm_tensor_parallel_size", "2"], "trainer.ranks", 8),
+        (["--use_vllm", "--vllm_mode", "server", "--vllm_tensor_parallel_size", "2"], "rollout.gpus_per_engine", 2),
+        (["--accelerate_config", "zero2"], "trainer.zero_stage", 2),
+        (["--accelerate_config", ZERO3], "trainer.ranks", 4),
+        (["--lr_scheduler_type", "constant_with_warmup"], "trainer.schedule.kind", "constant"),
+        (["--bf16", "False"], "trainer.dtype", "float32"),
+        (["--report_to", "wandb", "tensorboard"], "tracking.tensorboard", True),
+        ([], "pipeline.mode", "sync"),
+        (["--output_dir", "out/My Model"], "name", "My-Model"),
+    ],
+)
+def test_settings_of_grpo(home: Path, words: list[str], key: str, value: Any) -> None:
+    assert spec_of("grpo", *BASE, *words)[key] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["rloo", *BASE], "algorithm.advantage", "leave_one_out"),
+        (["rloo", *BASE], "algorithm.kl_placement", "reward"),
+        (["rloo", *BASE], "algorithm.kl_coef", 0.05),
+        (["rloo", *BASE], "algorithm.sequence_divisor", 1),
+        (["rloo", *BASE], "rollout.group_size", 2),
+        (["async_grpo", *BASE], "pipeline.mode", "async"),
+        (["async_grpo", *BASE], "pipeline.max_staleness", 4),
+        (["async_grpo", *BASE, "--weight_sync_steps", "2", "--max_steps", "50"], "pipeline.publish_every", 2),
+        (PPO, "rollout.group_size", 1),
+        (PPO, "pipeline.groups_per_step", 512),
+        ([*PPO, "--num_mini_batches", "4"], "pipeline.groups_per_step", 512),
+        ([*PPO, "--num_mini_batches", "4"], "trainer.minibatches", 4),
+        ([*PPO, "--total_episodes", "51200"], "stop.steps", 100),
+        (PPO, "trainer.epochs", 4),
+        (PPO, "algorithm.advantage", "gae"),
+        (PPO, "algorithm.gae_lambda", 0.95),
+        (PPO, "algorithm.kl_placement", "reward"),
+    ],
+)
+def test_settings_of_other_trainers(home: Path, words: list[str], key: str, value: Any) -> None:
+    assert spec_of(*words)[key] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "remark"),
+    [
+        (["--num_generations", "7"], "not divisible by num_generations"),
+        (["--scale_rewards", "batch"], "deviation of the batch"),
+        (["--loss_type", "vespo"], "loss_type=vespo has no counterpart"),
+        (["--reward_funcs", "my_lib.rewards.fluent", "think_format_reward"], "from my_lib.rewards import fluent"),
+        (
+            ["--reward_funcs", "my_lib.rewards.fluent", "think_format_reward"],
+            "from trl.rewards import think_format_reward",
+        ),
+        (["--sync_ref_model"], "the reference becomes the policy"),
+        (["--fp16"], "there is no float16"),
+    ],
+)
+def test_what_cannot_be_kept_is_a_remark(words: list[str], remark: str) -> None:
+    assert remark in "\n".join(text for _, text in converted("grpo", *BASE, *words).remarks)
+
+
+def test_what_is_lost_is_marked_and_what_is_off_is_not() -> None:
+    conversion = converted("grpo", *BASE, "--top_p", "0.9", "--min_p", "null", "--load_in_4bit", "--my_own", "1")
+    assert sorted(name for names in conversion.lost.values() for name in names) == ["load_in_4bit", "top_p"]
+    assert "min_p" in conversion.unused and conversion.unknown == ["my_own"]
