@@ -13,18 +13,35 @@ PLACEHOLDER_STEPS = 100
 
 
 class Devices(NamedTuple):
-    """GPUs of the trainer, engines, and GPUs of an engine."""
+    """Trainer ranks, engines, and the GPUs of each: below 1, a rank and an engine share one."""
 
     ranks: int
     engines: int
-    per_engine: int
+    per_engine: float
+    per_rank: float = 1
 
 
 def split(total: int, per_engine: int) -> Devices:
-    """Devices that trainer and engines used in turn, as two halves: asyncrl has both at work at the same time."""
+    """GPUs that trainer and engines used in turn, as two halves: asyncrl has both at work at the same time.
+
+    A single GPU is shared."""
     per_engine = max(per_engine, 1)
+    if total <= 1 and per_engine == 1:
+        return Devices(1, 1, 0.5, 0.5)
     engines = max(total // 2 // per_engine, 1)
     return Devices(max(total - engines * per_engine, 1), engines, per_engine)
+
+
+def divided(source: Source, found: Devices, total: int) -> None:
+    """Say how GPUs are divided that the other trainer uses for both in turn."""
+    if found.per_rank < 1:
+        source.remark("engine and rank share one GPU, a half each; in mode sync the engine sleeps while it trains")
+        return
+    generating = int(found.engines * found.per_engine)
+    source.remark(
+        f"the other trainer uses {total} GPU(s) for both in turn. Here {found.ranks} train and {generating} generate, "
+        f"{found.ranks + generating} in all"
+    )
 
 
 def run_name(text: object) -> str | None:

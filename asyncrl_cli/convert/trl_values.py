@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
-from asyncrl_cli.convert.common import PLACEHOLDER_STEPS, Devices, multiple, run_name, running_rollouts, split
+from asyncrl_cli.convert.common import PLACEHOLDER_STEPS, Devices, divided, multiple, run_name, running_rollouts, split
 from asyncrl_cli.convert.source import Source
 
 METHOD = "method"
@@ -143,14 +143,21 @@ def devices(source: Source) -> Devices:
     return Devices(processes(source), 1, per_engine) if separate else split(processes(source), per_engine)
 
 
+def gpus_per_engine(source: Source) -> float:
+    """`rollout.gpus_per_engine`."""
+    return 0 if source.flag("use_cpu") else devices(source).per_engine
+
+
+def gpus_per_rank(source: Source) -> float:
+    """`trainer.gpus_per_rank`."""
+    return 0 if source.flag("use_cpu") else devices(source).per_rank
+
+
 def ranks(source: Source) -> int:
     """`trainer.ranks`."""
     found = devices(source)
-    total = found.ranks + found.engines * found.per_engine
-    source.remark(
-        f"{found.ranks} GPU(s) for training and {total - found.ranks} for generation, {total} in all; "
-        f"TRL has {processes(source)} training process(es)"
-    )
+    if found.ranks != processes(source) or found.per_rank < 1:
+        divided(source, found, processes(source))
     return found.ranks
 
 

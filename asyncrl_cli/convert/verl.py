@@ -171,7 +171,7 @@ CONVERTED = [
     Row("trainer.critic_warmup", "algorithm.critic.warmup_steps", _GAE,
         lambda s: s.count("trainer.critic_warmup") if s.get("algorithm.adv_estimator") == "gae" else None),
     Row("trainer.nnodes trainer.n_gpus_per_node", "trainer.ranks", "one GPU each", values.ranks),
-    Row("trainer.device", "trainer.gpus_per_rank", value=lambda s: 0 if s.get("trainer.device") == "cpu" else 1),
+    Row("trainer.device", "trainer.gpus_per_rank", value=lambda s: values.devices(s).per_rank),
     Row(f"{A}strategy {F}strategy {F}reshard_after_forward model_engine", "trainer.zero_stage",
         "DeepSpeed ZeRO-3 in place of FSDP or Megatron", lambda s: 3),
     Row(f"{F}dtype {F}model_dtype", "trainer.dtype", "Adam's state and the main weights are float32",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from asyncrl_cli.convert.common import PLACEHOLDER_STEPS, Devices, data_path, multiple, running_rollouts, split
+from asyncrl_cli.convert.common import PLACEHOLDER_STEPS, Devices, data_path, divided, multiple, running_rollouts, split
 from asyncrl_cli.convert.source import Source
 
 A = "actor_rollout_ref.actor."
@@ -139,12 +139,7 @@ def ranks(source: Source) -> int:
     """`trainer.ranks`."""
     found = devices(source)
     if mode(source) in ("sync", "colocate_async"):
-        total = source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node")
-        used = found.ranks + found.engines * found.per_engine
-        source.remark(
-            f"verl uses all {total} GPU(s) for both in turn. Here each has its own: {found.ranks} for training and "
-            f"{used - found.ranks} for generation" + (f", {used} in all" if used != total else "")
-        )
+        divided(source, found, source.count("trainer.nnodes") * source.count("trainer.n_gpus_per_node"))
     return found.ranks
 
 

@@ -117,6 +117,8 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
         ([], "rollout.engines", 2),
         (["trainer.nnodes=2", f"{R}tensor_model_parallel_size=4"], "rollout.engines", 2),
         (["trainer.n_gpus_per_node=1", f"{R}tensor_model_parallel_size=1"], "trainer.ranks", 1),
+        (["trainer.n_gpus_per_node=1", f"{R}tensor_model_parallel_size=1"], "trainer.gpus_per_rank", 0.5),
+        (["trainer.n_gpus_per_node=1", f"{R}tensor_model_parallel_size=1"], "rollout.gpus_per_engine", 0.5),
         ([], "pipeline.mode", "sync"),
         (["rollout.nnodes=1", "rollout.n_gpus_per_node=2"], "pipeline.mode", "one_step_off"),
         (["rollout.nnodes=1", "rollout.n_gpus_per_node=2"], "rollout.engines", 1),
