@@ -17,10 +17,11 @@ $(STAMP): requirements/cpu.lock requirements/install.sh pyproject.toml
 	bash requirements/install.sh $(VENV)
 	touch $@
 
-# Tests share the machine, a process a core. The quickstart, and the runs with killed and stalled parts, have it to themselves.
-ALONE := tests/e2e/test_quickstart.py tests/e2e/faults
+# Tests share the machine, a process a core; those of a file share one, because what their fixtures start takes seconds.
+# The quickstart, and the runs with killed and stalled parts, have the machine to themselves.
+ALONE := tests/e2e/test_quickstart.py tests/e2e/faults/test_killed_parts.py tests/e2e/faults/test_stalls.py
 test: install
-	$(BIN)/python -m pytest --ignore tests/e2e -n logical
+	$(BIN)/python -m pytest --ignore tests/e2e -n logical --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest tests/e2e $(ALONE:%=--ignore %) -n 2 --dist loadfile
 	$(BIN)/python -m pytest $(ALONE)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.schema import FILE, open_for_reading
 
 from .conftest import Runs, mark_of, processes_of, rows, until
 from .journal import steps_of
@@ -93,7 +94,7 @@ def test_ctrl_c_ends_a_run_that_can_be_resumed(own_runs: Runs, moment: str) -> N
     assert "--steps" in again.err
 
 
-@pytest.mark.nightly  # what fails is held by test_outside_faults, the end of the run by faults/test_stalls
+@pytest.mark.nightly  # what fails is held by test_outside_faults, the end of the run by the last test here
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
@@ -128,3 +129,28 @@ def test_an_engine_that_cannot_start_is_named_with_its_cause_and_not_started_aga
     assert "logs/engine-0.log" in ended.err
     assert "restart" not in ended.err
     assert "Traceback" not in ended.out + ended.err
+
+
+def test_a_run_whose_groups_are_all_rejected_says_so(tmp_path: Path) -> None:
+    (tmp_path / "constant.py").write_text("def reward(prompt, response):\n    return 0.5\n")
+    prompts = [{"uid": str(index), "prompt": f"word {index}"} for index in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    runs = Runs(tmp_path)
+    ended = runs.run(
+        "train",
+        runs.write_spec(
+            model={"warm_start": None},
+            task={"use": "constant:reward"},
+            data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl"}},
+            algorithm={"uniform_groups": "reject"},
+            pipeline={"max_rejected_in_a_row": 20},
+        ),
+    )
+    assert ended.code == 1
+    assert "groups were all rejected" in ended.err, ended.err
+    assert "algorithm.uniform_groups" in ended.err
+    assert "Traceback" not in ended.out + ended.err
+    assert json.loads((runs.newest() / "state.json").read_text())["phase"] == "failed"
+    with closing(open_for_reading(runs.newest() / FILE)) as connection:
+        (rejected,) = connection.execute("SELECT count(*) FROM groups WHERE reason = 'uniform'").fetchone()
+    assert rejected >= 20

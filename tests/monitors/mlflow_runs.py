@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from asyncrl_cli.monitors.mlflow.outbox import FILE
@@ -40,7 +42,21 @@ def evaluate(run: RunDirectory, step: int, accuracy: float, samples: Sequence[Ma
     )
 
 
+@cache
+def empty_store() -> bytes:
+    """The database of a store that has nothing yet. MLflow takes a second to make one."""
+    from mlflow.tracking import MlflowClient
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "mlflow.db")
+        MlflowClient(tracking_uri=f"sqlite:///{file}").search_experiments()
+        return file.read_bytes()
+
+
 def local(folder: Path, model: str | None = None) -> Target:
+    """A store in this folder; it has its tables."""
+    if not (file := folder / "mlflow.db").exists():
+        file.write_bytes(empty_store())
     return Target(f"sqlite:///{folder}/mlflow.db", "tests", (folder / "artifacts").as_uri(), model)
 
 
