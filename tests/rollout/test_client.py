@@ -450,6 +450,7 @@ async def collected(client: GenerationClient, number: int) -> None:
 # -- all of it
 
 
+@pytest.mark.slow
 @given(data=st.data(), engines=st.integers(1, 2), budgets=st.lists(st.integers(1, 8), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=40)
 def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(

@@ -14,7 +14,7 @@ from asyncrl_cli.inspect.report.summary import summarize
 from tests.e2e.report.browser import Page, installed, page
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 
-pytestmark = pytest.mark.skipif(installed() is None, reason="there is no Chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(installed() is None, reason="there is no Chromium")]
 
 DRAWN = "document.querySelectorAll('.chart > .plot-container .main-svg').length > 0"
 TICKS = "[...document.querySelectorAll('#chart-0 .xtitle')].map((one) => one.textContent).join()"
