@@ -265,7 +265,7 @@ WITHOUT_COUNTERPART = [
              "main_training_function num_machines rdzv_backend same_network tpu_* dynamo_* enable_cpu_affinity "
              "main_process_* gpu_ids ds3_gather_for_generation world_size num_total_batches micro_batch_size "
              "local_batch_size batch_size local_mini_batch_size mini_batch_size response_template stop_token "
-             "model_adapter_name ref_adapter_name jit_mode_eval",
+             "model_adapter_name ref_adapter_name jit_mode_eval ignore_bias_buffers",
              "about the process that trains; asyncrl starts DeepSpeed ranks itself (docs/clusters.md)"),
 ]
 # fmt: on

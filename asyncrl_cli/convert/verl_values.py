@@ -227,9 +227,14 @@ def advantage(source: Source) -> str:
     return name
 
 
-def clip(side: str) -> Callable[[Source], float | None]:
-    """`algorithm.clip_low` or `clip_high`."""
-    return lambda source: source.get(f"{A}clip_ratio_{side}", f"{A}clip_ratio")
+def clip(side: str) -> Callable[[Source], float]:
+    """`algorithm.clip_low` or `clip_high`. Ratios are not negative, so a `clip_low` above 1 is none."""
+
+    def value(source: Source) -> float:
+        found = source.number(f"{A}clip_ratio_{side}", f"{A}clip_ratio")
+        return min(found, 1.0) if side == "low" else found
+
+    return value
 
 
 def dual_clip(source: Source) -> float | None:
@@ -296,7 +301,9 @@ def bounds(source: Source, key: str) -> tuple[float | None, float | None]:
 
 
 def level(source: Source) -> str | None:
-    """`algorithm.correction.level`."""
+    """`algorithm.correction.level`. In bypass mode the clipped ratio itself is the correction."""
+    if source.flag(f"{CORRECTION}bypass_mode"):
+        return None
     found = source.get(f"{CORRECTION}rollout_is")
     if found not in ("token", "sequence", None):
         source.remark(f"rollout_is={found} has no counterpart: there are no weights")
@@ -320,6 +327,10 @@ def rejection(key: str) -> Callable[[Source], Any]:
 
     def value(source: Source) -> Any:
         wanted = str(source.get(f"{CORRECTION}rollout_rs") or "")
+        if wanted and source.flag(f"{CORRECTION}bypass_mode"):
+            if key == "reject_by":
+                source.remark("in bypass mode nothing is rejected: set correction.preset: decoupled to reject")
+            return None
         found = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", wanted)
         if not wanted or not found:
             if wanted and key == "reject_by":
@@ -370,9 +381,26 @@ def task(source: Source) -> str:
     return "rewards:reward"
 
 
+def held_out_files(source: Source) -> list[str]:
+    """The files of held-out prompts."""
+    found = source.get("data.val_files")
+    return [str(path) for path in found] if isinstance(found, list) else [str(found)] if found else []
+
+
 def held_out(source: Source) -> str | None:
-    """`data.eval.path`."""
-    found = data_path(source.get("data.val_files"), source)
-    if found is None:
+    """`data.eval.path`: the first file."""
+    files = held_out_files(source)
+    if not files:
         source.remark("the configuration has no held-out prompts: set data.eval.path")
-    return found
+    return data_path(files[:1], source)
+
+
+def further_sets(source: Source) -> dict[str, Any] | None:
+    """`evaluation.sets`: the other files, each by its folder's name."""
+    sets: dict[str, Any] = {}
+    for path in held_out_files(source)[1:]:
+        *_, folder, file = ["", *path.split("/")]
+        name = re.sub(r"\W", "_", folder or file.partition(".")[0])[:28] or "set"
+        unique = next(name + suffix for suffix in ("", *map(str, range(2, 99))) if name + suffix not in sets)
+        sets[unique] = {"data": {"path": path, "prompt_column": source.get("data.prompt_key")}}
+    return sets or None

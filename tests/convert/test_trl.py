@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,23 @@ def test_settings_of_other_trainers(home: Path, words: list[str], key: str, valu
 )
 def test_what_cannot_be_kept_is_a_remark(words: list[str], remark: str) -> None:
     assert remark in "\n".join(text for _, text in converted("grpo", *BASE, *words).remarks)
+
+
+def test_every_argument_of_transformers_is_known() -> None:
+    """The installed `TrainingArguments`, which TRL's configurations extend; read, as importing it takes seconds."""
+    package = find_spec("transformers")
+    assert package is not None and package.origin is not None
+    code = ast.parse((Path(package.origin).parent / "training_args.py").read_text(encoding="utf-8"))
+    (definition,) = (node for node in code.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
+    fields = {
+        node.target.id
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id.islower()
+    }
+    assert len(fields) > 80
+    private = {name for name in fields if name.startswith("_")} | {"framework"}
+    conversion = convert(Source(dict.fromkeys(fields - private, "x"), DEFAULTS["grpo"]), ROWS)
+    assert conversion.unknown == []
 
 
 def test_what_is_lost_is_marked_and_what_is_off_is_not() -> None:

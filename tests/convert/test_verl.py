@@ -110,6 +110,8 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
             "algorithm.correction.reject_low",
             0.999,
         ),
+        ([f"{C}bypass_mode=True", f"{C}rollout_is=token"], "algorithm.correction.level", None),
+        ([f"{A}policy_loss.loss_mode=cispo", f"{A}clip_ratio_low=10"], "algorithm.clip_low", 1.0),
         (["algorithm.rollout_correction.bypass_mode=True"], "algorithm.correction.proximal", "behaviour"),
         ([], "algorithm.correction.level", None),
         # Eight GPUs that do both in turn are divided; an engine takes two by default.
@@ -192,6 +194,7 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         ("algorithm.rollout_correction.rollout_is=geometric", "rollout_is=geometric has no counterpart"),
         ("algorithm.rollout_correction.rollout_rs=group_k1", "rollout_rs=group_k1 has no counterpart"),
         (f"{R}multi_turn.enable=True", "several turns"),
+        ("data.val_files=[]", "no held-out prompts"),
     ],
 )
 def test_what_cannot_be_kept_is_a_remark(override: str, remark: str) -> None:
@@ -209,3 +212,16 @@ def test_what_is_lost_is_marked_and_what_is_off_is_not(override: str) -> None:
     ]
     conversion = converted([*GRPO, f"{name}={off}"])
     assert conversion.lost == {} and conversion.unused == [name]
+
+
+def test_further_held_out_files_are_sets_of_their_own(home: Path) -> None:
+    files = [f"{home}/data/rlhf/gsm8k/test.parquet", f"{home}/data/math/test.parquet", f"{home}/data/a/math/x.parquet"]
+    for file in files:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    spec = spec_of(*GRPO, f"data.val_files={files}")
+    assert spec["data.eval.path"] == files[0]
+    assert {name: values["data"]["path"] for name, values in spec["evaluation.sets"].items()} == {
+        "math": files[1],
+        "math2": files[2],
+    }
