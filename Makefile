@@ -1,5 +1,7 @@
 # The habits of this project, one command each.
-VENV ?= .venv
+# The packages for CPUs, or with DEVICE=gpu those for GPUs, in an environment beside them.
+DEVICE ?= $(if $(filter gpu,$(MAKECMDGOALS)),gpu,cpu)
+VENV ?= $(if $(filter cpu,$(DEVICE)),.venv,.venv-$(DEVICE))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -13,8 +15,8 @@ quickstart: install
 
 install: $(STAMP)
 
-$(STAMP): requirements/cpu.lock requirements/install.sh pyproject.toml
-	bash requirements/install.sh $(VENV)
+$(STAMP): requirements/$(DEVICE).lock requirements/install.sh pyproject.toml
+	bash requirements/install.sh $(VENV) $(DEVICE)
 	touch $@
 
 # Tests share the machine, a process a core; those of a file share one, because what their fixtures start takes seconds.
@@ -70,10 +72,13 @@ docs: install
 	$(BIN)/python -m asyncrl_cli.spec.schema > specs/spec.schema.json
 
 # Needs uv. Pass INDEX="--find-links DIR" where torch's CPU build lies elsewhere.
+# One file for all versions of Python. What is pinned stays, as far as it can; UPGRADE=--upgrade takes the newest.
 INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
+COMPILE = uv pip compile --universal --python-version 3.11 --index-strategy unsafe-best-match --no-annotate --no-header \
+  --quiet $(UPGRADE)
 lock:
-	uv pip compile requirements/cpu.in --override requirements/overrides.txt $(INDEX) \
-	  --index-strategy unsafe-best-match --python-version 3.11 --no-annotate --no-header -o requirements/cpu.lock
+	$(COMPILE) requirements/cpu.in --override requirements/overrides.txt $(INDEX) -o requirements/cpu.lock
+	$(COMPILE) requirements/gpu.in -o requirements/gpu.lock
 
 clean:
 	rm -rf $(VENV) $(VENV)-parity .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

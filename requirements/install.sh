@@ -1,20 +1,63 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with the pinned packages and this project: requirements/install.sh [FOLDER]
+# Makes a virtual environment with the pinned packages and this project: requirements/install.sh [FOLDER [cpu|gpu]]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:-.venv}
-python=${PYTHON:-$(command -v python3.11 || command -v python3)}
-if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
-  echo "asyncrl's pinned environment needs Python 3.11; $python is $("$python" --version 2>&1). Set PYTHON to one." >&2
-  exit 1
+venv=${1:-.venv} device=${2:-cpu}
+supported=(3.11 3.12 3.13)
+
+fail() {
+  printf 'error: %s\n --> %s\nhint: %s\n' "$@" >&2
+  exit 2
+}
+
+# Whether this is a Python of a supported version. A name on the path may stand for none, as pyenv's do.
+supports() {
+  "$1" -c 'import sys; sys.exit(".".join(map(str, sys.version_info[:2])) not in sys.argv[1:])' "${supported[@]}" 2>/dev/null
+}
+
+# The command that installs a supported Python here.
+command_for_python() {
+  if command -v apt-get >/dev/null; then
+    for version in 3.12 3.13 3.11; do
+      if apt-cache show "python$version-venv" >/dev/null 2>&1; then
+        echo "apt-get install python$version-venv"
+        return
+      fi
+    done
+  elif command -v dnf >/dev/null; then
+    echo "dnf install python3.12"
+    return
+  fi
+  echo "curl -LsSf https://astral.sh/uv/install.sh | sh && ~/.local/bin/uv python install 3.12"
+}
+
+[ -f "requirements/$device.lock" ] || fail "there is no lock for the device $device" "DEVICE" "set DEVICE to cpu or gpu"
+python="" without_venv=""
+for candidate in ${PYTHON:-"${supported[@]/#/python}" python3}; do
+  supports "$candidate" || continue
+  if "$candidate" -c 'import ensurepip' 2>/dev/null; then
+    python=$candidate
+    break
+  fi
+  without_venv=$candidate
+done
+if [ -z "$python" ] && [ -n "$without_venv" ]; then
+  fail "this Python has no module ensurepip, which makes virtual environments" "$without_venv" "$(command_for_python)"
+elif [ -z "$python" ]; then
+  fail "asyncrl needs Python 3.11, 3.12 or 3.13" "${PYTHON:-PATH}" \
+    "$(command_for_python), or set PYTHON to the path of one"
 fi
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
-torch=$(grep '^torch==' requirements/cpu.lock)
-# Whatever index or folder pip is set up with may have the CPU build; PyTorch's own index certainly has.
-pip install --no-deps "$torch" 2>/dev/null ||
-  pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
-pip install --no-deps --requirement requirements/cpu.lock
-pip install --no-deps --no-build-isolation requirements/absent/* --editable .
+absent=()
+if [ "$device" = cpu ]; then
+  torch=$(grep '^torch==' requirements/cpu.lock)
+  # Whatever index or folder pip is set up with may have the CPU build; PyTorch's own index certainly has.
+  pip install --no-deps "$torch" 2>/dev/null ||
+    pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+  absent=(requirements/absent/*)
+fi
+pip install --no-deps --requirement "requirements/$device.lock"
+pip install --no-deps --no-build-isolation "${absent[@]}" --editable .
 pip check

@@ -139,8 +139,8 @@ def judge_python(system: str, version: tuple[int, int], text: str) -> Finding:
     found = f"asyncrl {__version__}, Python {text}, {system}"
     if system != "Linux":
         return Finding("system", "failure", found, "use Linux: engines share weights through its /proc")
-    if not (3, 11) <= version < (3, 13):
-        return Finding("system", "failure", found, "use Python 3.11 or 3.12")
+    if not (3, 11) <= version < (3, 14):
+        return Finding("system", "failure", found, "use Python 3.11, 3.12 or 3.13")
     return Finding("system", "ok", found)
 
 

