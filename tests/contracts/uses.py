@@ -45,7 +45,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Unknown:
-    """An object of theirs whose class nobody has named, though its members are used."""
+    """An object of theirs of unknown class whose members are used."""
 
     place: str
     name: str
