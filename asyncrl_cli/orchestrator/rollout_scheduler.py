@@ -38,6 +38,8 @@ Spawn = Callable[[Coroutine[Any, Any, object]], object]
 
 ADMIT_S = 0.02
 """Seconds between two admissions: groups that end one soon after another are replaced in one call, with one commit."""
+SETTLE_S = 0.02
+"""Seconds that finished rollouts wait at most, while others are scored, to be settled together."""
 SCORE_PATIENCE_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
 RECORD_S = 0.25
@@ -114,6 +116,8 @@ class RolloutScheduler:
         self._episodes = episodes
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
         self._to_begin = 0  # episodes whose coroutine has not begun
+        self._finished: list[Rollout] = []  # to be scored
+        self._settling = False
         self._unrecorded: list[Segment] = []
         self._engine_requests: list[EngineRequest] = []  # to be recorded with whatever is recorded next
         self._sampling = Sampling(
@@ -217,7 +221,7 @@ class RolloutScheduler:
         if group.unscored:
             decode = self._prompts.encoder.decode
             finished = [replace(rollout, text=decode(rollout.ids)) for rollout in group.unscored.values()]
-            self._spawn(self._settle(finished, []))
+            self._settle_soon(finished)
 
     def _request(self, admission: Admission, rollout_id: str, sampling: Sampling, prefix: tuple[Segment, ...]) -> None:
         request = RolloutRequest(
@@ -260,27 +264,39 @@ class RolloutScheduler:
         self.note_segments(segments)
 
     def _on_end(self, ended: Ended) -> None:
-        rollouts = [result for _, result in ended if isinstance(result, Rollout)]
-        failed = [result for _, result in ended if isinstance(result, RolloutFailure)]
-        self._spawn(self._settle(rollouts, failed))
+        if failed := [result for _, result in ended if isinstance(result, RolloutFailure)]:
+            self._spawn(self._conclude([], [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]))
+        self._settle_soon([result for _, result in ended if isinstance(result, Rollout)])
 
-    async def _settle(self, rollouts: list[Rollout], failed: list[RolloutFailure]) -> None:
+    def _settle_soon(self, finished: list[Rollout]) -> None:
         """Have finished rollouts scored and recorded."""
-        outcomes = [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]
-        rollouts = [rollout for rollout in rollouts if group_and_index(rollout.rollout_id)[0] in self._open]
-        if rollouts:
-            responses = [
-                (self._open[group_and_index(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
-                for rollout in rollouts
-            ]
-            scoring = asyncio.ensure_future(self._scoring.score(responses))
-            if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
-                # Rewards take long: record the tokens now, so that a kill loses none of them (decision 0025).
-                await self._record(rollouts)
-            outcomes += [
-                _outcome(rollout.rollout_id, score) for rollout, score in zip(rollouts, await scoring, strict=True)
-            ]
-        await self._conclude(rollouts, outcomes)
+        self._finished += finished
+        if self._finished and not self._settling:
+            self._settling = True
+            self._spawn(self._settle_finished())
+
+    async def _settle_finished(self) -> None:
+        """Begin at once; what comes while these are scored is settled together afterwards. So a lone rollout does not
+        wait, and the slower calls come back, the fewer are made (decision 0052)."""
+        while self._finished:
+            rollouts = [each for each in self._finished if group_and_index(each.rollout_id)[0] in self._open]
+            self._finished = []
+            if rollouts:
+                responses = [
+                    (self._open[group_and_index(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
+                    for rollout in rollouts
+                ]
+                scoring = asyncio.ensure_future(self._scoring.score(responses))
+                self._spawn(self._settle(rollouts, scoring))
+                await asyncio.wait([scoring], timeout=SETTLE_S)
+        self._settling = False
+
+    async def _settle(self, rollouts: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]) -> None:
+        if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
+            # Rewards take long: record the tokens now, so that a kill loses none of them (decision 0025).
+            await self._record(rollouts)
+        scores = zip(rollouts, await scoring, strict=True)
+        await self._conclude(rollouts, [_outcome(rollout.rollout_id, score) for rollout, score in scores])
 
     async def _record(
         self,
