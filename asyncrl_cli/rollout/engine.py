@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 ABORT_POLL_S = 0.02
 """Seconds that an abort waits for the requests to return before it aborts again those that vLLM got meanwhile."""
 
+PREPARE_POLL_S = 0.01
+"""Seconds between two questions whether vLLM has prepared an update: a call of its interface that waits would stop it
+from generating."""
+
 
 class Engine:
     """An engine with weights of a known version; none before the first ``update_weights`` or ``serve_own``."""
@@ -132,19 +136,26 @@ class Engine:
         It is complete at ``path``, laid out as ``slots``; ``policy`` is the spec's ``weight_update``. ``on_pause`` is
         called before the weights load, when ``segments`` has all tokens of the version that is replaced.
         """
+        await self._prepare(version, path, slots)
         async with self._scheduler:
-            return await self._load(version, path, slots, policy, on_pause)
+            return await self._load(version, path, policy, on_pause)
 
-    async def _load(
-        self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, on_pause: Callable[[], None]
-    ) -> float:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+    async def _prepare(self, version: int, path: str, slots: tuple[TensorSlot, ...]) -> None:
+        """Do what vLLM can do for an update while it generates."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        core = self._vllm.engine_core
         if slots != self._layout:
             layout = [asdict(slot) for slot in slots]
             await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest({"slots": layout}))
             self._layout = slots
+        if all(await self._vllm.collective_rpc("prepare_weights", args=(version, path))):
+            while not all(await self._vllm.collective_rpc("weights_prepared")):
+                await asyncio.sleep(PREPARE_POLL_S)
+
+    async def _load(self, version: int, path: str, policy: str, on_pause: Callable[[], None]) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        core = self._vllm.engine_core
         # Before the pause: a request submitted from now on waits, or its salt would name the old version.
         self._loading = True
         if policy == "drain":

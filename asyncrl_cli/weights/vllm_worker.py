@@ -2,16 +2,17 @@
 
 vLLM imports this module as its ``worker_extension_cls``; importing it registers the transport and ties the
 process's life to its parent's. Loading goes through vLLM's own layerwise reload, so kernels that keep
-repacked copies of a weight are rebuilt too.
+repacked copies of a weight are rebuilt too; on CPU before the pause, where that is possible (``next_layers``).
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -25,6 +26,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from asyncrl_cli.system.process_tree import die_with
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.mapped import MappedReplica
+
+if TYPE_CHECKING:
+    from asyncrl_cli.weights.next_layers import NextLayers
 
 BACKEND = "asyncrl_replica"
 
@@ -54,11 +58,28 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def init_transfer_engine(self, init_info: ReplicaInitInfo) -> None:
         self.replica = MappedReplica(tuple(TensorSlot(**slot) for slot in init_info.slots))
         self.reading = ExitStack()
+        self.thread = ThreadPoolExecutor(1, "weights")
+        self.next: Future[NextLayers] | None = None
+
+    def prepare(self, version: int, path: str) -> bool:
+        """Begin to make the layers of ``version`` beside those that serve; False when they are loaded in the pause."""
+        from asyncrl_cli.weights.next_layers import can_be_made
+
+        self.next = None  # of an update that failed
+        if can_be_made(self.model, self.device):
+            self.next = self.thread.submit(self._make_next, version, path)
+        return self.next is not None
+
+    def prepared(self) -> bool:
+        """Whether they are made. Raises ``ReplicaGone`` when the memory is of another version by now."""
+        assert self.next is not None
+        return self.next.done() and self.next.result() is not None
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model)
+        if self.next is None:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class synchronizes an accelerator afterwards; a CPU has none.
@@ -66,6 +87,9 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
         """Load every tensor; raises ``ReplicaGone`` when the memory is of another version by now."""
+        if self.next is not None:
+            self.next.result().install()
+            return
         self.reading.close()  # of an update that failed
         # Until ``finish_weight_update``: the layerwise reload reads some tensors no earlier, such as padded ones.
         tensors = self.reading.enter_context(self.replica.open(update_info.path, update_info.version))
@@ -75,11 +99,21 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        if self.next is not None:
+            self.thread.submit(self.next.result().clear)
+            self.next = None
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_tied_head()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # before the memory is given back
         self.reading.close()
+
+    def _make_next(self, version: int, path: str) -> NextLayers:
+        from asyncrl_cli.weights.next_layers import NextLayers
+
+        with self.replica.open(path, version) as tensors:
+            return NextLayers(self.model, self.model_config, tensors.items())
 
     def _repack_tied_head(self) -> None:
         # vLLM's CPU linear keeps a packed copy of lm_head that the layerwise reload does not see when the
@@ -96,7 +130,17 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; carries no method, its import is what counts."""
+    """Mixed into vLLM's worker: what its interface for weight transfers has no call for."""
+
+    weight_transfer_engine: ReplicaTransferEngine
+
+    def prepare_weights(self, version: int, path: str) -> bool:
+        """As ``ReplicaTransferEngine.prepare``."""
+        return self.weight_transfer_engine.prepare(version, path)
+
+    def weights_prepared(self) -> bool:
+        """As ``ReplicaTransferEngine.prepared``."""
+        return self.weight_transfer_engine.prepared()
 
 
 die_with(os.getppid())

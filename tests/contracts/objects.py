@@ -49,6 +49,9 @@ RESULTS: dict[str, str] = {
     "ray.remote": "ray.actor.ActorClass()",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().device": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().model": "",
+    "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info": (
+        "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo()"
+    ),
     "vllm.tool_parsers.ToolParserManager.get_tool_parser": "vllm.tool_parsers.ToolParser",
     "vllm.tool_parsers.ToolParser().extract_tool_calls": (
         "vllm.entrypoints.generate.base.protocol.ExtractedToolCallInformation()"

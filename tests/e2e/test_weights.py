@@ -92,19 +92,23 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = started(loop, tmp_path_factory.mktemp("bench"))
+    yield bench
+    bench.engine.shutdown()
+
+
+def started(loop: asyncio.AbstractEventLoop, folder: Path, **model: Any) -> Bench:
+    """A bench with the tests' model, or one with changed settings."""
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
-    folder = tmp_path_factory.mktemp("bench")
-    path = Runs(folder).write_spec(model={"warm_start": None})
+    path = Runs(folder).write_spec(model={"warm_start": None} | model)
     spec = load_spec(path).spec
     os.environ.update(engine_environment(spec))
 
     async def start() -> Bench:
         return Bench(spec, folder / "model")
 
-    bench = loop.run_until_complete(start())
-    yield bench
-    bench.engine.shutdown()
+    return loop.run_until_complete(start())
 
 
 def crossing(bench: Bench, version: int, policy: str) -> list[Rollout]:
@@ -182,6 +186,30 @@ def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEven
     assert np.abs(served - bench.recomputed(rollout, 60)).max() > 100 * TOLERANCE
 
 
+def test_an_update_is_prepared_while_the_engine_generates(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
+    """Nothing of it is served before the update: what is prepared and left is not seen."""
+
+    async def publish() -> Rollout:
+        await bench.publish(65, "recompute")
+        served = bench.path
+        path = bench.replica.begin(66)
+        with bench._mapped.open(path, 66) as tensors:
+            for tensor in tensors.values():
+                tensor.fill_(0.5)
+        rpc = bench.engine._vllm.collective_rpc
+        assert await rpc("prepare_weights", args=(66, path)) == [True]
+        while not (await rpc("weights_prepared"))[0]:
+            await asyncio.sleep(0)
+        between = await bench.generate([3, 40, 50], 16)
+        await bench.engine.update_weights(65, served, bench.slots, "recompute")
+        after = await bench.generate([3, 40, 50], 16)
+        assert gaps(bench, after, 65).max() < TOLERANCE
+        return between
+
+    between = loop.run_until_complete(publish())
+    assert gaps(bench, between, 65).max() < TOLERANCE
+
+
 def test_memory_that_is_of_another_version_is_refused(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
     async def publish() -> None:
         await bench.publish(70, "keep")
@@ -204,3 +232,32 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(
     loop.run_until_complete(bench.publish(80, "recompute"))
     alone, crowded = loop.run_until_complete(generate(0)), loop.run_until_complete(generate(40))
     assert alone.ids.tolist() == crowded.ids.tolist()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("gemma3_text", {"head_dim": 32}),
+    ],
+)
+def test_other_architectures_serve_what_was_published(
+    loop: asyncio.AbstractEventLoop, tmp_path: Path, architecture: str, config: dict[str, Any]
+) -> None:
+    """Biases, an output layer of its own, norms with an offset."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1} | config
+    bench = started(loop, tmp_path, init={"architecture": architecture, "config": shape})
+
+    async def generate(version: int) -> Rollout:
+        await bench.publish(version, "recompute")
+        return await bench.generate([3, 40, 50], 16)
+
+    try:
+        for version in (1, 2, 3):
+            rollout = loop.run_until_complete(generate(version))
+            assert gaps(bench, rollout, version).max() < TOLERANCE
+    finally:
+        bench.engine.shutdown()

@@ -117,16 +117,16 @@ def test_sharding_and_adapters_take_no_more(
 
 
 @pytest.mark.parametrize(
-    ("available", "status"), [(40.0, "ok"), (26.0, "warning"), (24.0, "warning"), (20.0, "refused")]
+    ("available", "status"), [(44.0, "ok"), (31.0, "warning"), (28.0, "warning"), (24.0, "refused")]
 )
 def test_what_does_not_fit_into_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, available: float, status: str
 ) -> None:
-    """2 GiB of cache, 4 of the engine's weights, 16 of the trainer and 3 of processes are 25."""
+    """2 GiB of cache, 8 of the engine's weights of two versions, 16 of the trainer and 3 of processes are 29."""
     monkeypatch.setattr(memory, "available_memory", lambda: int(available * GIB))
     size = ModelSize(GIB, GIB)
     if status == "refused":
-        with pytest.raises(memory.ConfigError, match=r"caches 2\.0.* engines 4\.0.* trainer 16\.0") as refused:
+        with pytest.raises(memory.ConfigError, match=r"caches 2\.0.* engines 8\.0.* trainer 16\.0") as refused:
             check_weights_memory(sized(), Config(), size)
         assert refused.value.hint
     else:

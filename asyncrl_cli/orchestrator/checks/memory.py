@@ -34,7 +34,8 @@ def check_weights_memory(spec: ExperimentSpec, config: Any, size: ModelSize) -> 
     cache = engines * _cache_bytes(spec, config) if engines else 0
     parts = {
         "key-value caches": cache,
-        "weights of the engines": engines * size.parameters * NUMBER_BYTES[spec.rollout.dtype],
+        # Twice: while an engine generates, the next version is made beside its weights (decision 0052).
+        "weights of the engines": 2 * engines * size.parameters * NUMBER_BYTES[spec.rollout.dtype],
         "weights, gradients and optimizer of the trainer": 0 if spec.trainer.gpus_per_rank else _trainer(spec, size),
         "processes": memory_without_weights(spec),
     }

@@ -1,0 +1,139 @@
+"""On CPU: the next version's layers, made while the engine generates with the present ones.
+
+vLLM's CPU kernels read weights that oneDNN has packed, and packing takes several times as long as a copy. No compiled
+graph holds on to a layer's tensors there, so a version can be loaded and packed into layers of its own, and the pause
+only exchanges tensors. They need the memory of the model once more until then (decision 0052).
+
+Invariant: before ``install`` nothing that the model computes with is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_processing,
+    get_layerwise_info,
+    initialize_online_processing,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_TENSORS,
+    restore_layer_on_meta,
+    sanitize_layer_refs,
+    to_meta_tensor,
+)
+
+PACKED = "cpu_linear"
+"""The attribute of a layer in which vLLM keeps the kernel of its packed weight."""
+
+
+def can_be_made(model: nn.Module, device: torch.device) -> bool:
+    """Whether packing a weight is all that vLLM does with this model's weights after loading."""
+    layers = list(model.modules())
+    methods = {type(getattr(layer, "quant_method", None)) for layer in layers}
+    plain = methods <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None)}
+    return device.type == "cpu" and plain and not any(layer._parameters and layer._buffers for layer in layers)
+
+
+class NextLayers:
+    """Layers of ``model`` with the tensors of another version; what they do not load they share with the model."""
+
+    @torch.no_grad()
+    def __init__(
+        self, model: nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Load and pack ``tensors`` (by checkpoint name), which are not used any more afterwards. Any thread may do it.
+
+        Raises ``RuntimeError`` when there is none for some layer.
+        """
+        copies: dict[nn.Module, nn.Module] = {}
+        copy = _copy(model, copies)
+        owners: dict[nn.Parameter, nn.Module] = {}
+        self._layers: list[tuple[nn.Module, nn.Module]] = []
+        tied: list[tuple[nn.Module, nn.Module]] = []
+        for layer in copies:
+            own = list(layer.parameters(recurse=False))
+            if own and own[0] in owners:
+                tied.append((layer, owners[own[0]]))
+            elif own:
+                owners |= dict.fromkeys(own, layer)
+                self._layers.append((layer, copies[layer]))
+                _await_weights(layer, copies[layer])
+        copy.load_weights(tensors)  # type: ignore[operator]
+        if missing := [type(new).__name__ for _, new in self._layers if _has_nothing(new)]:
+            raise RuntimeError(f"no weights came for layers of these types: {', '.join(sorted(set(missing)))}")
+        finalize_layerwise_processing(copy, model_config)
+        for layer, owner in tied:  # such as an output layer that is the embedding: the kernel is the same as well
+            if hasattr(layer, PACKED):
+                setattr(copies[layer], PACKED, getattr(copies[owner], PACKED))
+                self._layers.append((layer, copies[layer]))
+
+    def install(self) -> None:
+        """Exchange tensors and kernels with the model's, while it computes nothing."""
+        for layer, new in self._layers:
+            for name, parameter in layer.named_parameters(recurse=False):
+                other = new.get_parameter(name)
+                if other is not parameter:  # of a tied layer it is the owner's
+                    parameter.data, other.data = other.data, parameter.data
+            if hasattr(layer, PACKED):
+                kernel = getattr(layer, PACKED)
+                setattr(layer, PACKED, getattr(new, PACKED))
+                setattr(new, PACKED, kernel)
+
+    def clear(self) -> None:
+        """Free what is here, after ``install`` the model's former tensors: after the pause, as it takes a while. The
+        garbage collector would come too late: loaders in parameters and their layers refer to each other."""
+        for _, new in self._layers:
+            new._parameters.clear()
+            new.__dict__.pop(PACKED, None)
+
+
+def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    """The module with dictionaries of its own, and the same of all modules in it; ``copies`` gets them by original."""
+    if module not in copies:
+        copies[module] = copy = object.__new__(type(module))
+        copy.__dict__ = dict(module.__dict__)
+        for name in ("_parameters", "_buffers"):
+            copy.__dict__[name] = dict(module.__dict__[name])
+        copy.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+        copy.__dict__["_modules"] = {
+            name: None if child is None else _copy(child, copies) for name, child in module._modules.items()
+        }
+    return copies[module]
+
+
+def _await_weights(layer: nn.Module, copy: nn.Module) -> None:
+    """Have the copy take weights as vLLM's own reload has a layer do: all of them first, then processed at once."""
+    recorded, info = get_layerwise_info(layer), get_layerwise_info(copy)
+    info.restore_device = recorded.restore_device
+    parameters, _ = recorded.restore_metadata  # such layers have no buffers (``can_be_made``)
+    # Copies, because vLLM binds the loaders in them to the layer that they are restored to.
+    info.restore_metadata = (
+        {name: sanitize_layer_refs(to_meta_tensor(tensor), layer) for name, tensor in parameters.items()},
+        {},
+    )
+    for name in layer._parameters.keys() & SKIP_TENSORS:  # vLLM loads these in place
+        if (parameter := layer._parameters[name]) is not None:
+            copy._parameters[name] = _empty_like(parameter)
+    restore_layer_on_meta(copy, info)
+    info.restore_metadata = {}, {}  # refers to the copy now, which would never be freed
+    initialize_online_processing(copy)
+
+
+def _empty_like(parameter: nn.Parameter) -> nn.Parameter:
+    empty: Any = torch.empty_like(parameter.data)
+    empty.__class__ = type(parameter)
+    empty.__dict__ = dict(parameter.__dict__)
+    assert isinstance(empty, nn.Parameter)
+    return empty
+
+
+def _has_nothing(copy: nn.Module) -> bool:
+    info = get_layerwise_info(copy)
+    return bool(info.can_load()) and info.load_numel == 0
