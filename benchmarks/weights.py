@@ -1,11 +1,11 @@
-"""What publishing costs: the trainer's wait, the digests, the engine's pause, and the way to another host.
+"""What publishing costs: the trainer's wait, the digests, the engine's pause and update, and the way to another host.
 
     python benchmarks/weights.py [--sizes 1 340 2000] [--rounds N] [--hosts]
 
 A rank writes its shard (all weights: one rank, ZeRO-0, float32) into the replica, the digests are computed, and a real
-vLLM engine loads the version and proves it. `--hosts` adds a transfer between two hosts made of namespaces (root only),
+vLLM engine loads the version and proves it: `stall` is its pause, `update` is from the request to the proof. `--hosts` adds a transfer between two hosts made of namespaces (root only),
 without a limit to its rate. Every time is the median of the rounds, in seconds, and its ratio to that of a copy of the
-same bytes by one thread in the same rounds. Sizes are in MB. The memory needed is about eight times the largest.
+same bytes by one thread in the same rounds. Sizes are in MB. The memory needed is about six times the largest.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ BYTES = 4
 """Of a weight in float32."""
 LAYER_NUMBERS = 16
 """Weights of a layer, in squares of the hidden size."""
+COPY_BYTES = 256_000_000
+"""A copy of more is made in parts, to need less memory; no cache holds as much."""
 LIMIT_S = 600
 
 
@@ -53,9 +55,11 @@ def spec_of(megabytes: float, folder: Path) -> ExperimentSpec:
 
 def memcpy(nbytes: int) -> float:
     """Seconds that one thread takes to copy so many bytes into pages that are there."""
-    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    source, target = (np.ones(min(nbytes, COPY_BYTES), np.uint8) for _ in range(2))
+    parts = [slice(0, min(COPY_BYTES, nbytes - start)) for start in range(0, nbytes, COPY_BYTES)]
     started = time.perf_counter()
-    np.copyto(target, source)
+    for part in parts:
+        np.copyto(target[part], source[part])
     return time.perf_counter() - started
 
 
