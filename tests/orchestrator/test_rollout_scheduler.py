@@ -60,12 +60,14 @@ class Scorer:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.calls: list[int] = []  # of how many responses
         self.rule: Callable[[str], float | RewardFailure] = lambda text: float(text[-1])
         self.held: asyncio.Event = asyncio.Event()
         self.held.set()
 
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
         self.asked += [(prompt.uid, text) for prompt, text, _ in responses]
+        self.calls.append(len(responses))
         await self.held.wait()
         judged = [self.rule(text) for _, text, _ in responses]
         return [score if isinstance(score, RewardFailure) else Scored(score) for score in judged]
@@ -316,6 +318,33 @@ def test_a_reward_that_fails_takes_the_group_with_it(tmp_path: Path) -> None:
         assert harness.groups.failures.reasons == ["reward failed"]
 
     play(tmp_path, test)
+
+
+def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(tmp_path: Path) -> None:
+    async def test(harness: Harness) -> None:
+        harness.scorer.held.clear()
+        for name in ("0-0", "0-1", "1-0"):
+            await harness.end(name)
+        assert harness.scorer.calls == [1]
+        harness.scorer.held.set()
+        await harness.settled()
+        assert harness.scorer.calls == [1, 2]
+        assert harness.states()[0] == "finished"
+
+    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SETTLE_S", 3600.0):
+        play(tmp_path, test)
+
+
+def test_slow_rewards_hold_no_others_back(tmp_path: Path) -> None:
+    async def test(harness: Harness) -> None:
+        harness.scorer.held.clear()
+        await harness.end("0-0")
+        await harness.end("1-0")
+        assert harness.scorer.calls == [1, 1]
+        harness.scorer.held.set()
+
+    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SETTLE_S", 0.0):
+        play(tmp_path, test)
 
 
 def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> None:
