@@ -3,9 +3,10 @@
     python benchmarks/weights.py [--sizes 1 340 2000] [--rounds N] [--hosts]
 
 A rank writes its shard (all weights: one rank, ZeRO-0, float32) into the replica, the digests are computed, and a real
-vLLM engine loads the version and proves it: `stall` is its pause, `update` is from the request to the proof. `--hosts` adds a transfer between two hosts made of namespaces (root only),
-without a limit to its rate. Every time is the median of the rounds, in seconds, and its ratio to that of a copy of the
-same bytes by one thread in the same rounds. Sizes are in MB. The memory needed is about six times the largest.
+vLLM engine loads the version and proves it: `stall` is its pause, `update` is from the request to the proof. `--hosts`
+adds a transfer between two hosts made of namespaces (root only), without a limit to its rate. Every time is the median
+of the rounds, in seconds, and its ratio to that of a copy of the same bytes by one thread in the same rounds. Sizes are
+in MB. The memory needed is about six times the largest.
 """
 
 from __future__ import annotations
