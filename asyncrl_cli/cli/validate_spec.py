@@ -6,11 +6,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides
+from asyncrl_cli.cli.memory import parse_memory
 from asyncrl_cli.cli.output import debugging, echo, echo_json
 
 if TYPE_CHECKING:
@@ -26,11 +28,28 @@ def validate_spec(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema and exit.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the complete spec, with all defaults.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse what does not fit.")
+    ] = False,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --memory: what a GPU has, such as 80GB. Default: cluster.gpu_memory_gb, or this machine's.",
+            show_default=False,
+        ),
+    ] = None,
+    model_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="With --memory: the folder of the model's config.json.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Check specs: types, spelling, and whether their parts fit together.
 
-    Exit code: 0 when every spec is valid, also with warnings; 2 when one is not. With --json, one spec gives an object
-    and several give a list.
+    Exit code: 0 when every spec is valid, also with warnings; 2 when one is not, or does not fit with --memory. With
+    --json, one spec gives an object and several give a list.
     """
     if schema:
         from asyncrl_cli.spec.schema import json_schema
@@ -41,7 +60,10 @@ def validate_spec(
         raise typer.BadParameter("name a spec, or use --schema", param_hint="SPEC")
     if len(specs) > 1 and (resolved or "-" in specs):
         raise typer.BadParameter("--resolved and `-` take one spec at a time", param_hint="SPEC")
-    answers = [_check(spec, overrides or (), resolved) for spec in specs]
+    if not memory and (gpu_memory is not None or model_config is not None):
+        raise typer.BadParameter("needs --memory", param_hint="--gpu-memory" if gpu_memory else "--model-config")
+    sizes = _Memory(parse_memory(gpu_memory), model_config) if memory else None
+    answers = [_check(spec, overrides or (), resolved, sizes) for spec in specs]
     if as_json:
         documents = [answer.document for answer in answers]
         echo_json(documents if len(specs) > 1 else documents[0])
@@ -49,8 +71,10 @@ def validate_spec(
         for answer in answers:
             for problem in answer.problems:
                 echo(str(problem), err=True)
-            if answer.valid:
+            if answer.text:
                 echo(answer.text)
+            for line in answer.last:
+                echo(line, err=True)
     if not all(answer.valid for answer in answers):
         raise typer.Exit(2)
 
@@ -61,9 +85,17 @@ class _Answer:
     text: str
     problems: tuple[object, ...]
     document: dict[str, object]
+    last: tuple[str, ...] = ()
 
 
-def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
+class _Memory(NamedTuple):
+    """What `--memory` is asked with."""
+
+    gpu_bytes: int | None
+    config_folder: Path | None
+
+
+def _check(spec: str, overrides: Sequence[str], resolved: bool, memory: _Memory | None) -> _Answer:
     from asyncrl_cli.spec.load import dump_spec, load_spec
     from asyncrl_cli.spec.load import resolved as resolved_values
     from asyncrl_cli.spec.problems import SpecError
@@ -79,7 +111,13 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool) -> _Answer:
     if resolved:
         document["resolved"] = resolved_values(loaded)
     text = dump_spec(loaded.spec, loaded.references).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
-    return _Answer(True, text, loaded.warnings, document)
+    if memory is None:
+        return _Answer(True, text, loaded.warnings, document)
+    from asyncrl_cli.cli.memory import memory_answer
+
+    found = memory_answer(loaded.spec, memory.gpu_bytes, memory.config_folder)
+    document |= {"fits": found.fits, "memory": found.document}
+    return _Answer(found.fits, f"{text}\n{found.text}".rstrip(), loaded.warnings, document, found.diagnostics)
 
 
 def _standard_input() -> bytes:

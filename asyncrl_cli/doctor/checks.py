@@ -29,10 +29,7 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.doctor import deep_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding, Status
 from asyncrl_cli.orchestrator.checks.machine import (
-    ENGINE_BYTES,
     GIB,
-    OTHER_BYTES,
-    RANK_BYTES,
     available_memory,
     existing,
     folder_problem,
@@ -41,6 +38,7 @@ from asyncrl_cli.orchestrator.checks.machine import (
 )
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
+from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
 from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, choose, run
 
 MIN_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES

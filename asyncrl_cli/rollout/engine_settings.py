@@ -67,15 +67,19 @@ def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
 
 
 def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
-    """Bytes of key-value cache for ``max_running_rollouts`` sequences of half the longest length, and for at least one
-    of ``model.max_length``, without which vLLM does not start."""
+    """Bytes of a CPU engine's key-value cache: those of the spec, or of ``kv_cache_blocks``."""
     if spec.rollout.kv_cache_mb is not None:
         return spec.rollout.kv_cache_mb * 2**20
-    per_token = cache_bytes_per_token(spec, hf_config)
+    return kv_cache_blocks(spec) * BLOCK_SIZE * cache_bytes_per_token(spec, hf_config)
+
+
+def kv_cache_blocks(spec: ExperimentSpec) -> int:
+    """Blocks for ``max_running_rollouts`` sequences of half the longest length, and for at least one of
+    ``model.max_length``, without which vLLM does not start."""
     longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
     blocks_each = -(-longest // (2 * BLOCK_SIZE)) + 1
     least = -(-max(longest, spec.model.max_length) // BLOCK_SIZE) + 1
-    return max(spec.rollout.max_running_rollouts * blocks_each, least) * BLOCK_SIZE * per_token
+    return max(spec.rollout.max_running_rollouts * blocks_each, least)
 
 
 def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:

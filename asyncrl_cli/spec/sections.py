@@ -372,6 +372,12 @@ class ClusterSpec(Section):
     """Nodes for the trainer ranks. Ray puts them on as few nodes as possible."""
     engines: NodeSelector = Field(default_factory=NodeSelector)
     """Nodes for the engines. An engine has all its GPUs on one node."""
+    gpu_memory_gb: float | None = Field(None, gt=0, le=10_000)
+    """Memory of a GPU in GB (10⁹ bytes), for the memory estimate (docs/sizing.md). Default: that of this machine's."""
+    host_memory_gb: float | None = Field(None, gt=0, le=1_000_000)
+    """Memory of a host in GB, for the memory estimate. Default: what is available on this machine."""
+    gpus_per_host: Count = 8
+    """GPUs of a host, for the memory estimate."""
     autoscaling: bool = False
     """The cluster adds nodes when Ray asks for them. A run is then not refused for what the cluster lacks at its start;
     it waits."""

@@ -19,17 +19,12 @@ from urllib.parse import unquote, urlsplit
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.runs.manifest import package_versions
+from asyncrl_cli.sizing.host import memory_without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.network import family_of
 
 GIB = 2**30
-ENGINE_BYTES = int(1.2 * GIB)
-"""A vLLM CPU engine without weights and cache: frontend and engine core, measured."""
-RANK_BYTES = int(0.6 * GIB)
-"""A trainer rank with its imports, without weights."""
-OTHER_BYTES = int(1.2 * GIB)
-"""Driver, Ray's own processes, scorer and MLflow."""
 MIN_DISK_BYTES = 1 * GIB
 JOB_FOLDERS = "/runtime_resources/working_dir_files/"
 """Part of the path of every working directory that Ray makes for a job."""
@@ -56,11 +51,6 @@ def check_memory(spec: ExperimentSpec) -> str:
             hint="stop other programs, or lower rollout.engines or trainer.ranks",
         )
     return f"{available / GIB:.1f} GiB available, about {needed / GIB:.1f} GiB needed before the weights"
-
-
-def memory_without_weights(spec: ExperimentSpec) -> int:
-    """Bytes that the processes of a run take, without weights and caches."""
-    return spec.rollout.max_engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
 
 
 def check_run_folder(spec: ExperimentSpec) -> str:

@@ -1,85 +1,90 @@
-"""Whether a local run's weights and key-value caches fit into this machine's memory.
+"""Whether a run fits into the memory of GPUs and hosts.
 
-A lower bound: activations, reference models and critics are not counted. So what is clearly above cannot run.
+`asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate everything. A start counts no activations, which
+take seconds to find out: that is a lower bound, and what is clearly above cannot run.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import subprocess
+from dataclasses import replace
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.machine import GIB, available_memory, memory_without_weights
+from asyncrl_cli.orchestrator.checks.machine import available_memory
+from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.sizing.parts import GB, Device, shown
+from asyncrl_cli.sizing.remedies import remedies
 from asyncrl_cli.spec.sections import ExperimentSpec
 
-TOO_MUCH, MUCH = 1.1, 0.9
-"""Shares of the available memory: above the first a run is refused, above the second it is warned of."""
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
-ADAM_BYTES = 8
-"""Of Adam's two moments, for a trained parameter; they are float32."""
+CHECK = "memory with weights"
+SECTIONS = {"trainer": "trainer", "shared": "trainer", "engine": "rollout", "host": "this machine"}
+"""Where an error is that no change of the spec mends, by the role of its device."""
 
 
-class ModelSize(NamedTuple):
-    """Numbers of parameters, with adapters."""
+def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> str | Finding:
+    """Each GPU and host has what the run needs. Raises ``ConfigError``.
 
-    parameters: int
-    trained: int
-
-
-def check_weights_memory(spec: ExperimentSpec, config: Any, size: ModelSize) -> str | Finding:
-    """The CPU parts of a local run fit into memory with their weights and caches. Raises ``ConfigError``."""
-    if spec.cluster.address is not None:
-        return "the cluster's"
-    engines = 0 if spec.rollout.gpus_per_engine else spec.rollout.max_engines
-    cache = engines * _cache_bytes(spec, config) if engines else 0
-    parts = {
-        "key-value caches": cache,
-        # Twice: while an engine generates, the next version is made beside its weights (decision 0052).
-        "weights of the engines": 2 * engines * size.parameters * NUMBER_BYTES[spec.rollout.dtype],
-        "weights, gradients and optimizer of the trainer": 0 if spec.trainer.gpus_per_rank else _trainer(spec, size),
-        "processes": memory_without_weights(spec),
-    }
-    needed, available = sum(parts.values()), available_memory()
-    terms = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts.items() if part)
-    found = f"about {needed / GIB:.1f} GiB needed ({terms}), {available / GIB:.1f} GiB available"
-    if needed <= MUCH * available:
-        return found
-    location, hint = _key_to_change(spec, max(parts, key=lambda name: parts[name]))
-    if needed > TOO_MUCH * available:
-        raise ConfigError(f"the run does not fit into memory: {found}", location=location, hint=hint)
-    return Finding("memory with weights", "warning", found, hint)
+    ``thorough``: with the activations of a micro-batch.
+    """
+    if not thorough:
+        model = replace(model, activations=lambda *_: 0)
+    found = estimate_memory(spec, model)
+    text = "\n".join(device_line(device) for device in found.devices)
+    problems = excesses(spec, found)
+    refuse(spec, model, problems)
+    if not problems:
+        return text
+    hint = "; ".join(filter(None, (_hint(spec, model, problem) for problem in problems)))
+    return Finding(CHECK, "warning", "\n".join([text, *(problem.message for problem in problems)]), hint)
 
 
-def _cache_bytes(spec: ExperimentSpec, config: Any) -> int:
-    from asyncrl_cli.rollout.engine_settings import kv_cache_bytes
-
-    return kv_cache_bytes(spec, config.get_text_config())
-
-
-def _trainer(spec: ExperimentSpec, size: ModelSize) -> int:
-    """Bytes of all ranks together. ZeRO shares the optimizer (1), gradients (2) and weights (3) out among them."""
-    trainer = spec.trainer
-    number = NUMBER_BYTES[trainer.dtype]
-    optimizer = size.trained * (ADAM_BYTES + (4 if trainer.dtype == "bfloat16" else 0))
-    kept = ((1, optimizer), (2, size.trained * number), (3, size.parameters * number))
-    return sum(part * (1 if trainer.zero_stage >= stage else trainer.ranks) for stage, part in kept)
+def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> Estimate:
+    """The estimate for ``gpu_bytes``, or for what the spec says of GPUs and hosts, or for this machine's."""
+    cluster = spec.cluster
+    if gpu_bytes is None:
+        gpu_bytes = int(cluster.gpu_memory_gb * GB) if cluster.gpu_memory_gb is not None else installed_gpu_memory()
+    host_bytes = int(cluster.host_memory_gb * GB) if cluster.host_memory_gb is not None else None
+    wants_gpus = spec.trainer.gpus_per_rank or spec.rollout.gpus_per_engine
+    if host_bytes is None and cluster.address is None and (not wants_gpus or installed_gpu_memory() is not None):
+        host_bytes = available_memory()
+    return estimate(spec, model, gpu_bytes, host_bytes)
 
 
-def _key_to_change(spec: ExperimentSpec, largest: str) -> tuple[str, str]:
-    """The key to change, and how."""
-    rollout = spec.rollout
-    if largest == "key-value caches":
-        if rollout.kv_cache_mb is not None:
-            return "rollout.kv_cache_mb", "lower it, or leave it out"
-        if (
-            spec.model.max_length
-            > rollout.max_running_rollouts * (rollout.max_prompt_tokens + rollout.max_response_tokens) // 2
-        ):
-            return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"
-        return "rollout.max_running_rollouts", "lower it, or set rollout.kv_cache_mb"
-    location = "model.init.config" if spec.model.init is not None else "model.path"
-    hints = {
-        "weights of the engines": "use a smaller model, fewer engines, or rollout.dtype bfloat16",
-        "processes": "stop other programs, or lower rollout.engines or trainer.ranks",
-    }
-    return location, hints.get(largest, "use a smaller model, adapters (model.lora), or a higher trainer.zero_stage")
+def refuse(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> None:
+    """Raise ``ConfigError`` for the first problem with which no run can work; its hint says what to change."""
+    for problem in problems:
+        if problem.cannot:
+            hint = _hint(spec, model, problem) or "use a smaller model, or GPUs and hosts with more memory"
+            key = hint.partition(" ")[2].partition(" ")[0] if hint.startswith("set ") else SECTIONS[problem.device.role]
+            raise ConfigError(f"the run does not fit into memory: {problem.message}", location=key, hint=hint)
+
+
+def warnings(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> list[tuple[str, str]]:
+    """The message and the hint of each problem that a run may have."""
+    return [(problem.message, _hint(spec, model, problem)) for problem in problems if not problem.cannot]
+
+
+def device_line(device: Device) -> str:
+    """A GPU or host in one line, with its largest parts first."""
+    of = f" of {shown(device.capacity)}" if device.capacity is not None else ""
+    count = f"{device.count} × " if device.count > 1 else ""
+    parts = sorted(device.parts, key=lambda part: -part.bytes)
+    return f"{count}{device.name}: {shown(device.total)}{of} ({', '.join(f'{p.name} {shown(p.bytes)}' for p in parts)})"
+
+
+def installed_gpu_memory() -> int | None:
+    """Bytes of the smallest GPU of this machine; None without GPUs."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min((int(line) * 2**20 for line in answer.split()), default=None)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _hint(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> str:
+    capacity = problem.device.capacity if problem.device.role != "host" else None
+    found = remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity))
+    return f"set {', or '.join(found)}" if found else ""

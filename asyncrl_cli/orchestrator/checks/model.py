@@ -14,9 +14,9 @@ from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.memory import ModelSize
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.sizing.model import SizedModel, sized
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -105,7 +105,7 @@ def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, ModelSize]:
+def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, SizedModel]:
     """transformers builds the model, the adapters find their layers, and tokens and lengths are within its tables."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -134,15 +134,15 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
             location="model.max_length",
             hint=f"lower it to {positions}",
         )
-    trained = count = sum(parameter.numel() for parameter in model.parameters())
-    found = f"{type(model).__name__}, {_many(count)} parameters"
     if spec.model.lora is not None:
         from asyncrl_cli.train.model.lora import add_adapters
 
         add_adapters(model, spec.model.lora, seed=0)
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        found += f", of adapters {_many(trained)}"
-    return found, ModelSize(count, trained)
+    found = sized(spec, config, model)
+    text = f"{found.name}, {_many(found.parameters)} parameters"
+    if spec.model.lora is not None:
+        text += f", of adapters {_many(found.trained)}"
+    return text, found
 
 
 def _check_config(config: Any, key: str) -> None:

@@ -34,6 +34,8 @@ from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.launch import Experiment
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
+from asyncrl_cli.sizing.host import version_bytes
+from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.load import dump_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
@@ -80,7 +82,7 @@ class StartChecks:
         self._experiment: Experiment | None = None
         self._tokenizer: Any = None
         self._config: Any = None
-        self._size = memory_checks.ModelSize(0, 0)
+        self._sized: SizedModel | None = None
 
     def __enter__(self) -> StartChecks:
         # In this order: neither a signal, which ends a process at once otherwise, nor a kill must leave the folder
@@ -217,14 +219,15 @@ class StartChecks:
     def _model(self) -> str:
         location = "model.init.config" if self._spec.model.init is not None else "model.path"
         self._config = model_checks.load_model_config(self._model_dir, location)
-        found, self._size = model_checks.check_model(self._spec, self._config, self._tokenizer)
+        found, self._sized = model_checks.check_model(self._spec, self._config, self._tokenizer)
         return found
 
     def _cache(self) -> str | Finding:
         return model_checks.check_cache(self._spec, self._config)
 
     def _weights_memory(self) -> str | Finding:
-        return memory_checks.check_weights_memory(self._spec, self._config, self._size)
+        assert self._sized is not None
+        return memory_checks.check_memory_estimate(self._spec, self._sized, self._thorough)
 
     def _algorithm(self) -> str:
         return model_checks.check_algorithm(self._spec, self._search_path, self._notice)
@@ -234,7 +237,7 @@ class StartChecks:
         memory depends on the model."""
         if self._spec.cluster.address is None:
             return
-        replica_bytes = self._size.parameters * memory_checks.NUMBER_BYTES[self._spec.rollout.dtype]
+        replica_bytes = version_bytes(self._spec, self._sized) if self._sized is not None else 0
         yield from examine_cluster(self._spec.cluster.address, self._spec, self._spec.runs_dir, replica_bytes)
 
     def _engine(self) -> str:

@@ -1,0 +1,101 @@
+"""The table and the JSON of a memory estimate (`asyncrl validate-spec --memory`)."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from asyncrl_cli.core.errors import ConfigError, diagnostic
+
+if TYPE_CHECKING:
+    from asyncrl_cli.sizing.estimate import Estimate
+    from asyncrl_cli.sizing.model import SizedModel
+    from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+@dataclass(frozen=True)
+class MemoryAnswer:
+    """What to print of a spec's memory; ``fits`` unless no run can work."""
+
+    fits: bool
+    text: str
+    diagnostics: tuple[str, ...]
+    document: dict[str, object]
+
+
+def parse_memory(text: str | None) -> int | None:
+    """Bytes of the option `--gpu-memory`."""
+    from asyncrl_cli.sizing.parts import memory_size
+
+    try:
+        return None if text is None else memory_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpu-memory") from None
+
+
+def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
+    """Estimate a spec's memory; ``config_folder`` has the config of its model, if it is not to be looked up."""
+    from asyncrl_cli.core.imports import large_imports
+
+    with large_imports():
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+    from asyncrl_cli.orchestrator.checks.memory import estimate_memory, refuse, warnings
+    from asyncrl_cli.sizing.config import find_config, read_config
+    from asyncrl_cli.sizing.estimate import excesses
+    from asyncrl_cli.sizing.model import size_model
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-config-") as folder:
+            found = read_config(config_folder, "--model-config") if config_folder else find_config(spec, Path(folder))
+        model = size_model(spec, found)
+        estimate = estimate_memory(spec, model, gpu_bytes)
+        problems = excesses(spec, estimate)
+        document = asdict(estimate) | {"model": model.name, "parameters": model.parameters, "problems": []}
+        text = table(spec, model, estimate)
+        noted = warnings(spec, model, problems)
+        document["problems"] = [{"severity": "warning", "message": m, "hint": hint} for m, hint in noted]
+        diagnostics = [diagnostic("warning", message, "", hint) for message, hint in noted]
+        try:
+            refuse(spec, model, problems)
+        except ConfigError as error:
+            document["problems"] = [_problem(error), *document["problems"]]
+            return MemoryAnswer(False, text, (*diagnostics, error.diagnostic()), document)
+    except ConfigError as error:
+        return MemoryAnswer(False, "", (error.diagnostic(),), {"problems": [_problem(error)]})
+    return MemoryAnswer(True, text, tuple(diagnostics), document)
+
+
+def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
+    """GPUs and hosts, each with its parts and what it has."""
+    from asyncrl_cli.sizing.parts import shown
+
+    trained = f", {model.trained / 1e9:,.2f}B of them trained" if model.trained < model.parameters else ""
+    lines = [f"memory, estimated (docs/sizing.md): {model.name}, {model.parameters / 1e9:,.2f}B weights{trained}"]
+    for device in estimate.devices:
+        count = f", {device.count} alike" if device.count > 1 else ""
+        has = f"it has {shown(device.capacity)}" if device.capacity is not None else "how much it has is not known"
+        lines += ["", f"{device.name}{count}"]
+        rows = [(part.name, shown(part.bytes), part.note) for part in device.parts]
+        rows.append(("sum", shown(device.total), has))
+        width = max(len(name) for name, _, _ in rows)
+        lines += [f"  {name:{width}}  {size:>11}  {note}".rstrip() for name, size, note in rows]
+    if (cache := estimate.cache) is not None:
+        lines += [
+            "",
+            f"each engine has room for {max(0, cache.tokens):,} tokens of keys and values: {cache.longest:,} rollouts "
+            f"of the longest length, {cache.average:,} of half of it (rollout.max_running_rollouts "
+            f"{spec.rollout.max_running_rollouts:,})",
+        ]
+    elif spec.rollout.gpus_per_engine and model.cache_numbers is not None:
+        lines += ["", "set cluster.gpu_memory_gb, or use --gpu-memory, to see whether the GPUs are large enough"]
+    lines.append(f"the journal grows by about {shown(estimate.journal)} a step")
+    return "\n".join(lines)
+
+
+def _problem(error: ConfigError) -> dict[str, str]:
+    return {"severity": "error", "message": error.message, "location": error.location, "hint": error.hint}

@@ -1,0 +1,151 @@
+"""What the forward and backward pass of a micro-batch take, counted from the model's own code.
+
+The policy runs on torch's fake tensors, which have shapes and no memory, and every storage is counted while it lives.
+Weights are not counted, and a weight's gradient only until it is complete: the trainer counts those itself. Two short
+models are traced; what one more layer takes follows from their difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from asyncrl_cli.spec.inputs import LoraSpec
+
+
+class Pass(NamedTuple):
+    """The micro-batch and the settings that its memory depends on."""
+
+    rows: int
+    length: int
+    positions: int  # that predict a token of a response, of all rows together
+    recompute: bool  # trainer.gradient_checkpointing
+    dtype: str  # trainer.dtype
+    attention: str  # trainer.attention; flash_attention_2 is counted as sdpa, which is fused as well
+    lora: LoraSpec | None = None
+
+
+def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int:
+    """Peak bytes beside weights and complete gradients, of one micro-batch.
+
+    Args:
+        config: the model's transformers config.
+        kinds: one value per layer, in order; equal values are layers of equal shapes.
+
+    Raises what transformers or torch raise for a model whose code needs the values of its tensors.
+    """
+    # Layers before the last kind begins (the dense ones of DeepSeek-V3), and the layers after which kinds repeat.
+    first = next(index for index, kind in enumerate(kinds) if kind == kinds[-1])
+    rest = kinds[first:]
+    period = next(p for p in range(1, len(rest) + 1) if all(a == b for a, b in zip(rest, rest[p:], strict=False)))
+    short, long = first + period, first + 2 * period
+    if long >= len(kinds):
+        return _trace(config, len(kinds), trained)
+    least = _trace(config, short, trained)
+    return least + (_trace(config, long, trained) - least) * (len(kinds) - short) // period
+
+
+def _trace(config: Any, layers: int, trained: Pass) -> int:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.deepspeed_engine import recompute_activations
+    from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
+    from asyncrl_cli.train.model.lora import add_adapters
+
+    with FakeTensorMode(), _experts_without_routing(), torch.random.fork_rng(devices=[]):
+        model: Any = AutoModelForCausalLM.from_config(
+            _shortened(config, layers),
+            attn_implementation="eager" if trained.attention == "eager" else "sdpa",
+            dtype=getattr(torch, trained.dtype),
+        )
+        if trained.recompute:
+            recompute_activations(model)
+        if trained.lora is not None:
+            add_adapters(model, trained.lora, seed=0)
+        for parameter in filter(_has_gradient, model.parameters()):
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        ids = torch.zeros(trained.rows, trained.length, dtype=torch.long)
+        with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            predicting = states.flatten(0, 1)[: trained.positions]
+            targets = torch.zeros(len(predicting), dtype=torch.long)
+            logprobs, _ = chunked_logprobs(model.get_output_embeddings(), predicting, targets, 1.0)
+            logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        return int(live.peak)
+
+
+def _shortened(config: Any, layers: int) -> Any:
+    """The config with its first layers alone; lists with a value per layer are cut as well."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def _experts_without_routing() -> Iterator[None]:
+    """Every token goes to the first expert: the products have the same shapes, and fake tensors cannot be routed."""
+    from transformers.integrations import moe
+
+    original, level = moe._grouped_mm, logging.getLogger("transformers").level
+    moe._grouped_mm = lambda input, weight, offs: input @ weight[0]
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        moe._grouped_mm = original
+        logging.getLogger("transformers").setLevel(level)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages that operations in this context make, as long as each lives.
+
+    Attributes:
+        now: bytes that live.
+        peak: most bytes that lived at a time.
+    """
+
+    def __init__(self, uncounted: Iterable[torch.Tensor] = ()) -> None:
+        """``uncounted``: their storages are not counted, nor are views of them; they live as long as this."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._uncounted = [tensor.untyped_storage() for tensor in uncounted]
+        self._living = {storage._cdata for storage in self._uncounted}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._living:
+            self._living.add(storage._cdata)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, identity: int, nbytes: int) -> None:
+        self._living.discard(identity)
+        self.now -= nbytes

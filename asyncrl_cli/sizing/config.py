@@ -1,0 +1,80 @@
+"""The config of a spec's model, found without its weights: in its folder, in the hub's cache, among the copies beside
+this file, or on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+COPIES = Path(__file__).parent / "configs"
+"""A `config.json` for each public model of specs/, in a folder with its hub id (`/` is `--`)."""
+HUB_S = 5.0
+"""Seconds that the model hub has to answer."""
+
+
+def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
+    """The config. ``folder`` is an empty one, for the files of a model that ``model.init`` describes.
+
+    Raises ``ConfigError`` where there is none.
+    """
+    from asyncrl_cli.train.model.initial import write_model_stub
+
+    model = spec.model
+    if model.init is not None:
+        write_model_stub(model.init, model.max_length, folder, model.chat_template)
+        return read_config(folder, "model.init.config")
+    assert model.path is not None
+    if Path(model.path).is_absolute():
+        return read_config(Path(model.path), "model.path")
+    return read_config(_of_hub(model.path), "model.path")
+
+
+def read_config(folder: Path, location: str) -> PreTrainedConfig:
+    """The config in a folder. Raises ``ConfigError``."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        hint = "name a folder that has the model's config.json"
+        raise ConfigError(f"{folder} has no config.json", location=location, hint=hint)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of transformers and of what the file holds
+        message = f"no model config: {' '.join(str(error).split())[:300]}"
+        hint = "transformers must know the model_type in its config.json"
+        raise ConfigError(message, location=location, hint=hint) from error
+
+
+def _of_hub(name: str) -> Path:
+    """The folder that has the config of a hub's model."""
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as error:
+        hint = "name a saved model's folder, or a hub id such as Qwen/Qwen3-0.6B"
+        message = f"{name!r} is neither a folder nor a hub id: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(message, location="model.path", hint=hint) from None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    copy = COPIES / name.replace("/", "--")
+    if copy.is_dir():
+        return copy
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
+        HfApi().model_info(name, timeout=HUB_S)  # fails at once, where a download would try again for half a minute
+        return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S)).parent
+    except Exception as error:  # of the network, in many types
+        raise ConfigError(
+            f"the config of {name} is not on this machine, and the model hub does not answer: "
+            f"{' '.join(str(error).split())[:200]}",
+            location="model.path",
+            hint="save the model's config.json in a folder and name it by --model-config FOLDER",
+        ) from None

@@ -1,0 +1,95 @@
+"""What a vLLM engine takes, and for how many sequences its key-value cache has room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, Part, some
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+GPU_SHARE = 0.92
+"""vLLM's default `gpu_memory_utilization`."""
+BATCHED_TOKENS = 8192
+"""vLLM's usual `max_num_batched_tokens` on a GPU."""
+GRAPH_BYTES = GB
+"""CUDA graphs and the context of a GPU engine: assumed."""
+ACTIVATION_WIDTHS = 16
+"""Numbers of a token in a layer's forward pass, as multiples of the model's width: assumed."""
+LOGIT_COPIES = 3
+"""float32 tensors of a logit per running rollout and token of the vocabulary: logits, log-probs, and the sampler's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """An engine's key-value cache. ``tokens`` may be negative where not even the weights fit."""
+
+    bytes: int
+    tokens: int
+    longest: int  # sequences of the longest length that it has room for
+    average: int  # sequences of half that length
+
+
+def tensor_parallel(spec: ExperimentSpec) -> int:
+    """GPUs that share an engine's weights; 1 where an engine has a part of one."""
+    return max(1, int(spec.rollout.gpus_per_engine))
+
+
+def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
+    """The parts of an engine without its cache: on one of its GPUs, or in its processes."""
+    rollout, ranks = spec.rollout, tensor_parallel(spec)
+    number = NUMBER_BYTES[rollout.dtype]
+    weights = Part("weights", -(-model.parameters * number // ranks), f"{rollout.dtype}, tensor parallel over {ranks}")
+    logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
+    tokens = int(_argument(spec, "max_num_batched_tokens", BATCHED_TOKENS))
+    if not rollout.gpus_per_engine:
+        return some([weights, Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts")])
+    return some(
+        [
+            weights,
+            Part("activations", tokens * ACTIVATION_WIDTHS * model.hidden * number, f"a batch of {tokens:,} tokens"),
+            Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
+            Part("CUDA graphs and context", GRAPH_BYTES, "assumed"),
+        ]
+    )
+
+
+def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache | None:
+    """The cache of a GPU engine: what vLLM's share of its GPUs leaves beside the rest. None for unusual attention."""
+    if model.cache_numbers is None:
+        return None
+    ranks = tensor_parallel(spec)
+    left = int(gpu_bytes * gpu_share(spec)) - sum(part.bytes for part in engine_parts(spec, model))
+    # vLLM copies key-value heads where there are fewer than GPUs.
+    return _cache(spec, left, -(-token_bytes(spec, model) // min(ranks, model.kv_heads)))
+
+
+def cpu_cache(spec: ExperimentSpec, model: SizedModel, nbytes: int) -> Cache | None:
+    """The cache of a CPU engine, whose size the spec gives."""
+    return None if model.cache_numbers is None else _cache(spec, nbytes, token_bytes(spec, model))
+
+
+def token_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
+    """Bytes that a token takes in an engine's cache; 0 where that is not known."""
+    return (model.cache_numbers or 0) * NUMBER_BYTES[spec.rollout.dtype]
+
+
+def gpu_share(spec: ExperimentSpec) -> float:
+    """The share of each of its GPUs' memory that an engine takes."""
+    part = min(1.0, float(spec.rollout.gpus_per_engine))
+    return float(_argument(spec, "gpu_memory_utilization", GPU_SHARE * part))
+
+
+def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:
+    rollout = spec.rollout
+    blocks = nbytes // (BLOCK_SIZE * per_token)
+    longest = min(spec.model.max_length, rollout.max_prompt_tokens + rollout.max_response_tokens)
+    of_longest, of_average = -(-longest // BLOCK_SIZE), -(-longest // (2 * BLOCK_SIZE))
+    return Cache(nbytes, blocks * BLOCK_SIZE, max(0, blocks // of_longest), max(0, blocks // of_average))
+
+
+def _argument(spec: ExperimentSpec, name: str, default: Any) -> Any:
+    value = spec.rollout.engine_args.get(name)
+    return default if value is None else value

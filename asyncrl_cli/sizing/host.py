@@ -1,0 +1,114 @@
+"""What the hosts of a run take in memory, and its journal on disk."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, kv_cache_blocks
+from asyncrl_cli.sizing.engine import engine_parts, token_bytes
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
+from asyncrl_cli.sizing.trainer import rank_parts
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+GIB = 2**30
+ENGINE_BYTES = int(1.2 * GIB)
+"""A vLLM CPU engine without weights and cache: frontend and engine core, measured."""
+RANK_BYTES = int(0.6 * GIB)
+"""A trainer rank with its imports, without weights."""
+OTHER_BYTES = int(1.2 * GIB)
+"""Driver, Ray's own processes, scorer and MLflow."""
+GPU_PROCESS_BYTES = 4 * GIB
+"""Host memory of a process that uses a GPU, with CUDA's libraries and pinned buffers: assumed."""
+STORED_BYTES = 16
+"""Of a token in Ray's object store, where a batch lies while it is trained."""
+JOURNAL_BYTES = 10
+"""Of the journal for each token, measured (docs/scale.md)."""
+
+
+class HostKind(NamedTuple):
+    """Hosts alike: how many there are, and the ranks and engines of each."""
+
+    name: str
+    number: int
+    ranks: int
+    engines: int
+
+
+def host_kinds(spec: ExperimentSpec) -> tuple[HostKind, ...]:
+    """The hosts of a run: one with everything, or hosts of ranks and hosts of engines where its GPUs need several."""
+    trainer, rollout, cluster = spec.trainer, spec.rollout, spec.cluster
+    of_ranks = float(trainer.ranks * trainer.gpus_per_rank)
+    of_engines = float(rollout.max_engines * rollout.gpus_per_engine)
+    if cluster.address is None or of_ranks + of_engines <= cluster.gpus_per_host:
+        return (HostKind("host", 1, trainer.ranks, rollout.max_engines),)
+    kinds = []
+    for name, number, gpus in (
+        ("host of trainer ranks", trainer.ranks, trainer.gpus_per_rank),
+        ("host of engines", rollout.max_engines, rollout.gpus_per_engine),
+    ):
+        on_one = min(number, max(1, int(cluster.gpus_per_host / gpus))) if gpus else number
+        ranks = name == "host of trainer ranks"
+        kinds.append(HostKind(name, math.ceil(number / on_one), on_one if ranks else 0, 0 if ranks else on_one))
+    return tuple(kinds)
+
+
+def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple[Part, ...]:
+    """The parts of one host. While trainer ranks load the model, there is no replica yet; the larger of both counts."""
+    rank, on_gpu = rank_parts(spec, model), bool(spec.trainer.gpus_per_rank)
+    parts: list[Part] = []
+    if kind.ranks and not on_gpu:
+        parts.append(Part("trainer", kind.ranks * sum(part.bytes for part in rank.device), _count(kind.ranks, "rank")))
+    if kind.ranks and rank.host:
+        parts.append(Part("offloaded", kind.ranks * sum(part.bytes for part in rank.host), "trainer.offload"))
+    if kind.engines and not spec.rollout.gpus_per_engine:
+        cache = cpu_cache_bytes(spec, model)
+        of_engine = sum(part.bytes for part in engine_parts(spec, model))
+        number = _count(kind.engines, "engine")
+        parts.append(Part("engines", kind.engines * of_engine, number))
+        parts.append(Part("key-value caches", kind.engines * cache, number))
+    loading = kind.ranks * model.parameters * NUMBER_BYTES[spec.trainer.dtype] if on_gpu else 0
+    replica = Part("weights in shared memory", 2 * version_bytes(spec, model), "two versions, for engines to load")
+    parts.append(max(replica, Part("loading", loading, "the model, whole, by every rank"), key=lambda part: part.bytes))
+    parts.append(Part("processes", _processes(spec, kind), "without weights"))
+    parts.append(Part("object store", 2 * STORED_BYTES * step_tokens(spec), "two batches of tokens"))
+    return some(parts)
+
+
+def version_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
+    """Bytes of a weight version; adapters are merged into it."""
+    merged = model.parameters - (model.trained if spec.model.lora is not None else 0)
+    return merged * NUMBER_BYTES[spec.rollout.dtype]
+
+
+def cpu_cache_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
+    """Of the key-value cache of a CPU engine."""
+    if spec.rollout.kv_cache_mb is not None:
+        return spec.rollout.kv_cache_mb * 2**20
+    return kv_cache_blocks(spec) * BLOCK_SIZE * token_bytes(spec, model)
+
+
+def step_tokens(spec: ExperimentSpec) -> int:
+    """Tokens of a step's batch, if responses have half of the longest length."""
+    rollout = spec.rollout
+    return (
+        spec.pipeline.groups_per_step
+        * rollout.group_size
+        * (rollout.max_prompt_tokens + rollout.max_response_tokens // 2)
+    )
+
+
+def memory_without_weights(spec: ExperimentSpec) -> int:
+    """Bytes that the processes of a run on CPUs take, without weights and caches."""
+    return spec.rollout.max_engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
+
+
+def _processes(spec: ExperimentSpec, kind: HostKind) -> int:
+    of_rank = GPU_PROCESS_BYTES if spec.trainer.gpus_per_rank else RANK_BYTES
+    of_engine = GPU_PROCESS_BYTES if spec.rollout.gpus_per_engine else ENGINE_BYTES
+    return kind.ranks * of_rank + kind.engines * of_engine + OTHER_BYTES
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

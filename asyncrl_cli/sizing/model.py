@@ -1,0 +1,103 @@
+"""What a memory estimate needs to know of a model, from its config alone: it is built on torch's meta device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
+from asyncrl_cli.sizing.parts import NUMBER_BYTES
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+
+class ActivationBytes(Protocol):
+    """Peak bytes of a micro-batch of so many rows and tokens beside weights and gradients."""
+
+    def __call__(self, rows: int, length: int, positions: int, recompute: bool) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SizedModel:
+    """Numbers of a model's weights. A tied weight counts once.
+
+    Attributes:
+        parameters: all weights, with adapters.
+        trained: those that are trained: all, or the adapters.
+        embeddings: of the input embeddings.
+        layers: of each transformer layer, in order.
+        head: of the output head; 0 where it is tied to the embeddings.
+        cache_numbers: of a token's keys and values in all layers; None where the config does not say.
+        kv_heads: key-value heads, which tensor parallelism shares out.
+        hidden: width of the residual stream.
+        vocabulary: rows of the output head.
+        activations: of the trainer, by micro-batch.
+    """
+
+    name: str
+    parameters: int
+    trained: int
+    embeddings: int
+    layers: tuple[int, ...]
+    head: int
+    cache_numbers: int | None
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    activations: ActivationBytes
+
+
+def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
+    """The model of a spec from its transformers config, with the spec's adapters; weights are neither read nor made.
+
+    Raises what transformers raises for a config that it cannot build, and ``ConfigError`` for adapters that the model
+    cannot have.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if spec.model.lora is not None:
+        from asyncrl_cli.train.model.lora import add_adapters
+
+        add_adapters(model, spec.model.lora, seed=0)
+    return sized(spec, config, model)
+
+
+def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
+    """The sizes of a model on torch's meta device, which has the spec's adapters."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    weights = list(model.parameters())  # a tied one is there once
+    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    kinds = [tuple(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
+    embedded, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    text = config.get_text_config()
+
+    @lru_cache(maxsize=16)
+    def activations(rows: int, length: int, positions: int, recompute: bool) -> int:
+        from asyncrl_cli.sizing.activations import Pass, activation_bytes
+
+        trainer = spec.trainer
+        settings = Pass(rows, length, positions, recompute, trainer.dtype, trainer.attention, spec.model.lora)
+        return activation_bytes(config, kinds, settings)
+
+    try:
+        cache: int | None = cache_bytes_per_token(spec, text) // NUMBER_BYTES[spec.rollout.dtype]
+    except AttributeError:  # of a model without attention, such as mamba
+        cache = None
+    heads: Any = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
+    return SizedModel(
+        name=type(model).__name__,
+        parameters=sum(weight.numel() for weight in weights),
+        trained=sum(weight.numel() for weight in weights if weight.requires_grad),
+        embeddings=embedded.numel(),
+        layers=tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
+        head=0 if head is embedded else head.numel(),
+        cache_numbers=cache,
+        kv_heads=int(heads),
+        hidden=int(embedded.shape[1]),
+        vocabulary=int(head.shape[0]),
+        activations=activations,
+    )

@@ -1,0 +1,58 @@
+"""The vocabulary of an estimate: parts of memory, and the GPUs and hosts that they are on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GB = 10**9
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+UNITS = {"": GB, "GB": GB, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12, "TIB": 2**40}
+
+
+class Part(NamedTuple):
+    """Something that takes memory; ``note`` says how its size follows."""
+
+    name: str
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU, or a host's memory, of which the run has ``count`` alike.
+
+    Attributes:
+        role: what runs there: `trainer`, `engine`, `shared` (an engine and a rank), or `host`.
+        capacity: bytes that it has for the run; None where nobody said.
+    """
+
+    role: str
+    name: str
+    count: int
+    parts: tuple[Part, ...]
+    capacity: int | None
+
+    @property
+    def total(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+def some(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Those that take something."""
+    return tuple(part for part in parts if part.bytes)
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size such as `80GB`, `79.6 GiB` or `80` (GB). Raises ``ValueError``."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].upper() not in UNITS:
+        raise ValueError(f"{text!r} is not a size such as 80GB")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def shown(nbytes: int) -> str:
+    """Bytes in GB, or MB where that is less than a tenth."""
+    return f"{nbytes / GB:,.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 10**6:,.1f} MB"

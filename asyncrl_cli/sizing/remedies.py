@@ -1,0 +1,135 @@
+"""Which numbers of a spec to change so that a run fits: each is tried, and the estimate made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asyncrl_cli.sizing.estimate import Estimate, Excess, excesses
+from asyncrl_cli.sizing.parts import GB
+from asyncrl_cli.sizing.trainer import largest_microbatch
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+SHOWN = 3
+"""Changes that are named."""
+
+
+class Change(dict[str, Any]):
+    """Keys of a spec, with dots, and their new values."""
+
+    def __str__(self) -> str:
+        return " and ".join(f"{key} to {_yaml(value)}" for key, value in self.items())
+
+
+def remedies(spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate]) -> list[str]:
+    """Changes, each of which alone makes the device fit, best first; ``again`` makes an estimate.
+
+    Where none is enough by itself, those that help a rank are tried together.
+    """
+    found = []
+    tried = Change()
+    for change in _changes(spec, excess.device.role):
+        for attempt in (change, Change(tried | change)):
+            left = _of(excess, attempt, spec, again)
+            if left is not None:
+                found.append(left)
+                break
+        else:
+            tried |= change
+        if len(found) == SHOWN:
+            break
+    return found
+
+
+def _of(
+    excess: Excess, change: Change, spec: ExperimentSpec, again: Callable[[ExperimentSpec], Estimate]
+) -> str | None:
+    changed = with_changes(spec, change)
+    result = again(changed)
+    if any(
+        problem.device.role == excess.device.role and problem.device.name == excess.device.name
+        for problem in excesses(changed, result)
+    ):
+        return None
+    device = next((device for device in result.devices if device.name == excess.device.name), None)
+    size = f" ({device.total / GB:.1f} GB)" if device is not None and device.role != "engine" else ""
+    return f"{change}{size}"
+
+
+def _changes(spec: ExperimentSpec, role: str) -> Iterator[Change]:
+    if role == "engine":
+        yield from _engine_changes(spec)
+    elif role == "host":
+        yield from _host_changes(spec)
+    else:
+        yield from _trainer_changes(spec)
+
+
+def _trainer_changes(spec: ExperimentSpec) -> Iterator[Change]:
+    trainer = spec.trainer
+    if not trainer.gradient_checkpointing:
+        yield Change({"trainer.gradient_checkpointing": True})
+    if trainer.zero_stage < 3 and trainer.ranks > 1:
+        yield Change({"trainer.zero_stage": 3})
+    rows, length, _ = largest_microbatch(spec)
+    if rows > 1:
+        tokens = max(length, trainer.tokens_per_microbatch // 2 // length * length)
+        yield Change({"trainer.tokens_per_microbatch": tokens})
+        if tokens > length:
+            yield Change({"trainer.tokens_per_microbatch": length})
+    if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage:
+        yield Change({"trainer.offload": "optimizer"})
+    for ranks in (2 * trainer.ranks, 4 * trainer.ranks):
+        yield Change({"trainer.ranks": ranks})
+    if trainer.dtype == "float32" and trainer.gpus_per_rank:
+        yield Change({"trainer.dtype": "bfloat16", "rollout.dtype": "bfloat16"})
+
+
+def _engine_changes(spec: ExperimentSpec) -> Iterator[Change]:
+    rollout = spec.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if spec.model.max_length > longest:
+        yield Change({"model.max_length": longest})
+    for factor in (2, 4, 8):
+        if rollout.gpus_per_engine >= 1 and rollout.gpus_per_engine * factor <= spec.cluster.gpus_per_host:
+            yield Change({"rollout.gpus_per_engine": int(rollout.gpus_per_engine) * factor})
+    running = rollout.max_running_rollouts
+    while running > rollout.group_size:
+        running //= 2
+        yield Change({"rollout.max_running_rollouts": running})
+
+
+def _host_changes(spec: ExperimentSpec) -> Iterator[Change]:
+    rollout, trainer = spec.rollout, spec.trainer
+    if not rollout.gpus_per_engine:
+        if spec.model.max_length > rollout.max_prompt_tokens + rollout.max_response_tokens:
+            yield Change({"model.max_length": rollout.max_prompt_tokens + rollout.max_response_tokens})
+        running = rollout.max_running_rollouts
+        while running > rollout.group_size and rollout.kv_cache_mb is None:
+            running //= 2
+            yield Change({"rollout.max_running_rollouts": running})
+    if not trainer.gpus_per_rank:
+        yield from (c for c in _trainer_changes(spec) if "trainer.ranks" not in c)
+        if trainer.ranks > 1:
+            yield Change({"trainer.ranks": trainer.ranks // 2})
+    elif trainer.offload == "all":
+        yield Change({"trainer.offload": "optimizer"})
+    elif trainer.offload == "optimizer":
+        yield Change({"trainer.offload": "none"})
+    if rollout.max_engines > 1 and not rollout.gpus_per_engine:
+        yield Change({"rollout.engines": rollout.max_engines // 2})
+    if rollout.dtype == "float32":
+        yield Change({"rollout.dtype": "bfloat16", "trainer.dtype": "bfloat16"})
+
+
+def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
+    """The spec with these values, which are not validated again."""
+    for key, value in change.items():
+        section, name = key.split(".")
+        part = getattr(spec, section).model_copy(update={name: value})
+        spec = spec.model_copy(update={section: part})
+    return spec
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,146 @@
+"""What a trainer rank takes, as DeepSpeed 0.19 arranges it (docs/sizing.md has the table of stages).
+
+Symbols: P all weights, T the trained ones, n ranks, b bytes of a number in ``trainer.dtype``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+FLOAT = 4
+ADAM_BYTES = 8
+"""Of Adam's two moments, for each trained weight; they are float32."""
+REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
+"""DeepSpeed's defaults for ZeRO-3: a gathered weight that is used again within so many numbers stays; so many are
+gathered ahead; the optimizer works on so many at a time."""
+SUM_NUMBERS = 5 * 10**8
+"""Numbers of gradients that DeepSpeed copies into one tensor to add them up over the ranks, without ZeRO."""
+
+
+class Rank(NamedTuple):
+    """What a rank has: on its device, and with ``trainer.offload`` in host memory."""
+
+    device: tuple[Part, ...]
+    host: tuple[Part, ...]
+
+
+def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
+    """The parts of one rank at its peak. It has two: in a micro-batch, and while the optimizer steps."""
+    trainer = spec.trainer
+    weights, *states = _states(spec, model.parameters, model.trained)
+    critic = _critic(spec, model)
+    gathered = gathered_numbers(model, trainer.ranks, trainer.zero_stage) * NUMBER_BYTES[trainer.dtype]
+    rows, length, positions = largest_microbatch(spec)
+    passes = (
+        Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
+        Part(
+            "activations",
+            model.activations(rows, length, positions, trainer.gradient_checkpointing) + _packed_mask(spec, length),
+            f"{rows} × {length:,} tokens{', recomputed' if trainer.gradient_checkpointing else ''}",
+        ),
+        Part("reduce buckets", _buckets(spec), "gradients on their way"),
+    )
+    step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
+    largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
+    reference = Part("reference model", _reference(spec, model), "whole on every rank")
+    offloaded: list[Part] = []
+    if trainer.gpus_per_rank and trainer.offload != "none":
+        offloaded = [part for part in states if part.name != "gradients"]
+        if trainer.offload == "all":
+            offloaded.append(weights)
+    kept = [part for part in (weights, *states) if part not in offloaded]
+    return Rank(some([*kept, *critic, reference, *largest]), some(offloaded))
+
+
+def gathered_numbers(model: SizedModel, ranks: int, zero_stage: int) -> int:
+    """Numbers of gathered weights that a rank has at most under ZeRO-3.
+
+    The last modules stay from the forward to the backward pass, where less than ``REUSE_NUMBERS`` lie between; of the
+    others the one that computes is there, and what is gathered ahead. One rank gathers nothing.
+    """
+    if zero_stage < 3 or ranks == 1:
+        return 0
+    modules = (model.embeddings, *model.layers, model.head) if model.head else (*model.layers, model.embeddings)
+    kept = 0
+    for number in reversed(modules):
+        if 2 * kept >= REUSE_NUMBERS:
+            break
+        kept += number
+    return min(model.parameters, kept + max(modules) + PREFETCH_NUMBERS)
+
+
+def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
+    """Rows, tokens of a row, and positions that predict a response token, of the largest micro-batch of a run."""
+    rollout, trainer = spec.rollout, spec.trainer
+    longest = min(spec.model.max_length, rollout.max_prompt_tokens + rollout.max_response_tokens)
+    if trainer.packing:
+        length = max(trainer.tokens_per_microbatch, longest)
+        return 1, length, length - 1
+    rows = max(1, trainer.tokens_per_microbatch // longest)
+    # Rows that are a little shorter may be more, with as many tokens.
+    length = max(longest, trainer.tokens_per_microbatch // rows) if rows > 1 else longest
+    return rows, length, rows * min(length - 1, rollout.max_response_tokens)
+
+
+def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[Part, ...]:
+    """Weights, gradients, float32 copies and Adam's moments."""
+    trainer = spec.trainer
+    stage, ranks, number = trainer.zero_stage, trainer.ranks, NUMBER_BYTES[trainer.dtype]
+    in_float32 = trainer.dtype == "float32"
+    of_gradient = FLOAT if stage >= 2 else number
+    # DeepSpeed's ZeRO keeps its own copy of a rank's weights, in float32 as well.
+    copies = trained * FLOAT if stage or not in_float32 else 0
+    return (
+        Part("weights", _shared(parameters * number, ranks, stage >= 3), f"{trainer.dtype}, ZeRO {stage}"),
+        Part("gradients", _shared(trained * of_gradient, ranks, stage >= 2), f"{of_gradient} bytes each"),
+        Part("float32 weights", _shared(copies, ranks, stage >= 1), "which the optimizer updates"),
+        Part("optimizer", _shared(trained * ADAM_BYTES, ranks, stage >= 1), "Adam's two moments"),
+    )
+
+
+def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
+    """The critic's states. Its passes take less than the policy's, at other times."""
+    if not spec.algorithm.needs_critic:
+        return ()
+    backbone = model.parameters - model.head
+    states = sum(part.bytes for part in _states(spec, backbone, backbone))
+    return (Part("critic", states, "weights, gradients and optimizer"),)
+
+
+def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
+    algorithm = spec.algorithm
+    if not algorithm.kl_coef or (spec.model.lora is not None and not algorithm.reference_update_every):
+        return 0
+    return model.parameters * NUMBER_BYTES[spec.trainer.dtype]
+
+
+def _buckets(spec: ExperimentSpec) -> int:
+    """Of gradients that are added up over the ranks; ZeRO 2 and 3 have them on one rank as well."""
+    from asyncrl_cli.train.deepspeed_engine import REDUCE_NUMBERS
+
+    number = NUMBER_BYTES[spec.trainer.dtype]
+    return REDUCE_NUMBERS * number if spec.trainer.zero_stage >= 2 else 0
+
+
+def _step(spec: ExperimentSpec, trained: int) -> int:
+    """The optimizer gets a part's gradients as one float32 tensor. Without ZeRO they are added up in copies."""
+    stage, ranks, number = spec.trainer.zero_stage, spec.trainer.ranks, NUMBER_BYTES[spec.trainer.dtype]
+    if stage:
+        part = -(-trained // ranks)
+        return (min(part, SUBGROUP_NUMBERS) if stage == 3 else part) * FLOAT
+    copied = min(trained, SUM_NUMBERS) * number if ranks > 1 else 0
+    return max(copied, trained * FLOAT if number != FLOAT else 0)
+
+
+def _packed_mask(spec: ExperimentSpec, length: int) -> int:
+    """Without flash attention, packed rows need a mask of the joined sequence."""
+    packed = spec.trainer.packing and spec.trainer.attention != "flash_attention_2"
+    return length * length if packed else 0
+
+
+def _shared(nbytes: int, ranks: int, is_shared: bool) -> int:
+    return -(-nbytes // ranks) if is_shared else nbytes
