@@ -74,8 +74,8 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
     """GPUs and hosts, each with its parts and what it has."""
     from asyncrl_cli.sizing.parts import shown
 
-    trained = f", {model.trained / 1e9:,.2f}B of them trained" if model.trained < model.parameters else ""
-    lines = [f"memory, estimated (docs/sizing.md): {model.name}, {model.parameters / 1e9:,.2f}B weights{trained}"]
+    trained = f", {_many(model.trained)} of them trained" if model.trained < model.parameters else ""
+    lines = [f"memory, estimated (docs/sizing.md): {model.name}, {_many(model.parameters)} weights{trained}"]
     for device in estimate.devices:
         count = f", {device.count} alike" if device.count > 1 else ""
         has = f"it has {shown(device.capacity)}" if device.capacity is not None else "how much it has is not known"
@@ -95,6 +95,10 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
         lines += ["", "set cluster.gpu_memory_gb, or use --gpu-memory, to see whether the GPUs are large enough"]
     lines.append(f"the journal grows by about {shown(estimate.journal)} a step")
     return "\n".join(lines)
+
+
+def _many(number: int) -> str:
+    return f"{number / 1e9:,.2f}B" if number >= 1e8 else f"{number / 1e6:,.2f}M"
 
 
 def _problem(error: ConfigError) -> dict[str, str]:

@@ -59,7 +59,6 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
 
     from asyncrl_cli.train.deepspeed_engine import recompute_activations
     from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
-    from asyncrl_cli.train.model.lora import add_adapters
 
     with FakeTensorMode(), _experts_without_routing(), torch.random.fork_rng(devices=[]):
         model: Any = AutoModelForCausalLM.from_config(
@@ -70,7 +69,7 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
         if trained.recompute:
             recompute_activations(model)
         if trained.lora is not None:
-            add_adapters(model, trained.lora, seed=0)
+            _adapt(model, trained.lora)
         for parameter in filter(_has_gradient, model.parameters()):
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         ids = torch.zeros(trained.rows, trained.length, dtype=torch.long)
@@ -92,6 +91,32 @@ def _shortened(config: Any, layers: int) -> Any:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return config
+
+
+class _Adapted(torch.nn.Module):
+    """What peft computes. Its own module cannot be made of fake tensors."""
+
+    def __init__(self, layer: torch.nn.Linear, lora: LoraSpec) -> None:
+        super().__init__()
+        self.base, self.scale = layer, lora.alpha / lora.rank
+        self.first = torch.nn.Linear(layer.in_features, lora.rank, bias=False, dtype=layer.weight.dtype)
+        self.second = torch.nn.Linear(lora.rank, layer.out_features, bias=False, dtype=layer.weight.dtype)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.base(states) + self.second(self.first(states)) * self.scale
+        return added
+
+
+def _adapt(model: Any, lora: LoraSpec) -> None:
+    """Freeze a model, and put adapters beside the layers that the spec names."""
+    model.requires_grad_(False)
+    wanted = None if isinstance(lora.target_modules, str) else tuple(f".{name}" for name in lora.target_modules)
+    for name, layer in list(model.named_modules()):
+        is_wanted = layer is not model.get_output_embeddings() and (wanted is None or f".{name}".endswith(wanted))
+        if isinstance(layer, torch.nn.Linear) and is_wanted:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, _Adapted(layer, lora))
+    model.enable_input_require_grads()  # as the trainer does
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:

@@ -9,9 +9,8 @@ from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, Part, some
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import memory_share, tensor_parallel
 
-GPU_SHARE = 0.92
-"""vLLM's default `gpu_memory_utilization`."""
 BATCHED_TOKENS = 8192
 """vLLM's usual `max_num_batched_tokens` on a GPU."""
 GRAPH_BYTES = GB
@@ -30,11 +29,6 @@ class Cache:
     tokens: int
     longest: int  # sequences of the longest length that it has room for
     average: int  # sequences of half that length
-
-
-def tensor_parallel(spec: ExperimentSpec) -> int:
-    """GPUs that share an engine's weights; 1 where an engine has a part of one."""
-    return max(1, int(spec.rollout.gpus_per_engine))
 
 
 def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
@@ -78,8 +72,7 @@ def token_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
 
 def gpu_share(spec: ExperimentSpec) -> float:
     """The share of each of its GPUs' memory that an engine takes."""
-    part = min(1.0, float(spec.rollout.gpus_per_engine))
-    return float(_argument(spec, "gpu_memory_utilization", GPU_SHARE * part))
+    return float(_argument(spec, "gpu_memory_utilization", memory_share(spec.rollout.gpus_per_engine)))
 
 
 def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:

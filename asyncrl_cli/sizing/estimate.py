@@ -10,6 +10,7 @@ from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, Part
 from asyncrl_cli.sizing.trainer import rank_parts
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
 TOO_MUCH, MUCH = 1.1, 0.9
 """Shares of the memory that is there: above the first a run is refused, above the second it is warned of."""
@@ -42,33 +43,26 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
             engine = (*engine, Part("key-value cache", max(0, cache.bytes), f"{max(0, cache.tokens):,} tokens"))
     else:
         cache = cpu_cache(spec, model, cpu_cache_bytes(spec, model))
-    rank = (
-        (*rank_parts(spec, model).device, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
-        if trainer.gpus_per_rank
-        else ()
-    )
     devices: list[Device] = []
-    if shares_a_gpu(spec):
-        parts = tuple(part._replace(name=f"engine: {part.name}") for part in engine)
-        parts += tuple(part._replace(name=f"rank: {part.name}") for part in rank)
-        devices.append(
-            Device("shared", "GPU of an engine and a rank", max(rollout.max_engines, trainer.ranks), parts, gpu_bytes)
-        )
-    else:
-        if trainer.gpus_per_rank:
-            devices.append(Device("trainer", "GPU of a trainer rank", trainer.ranks, rank, gpu_bytes))
-        if rollout.gpus_per_engine:
-            number = rollout.max_engines * int(rollout.gpus_per_engine)
-            devices.append(Device("engine", "GPU of an engine", number, engine, gpu_bytes))
+    if trainer.gpus_per_rank:
+        devices.append(_gpu_of_rank(spec, model, gpu_bytes))
+    if rollout.gpus_per_engine:
+        name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
+        devices.append(Device("engine", name, rollout.max_engines * tensor_parallel(spec), engine, gpu_bytes))
     for kind in host_kinds(spec):
         devices.append(Device("host", kind.name, kind.number, host_parts(spec, model, kind), host_bytes))
     return Estimate(tuple(devices), cache, step_tokens(spec) * JOURNAL_BYTES)
 
 
-def shares_a_gpu(spec: ExperimentSpec) -> bool:
-    """Whether an engine and a trainer rank are on the same GPU, each with a part of it."""
-    parts = (spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank)
-    return all(parts) and any(part < 1 for part in parts)
+def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
+    """The GPU of a trainer rank, or its part of one, which it has alone while the engine beside it sleeps."""
+    parts = rank_parts(spec, model).device
+    if not shares_gpus(spec):
+        parts = (*parts, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
+        return Device("trainer", "GPU of a trainer rank", spec.trainer.ranks, parts, gpu_bytes)
+    share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
+    capacity = None if gpu_bytes is None else int(share * gpu_bytes)
+    return Device("trainer", "share of a GPU of a trainer rank", spec.trainer.ranks, parts, capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +86,6 @@ def excesses(spec: ExperimentSpec, found: Estimate) -> list[Excess]:
         if device.total > MUCH * device.capacity:
             message = f"a {device.name} needs about {device.total / GB:.1f} GB, and has {device.capacity / GB:.1f} GB"
             problems.append(Excess(device, device.total > TOO_MUCH * device.capacity, message))
-        elif device.role == "shared":
-            problems += _cache_problems(spec, device, found.cache)
     return problems
 
 

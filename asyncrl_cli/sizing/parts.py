@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 GB = 10**9
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 UNITS = {"": GB, "GB": GB, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12, "TIB": 2**40}
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """Something that takes memory; ``note`` says how its size follows."""
 
     name: str
@@ -25,8 +25,8 @@ class Device:
     """A GPU, or a host's memory, of which the run has ``count`` alike.
 
     Attributes:
-        role: what runs there: `trainer`, `engine`, `shared` (an engine and a rank), or `host`.
-        capacity: bytes that it has for the run; None where nobody said.
+        role: what it is: the GPU of a `trainer` rank, that of an `engine`, or a `host`.
+        capacity: bytes that it has for the parts; None where nobody said.
     """
 
     role: str

@@ -80,9 +80,9 @@ def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
     if trainer.packing:
         length = max(trainer.tokens_per_microbatch, longest)
         return 1, length, length - 1
-    rows = max(1, trainer.tokens_per_microbatch // longest)
-    # Rows that are a little shorter may be more, with as many tokens.
-    length = max(longest, trainer.tokens_per_microbatch // rows) if rows > 1 else longest
+    rows = max(1, -(-trainer.tokens_per_microbatch // longest))
+    # Rows that are a little shorter than the longest fill the micro-batch.
+    length = trainer.tokens_per_microbatch // rows if rows > 1 else longest
     return rows, length, rows * min(length - 1, rollout.max_response_tokens)
 
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from stand_ins import spec
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.orchestrator.checks import memory
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.memory import GIB, ModelSize, check_weights_memory
 from asyncrl_cli.orchestrator.checks.model import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.orchestrator.launch import _encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import ExperimentSpec
 
 LONG, BROKEN, FINE = "x" * 50, "broken", "fine"
 AT_ONCE_S, LIMIT_S = 0.0, 60.0
@@ -80,55 +73,3 @@ def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> No
     found = _encoded(prompts(BROKEN, FINE, LONG, BROKEN), ENCODER, "data.eval", warned.append)
     assert [prompt.content for prompt, _ in found] == [FINE]
     assert [text.partition(" prompts ")[0] for text in warned] == ["data.eval: 2 of 4", "data.eval: 1 of 4"]
-
-
-class Config:
-    """Of a model that takes 3 × 2 × 4 × 8 × 4 bytes of cache for a token."""
-
-    num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim = 3, 4, 4, 8
-
-    def get_text_config(self) -> Config:
-        return self
-
-
-def sized(**trainer: Any) -> ExperimentSpec:
-    base = spec()
-    rollout = base.rollout.model_copy(update={"kv_cache_mb": 2048})
-    return base.model_copy(update={"trainer": base.trainer.model_copy(update=trainer), "rollout": rollout})
-
-
-@given(
-    ranks=st.integers(1, 8),
-    stage=st.integers(0, 2),
-    parameters=st.integers(1, 10**10),
-    trained=st.floats(0, 1),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-)
-def test_sharding_and_adapters_take_no_more(
-    ranks: int, stage: int, parameters: int, trained: float, dtype: str
-) -> None:
-    def bytes_of(stage: int, share: float = trained, ranks: int = ranks) -> int:
-        size = ModelSize(parameters, int(share * parameters))
-        return memory._trainer(sized(ranks=ranks, zero_stage=stage, dtype=dtype), size)
-
-    assert bytes_of(stage + 1) <= bytes_of(stage) <= bytes_of(stage, 1.0)
-    assert bytes_of(0) == ranks * bytes_of(0, ranks=1) and bytes_of(3) == bytes_of(0, ranks=1)
-    assert bytes_of(3, 1.0) == 16 * parameters
-
-
-@pytest.mark.parametrize(
-    ("available", "status"), [(44.0, "ok"), (31.0, "warning"), (28.0, "warning"), (24.0, "refused")]
-)
-def test_what_does_not_fit_into_memory_is_refused(
-    monkeypatch: pytest.MonkeyPatch, available: float, status: str
-) -> None:
-    """2 GiB of cache, 8 of the engine's weights of two versions, 16 of the trainer and 3 of processes are 29."""
-    monkeypatch.setattr(memory, "available_memory", lambda: int(available * GIB))
-    size = ModelSize(GIB, GIB)
-    if status == "refused":
-        with pytest.raises(memory.ConfigError, match=r"caches 2\.0.* engines 8\.0.* trainer 16\.0") as refused:
-            check_weights_memory(sized(), Config(), size)
-        assert refused.value.hint
-    else:
-        found = check_weights_memory(sized(), Config(), size)
-        assert (found.status if isinstance(found, Finding) else "ok") == status

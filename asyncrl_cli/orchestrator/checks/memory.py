@@ -19,7 +19,7 @@ from asyncrl_cli.sizing.remedies import remedies
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 CHECK = "memory with weights"
-SECTIONS = {"trainer": "trainer", "shared": "trainer", "engine": "rollout", "host": "this machine"}
+SECTIONS = {"trainer": "trainer", "engine": "rollout", "host": "this machine"}
 """Where an error is that no change of the spec mends, by the role of its device."""
 
 

@@ -1,0 +1,60 @@
+"""`asyncrl validate-spec --memory`: the table, what is refused, and where a model's config comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from asyncrl_cli.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+GPU_SPECS = ("qwen3-0.6b-1gpu", "qwen3-4b-8gpu", "qwen3-30b-a3b-4x8gpu")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def ask(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["validate-spec", *arguments, "--memory"])
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_the_specs_of_gpus_fit_with_room_to_spare(name: str) -> None:
+    answer = ask(str(ROOT / f"specs/{name}.yaml"), "--json")
+    assert answer.exit_code == 0, answer.output
+    document = json.loads(answer.stdout)
+    assert document["valid"] and document["fits"] and document["memory"]["problems"] == []
+    for device in document["memory"]["devices"]:
+        used = sum(part["bytes"] for part in device["parts"])
+        most = 0.93 if device["role"] == "engine" else 0.9  # an engine's cache fills its share
+        assert device["capacity"] is None or 0.1 < used / device["capacity"] < most
+
+
+def test_what_does_not_fit_is_refused_in_three_lines_that_name_a_change() -> None:
+    answer = ask(str(ROOT / "specs/qwen3-4b-8gpu.yaml"), "--gpu-memory", "24GB")
+    assert answer.exit_code == 2
+    error = answer.stderr[answer.stderr.index("error: ") :].strip().splitlines()
+    assert len(error) == 3 and "does not fit" in error[0] and error[1].startswith(" --> trainer.")
+    assert error[2].startswith("hint: set trainer.")
+
+
+def test_a_config_that_nobody_has_is_asked_for(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("{model: {path: nobody/nothing}, task: {use: chain_sum}, stop: {steps: 1}}")
+    answer = ask(str(spec))
+    assert answer.exit_code == 2 and "--model-config" in answer.stderr
+    folder = ROOT / "asyncrl_cli/sizing/configs/Qwen--Qwen3-0.6B"
+    assert "0.60B weights" in ask(str(spec), "--model-config", str(folder)).stdout
+
+
+def test_the_options_of_memory_need_it() -> None:
+    answer = CliRunner().invoke(app, ["validate-spec", str(ROOT / "specs/quickstart.yaml"), "--gpu-memory", "80GB"])
+    assert answer.exit_code == 2 and "needs --memory" in answer.output
+    assert "not a size" in ask(str(ROOT / "specs/quickstart.yaml"), "--gpu-memory", "much").output

@@ -1,0 +1,90 @@
+"""Activations counted on fake tensors: exactly, and the same from two short models as from the whole one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from asyncrl_cli.sizing.activations import LiveBytes, Pass, _trace, activation_bytes
+from asyncrl_cli.sizing.model import sized
+from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+SPEC = ExperimentSpec.model_validate(
+    {"model": {"path": "model"}, "task": {"use": "spell_backward"}, "stop": {"steps": 2}}
+)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 500,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DENSE_FIRST = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def kinds_of(config: Any) -> list[object]:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return list(sized(SPEC, config, AutoModelForCausalLM.from_config(config)).layers)
+
+
+def test_storages_count_as_long_as_they_live() -> None:
+    given = torch.zeros(1000)
+    with LiveBytes([given]) as live:
+        view = given.view(10, 100).T  # of a tensor that is not counted
+        first = torch.zeros(250)
+        assert live.now == live.peak == 1000
+        second = first + 1
+        del first
+        assert (live.now, live.peak) == (1000, 2000)
+        del second
+    assert (live.now, live.peak) == (0, 2000) and view.shape == (100, 10)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [("qwen3", SMALL), ("qwen3_moe", SMALL | EXPERTS), ("glm4_moe", SMALL | DENSE_FIRST)],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_short_models_say_what_the_whole_one_takes(architecture: str, settings: Any, recompute: bool) -> None:
+    config = AutoConfig.for_model(architecture, num_hidden_layers=7, **settings)
+    micro_batch = Pass(4, 64, 200, recompute, "float32", "sdpa")
+    assert activation_bytes(config, kinds_of(config), micro_batch) == _trace(config, 7, micro_batch)
+
+
+def test_recomputation_and_shorter_rows_take_less_and_adapters_little_more() -> None:
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **SMALL)
+
+    def of(rows: int = 4, recompute: bool = False, lora: LoraSpec | None = None) -> int:
+        micro_batch = Pass(rows, 64, rows * 32, recompute, "float32", "sdpa", lora)
+        return activation_bytes(config, kinds_of(config), micro_batch)
+
+    assert of(recompute=True) < of(rows=2) < of()
+    assert of(rows=2) < of(lora=LoraSpec(rank=8)) < 1.5 * of()
+
+
+def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
+    """The same operations on real tensors: the policy's own forward and backward pass."""
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.model.policy import Policy
+
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=3, **SMALL)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    ids, mask = torch.ones(4, 65, dtype=torch.long), torch.zeros(4, 65, dtype=torch.bool)
+    mask[:, 15:] = True
+    policy = Policy(model, temperature=1.0)
+    with LiveBytes([*model.parameters(), *model.buffers(), ids, mask]) as live:
+        policy(ids, mask).sum().backward()
+    counted = activation_bytes(config, kinds_of(config), Pass(4, 64, 200, False, "float32", "sdpa"))
+    # Fake tensors have the logits, 200 × 500 numbers, once more: they do not become log-probs in place.
+    assert live.peak <= counted <= 1.01 * live.peak + 4 * 200 * 500

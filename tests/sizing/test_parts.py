@@ -1,0 +1,192 @@
+"""What an estimate adds up, for sizes of all kinds: it never grows where memory is shared out, given away or saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.sizing.estimate import estimate, excesses
+from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, version_bytes
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.sizing.parts import GB, memory_size
+from asyncrl_cli.sizing.remedies import Change, remedies, with_changes
+from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_parts
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+SPEC = ExperimentSpec.model_validate(
+    {"model": {"path": "model"}, "task": {"use": "spell_backward"}, "stop": {"steps": 2}}
+)
+
+
+def model(width: int = 1024, layers: int = 8, tied: bool = False, share: float = 1.0) -> SizedModel:
+    """A transformer whose activations are 100 numbers of its width for each token and layer; 2 when recomputed."""
+    vocabulary, of_layer = 32_000, 12 * width * width
+    head = 0 if tied else vocabulary * width
+    parameters = vocabulary * width + layers * of_layer + head
+
+    def activations(rows: int, length: int, positions: int, recompute: bool) -> int:
+        return rows * length * layers * width * (2 if recompute else 100)
+
+    return SizedModel(
+        name="Model",
+        parameters=parameters,
+        trained=int(share * parameters),
+        embeddings=vocabulary * width,
+        layers=(of_layer,) * layers,
+        head=head,
+        cache_numbers=2 * layers * width,
+        kv_heads=4,
+        hidden=width,
+        vocabulary=vocabulary,
+        activations=activations,
+    )
+
+
+def sized(**values: Any) -> ExperimentSpec:
+    """A spec with values by key, `__` for a dot."""
+    return with_changes(SPEC, Change({key.replace("__", "."): value for key, value in values.items()}))
+
+
+def total(changed: ExperimentSpec, found: SizedModel) -> int:
+    return sum(part.bytes for part in rank_parts(changed, found).device)
+
+
+MODELS = st.builds(
+    model, st.sampled_from([64, 1024, 8192]), st.integers(1, 100), st.booleans(), st.sampled_from([1.0, 0.01])
+)
+
+
+@given(MODELS, st.integers(1, 512), st.integers(0, 3), st.sampled_from(["float32", "bfloat16"]))
+def test_states_shrink_with_zero_ranks_and_adapters(found: SizedModel, ranks: int, stage: int, dtype: str) -> None:
+    def states(stage: int, ranks: int = ranks, found: SizedModel = found) -> int:
+        changed = sized(trainer__zero_stage=stage, trainer__ranks=ranks, trainer__dtype=dtype)
+        kept = {"weights", "gradients", "float32 weights", "optimizer"}
+        return sum(part.bytes for part in rank_parts(changed, found).device if part.name in kept)
+
+    if 1 <= stage < 3 and dtype == "float32":
+        assert states(stage + 1) <= states(stage)
+    if stage:
+        assert states(stage, 2 * ranks) <= states(stage)
+    assert states(stage, found=replace(found, trained=found.trained // 2)) <= states(stage)
+    # Weights, gradients, the copy that ZeRO keeps and Adam's moments, 4 bytes each and 8.
+    if stage == 3 and ranks == 1:
+        assert states(3) == (
+            4 * found.parameters + 16 * found.trained
+            if dtype == "float32"
+            else 2 * found.parameters + 16 * found.trained
+        )
+
+
+@given(MODELS, st.integers(1, 64), st.integers(0, 3))
+def test_gathered_layers_are_never_more_than_the_model(found: SizedModel, ranks: int, stage: int) -> None:
+    gathered = gathered_numbers(found, ranks, stage)
+    assert 0 <= gathered <= found.parameters
+    assert bool(gathered) == (ranks > 1 and stage == 3)
+
+
+@given(MODELS, st.integers(1, 3), st.sampled_from(["optimizer", "all"]))
+def test_offload_moves_states_to_the_host_and_loses_none(found: SizedModel, stage: int, offload: str) -> None:
+    on_gpu = {"trainer__gpus_per_rank": 1, "trainer__ranks": 4, "trainer__zero_stage": stage}
+    plain, moved = (rank_parts(sized(**on_gpu, trainer__offload=kind), found) for kind in ("none", offload))
+    assert not plain.host and moved.host
+    assert sum(part.bytes for part in plain.device) == sum(part.bytes for part in moved.device + moved.host)
+
+
+@given(st.integers(1, 40_000), st.integers(1, 4000), st.integers(1, 4000), st.booleans())
+def test_the_largest_microbatch_is_one_that_the_plan_can_make(tokens: int, prompt: int, most: int, packs: bool) -> None:
+    changed = sized(
+        trainer__tokens_per_microbatch=tokens,
+        trainer__packing=packs,
+        rollout__max_prompt_tokens=prompt,
+        rollout__max_response_tokens=most,
+        model__max_length=prompt + most,
+    )
+    rows, length, positions = largest_microbatch(changed)
+    assert rows * length <= max(tokens, prompt + most)
+    assert 0 < positions < rows * length or prompt + most == 1
+    assert rows * length > max(tokens, prompt + most) - rows
+
+
+@pytest.mark.parametrize(
+    ("needed", "capacity", "says"), [(70, 80, None), (75, 80, "tight"), (87, 80, "tight"), (90, 80, "cannot")]
+)
+def test_a_gpu_that_is_too_small_is_refused(needed: int, capacity: int, says: str | None) -> None:
+    found = replace(model(), activations=lambda *_: 0)
+    changed = sized(trainer__gpus_per_rank=1)
+    rest = total(changed, found) + 2 * GB
+    found = replace(found, activations=lambda *_: needed * GB - rest)
+    problems = [
+        p for p in excesses(changed, estimate(changed, found, capacity * GB, None)) if p.device.role == "trainer"
+    ]
+    assert [problem.cannot for problem in problems] == ([] if says is None else [says == "cannot"])
+
+
+@given(st.integers(20, 80), st.integers(1, 8), st.booleans())
+def test_every_change_that_a_hint_names_makes_the_run_fit(capacity: int, ranks: int, recompute: bool) -> None:
+    found = model(4096, 40)
+    changed = sized(
+        trainer__gpus_per_rank=1,
+        trainer__ranks=ranks,
+        trainer__gradient_checkpointing=recompute,
+        trainer__tokens_per_microbatch=16_384,
+        rollout__gpus_per_engine=1,
+    )
+
+    def again(spec: ExperimentSpec) -> Any:
+        return estimate(spec, found, capacity * GB, None)
+
+    for problem in excesses(changed, again(changed)):
+        for text in remedies(changed, problem, again):
+            change = Change()
+            for one in text.partition(" (")[0].split(" and "):
+                key, _, value = one.partition(" to ")
+                change[key] = {"true": True}.get(value, int(value) if value.isdigit() else value)
+            left = excesses(with_changes(changed, change), again(with_changes(changed, change)))
+            assert problem.device.name not in {excess.device.name for excess in left}
+
+
+def test_a_gpu_engine_has_the_rest_of_its_share_for_its_cache() -> None:
+    changed, found = sized(rollout__gpus_per_engine=1, rollout__dtype="bfloat16"), model(2048, 24)
+    result = estimate(changed, found, 40 * GB, None)
+    (gpu,) = (device for device in result.devices if device.role == "engine")
+    assert gpu.total == pytest.approx(0.92 * 40 * GB, rel=1e-9)
+    assert result.cache is not None and result.cache.tokens == pytest.approx(
+        result.cache.bytes / (2 * 24 * 2048 * 2), abs=32
+    )
+    (problem,) = excesses(changed, estimate(changed, found, 3 * GB, None))
+    assert problem.cannot and "less than its weights" in problem.message
+
+
+def test_a_gpu_that_an_engine_and_a_rank_share_is_divided() -> None:
+    changed = sized(rollout__gpus_per_engine=0.5, trainer__gpus_per_rank=0.4)
+    of_rank, of_engine = estimate(changed, model(), 100 * GB, None).devices[:2]
+    assert of_rank.capacity == pytest.approx(0.92 * 40 * GB) and of_engine.total == pytest.approx(0.92 * 50 * GB)
+    (sleeping, _) = estimate(with_changes(changed, Change({"pipeline.mode": "sync"})), model(), 100 * GB, None).devices[
+        :2
+    ]
+    assert sleeping.capacity == pytest.approx(0.92 * 100 * GB)
+
+
+def test_hosts_follow_from_the_gpus_of_a_cluster() -> None:
+    values = {"trainer__gpus_per_rank": 1, "rollout__gpus_per_engine": 2}
+    one = sized(**values, trainer__ranks=4, rollout__engines=2)
+    assert host_kinds(one) == (HostKind("host", 1, 4, 2),)
+    many = sized(**values, trainer__ranks=16, rollout__engines=8, cluster__address="auto")
+    assert host_kinds(many) == (HostKind("host of trainer ranks", 2, 8, 0), HostKind("host of engines", 2, 0, 4))
+
+
+def test_a_host_keeps_two_versions_of_the_weights() -> None:
+    changed, found = sized(rollout__gpus_per_engine=1, rollout__dtype="bfloat16"), model(4096)
+    parts = {part.name: part.bytes for part in host_parts(changed, found, HostKind("host", 1, 0, 4))}
+    assert parts["weights in shared memory"] == 2 * version_bytes(changed, found) == 4 * found.parameters
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert memory_size("80GB") == memory_size("80") == 80 * GB
+    assert memory_size("79.5 GiB") == int(79.5 * 2**30)
+    with pytest.raises(ValueError, match="not a size"):
+        memory_size("large")
