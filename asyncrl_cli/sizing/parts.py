@@ -26,7 +26,7 @@ class Device:
 
     Attributes:
         role: what it is: the GPU of a `trainer` rank, that of an `engine`, or a `host`.
-        capacity: bytes that it has for the parts; None where nobody said.
+        capacity: bytes that it has for the parts; None where that is not known.
     """
 
     role: str

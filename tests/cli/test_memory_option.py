@@ -45,9 +45,9 @@ def test_what_does_not_fit_is_refused_in_three_lines_that_name_a_change() -> Non
     assert error[2].startswith("hint: set trainer.")
 
 
-def test_a_config_that_nobody_has_is_asked_for(tmp_path: Path) -> None:
+def test_a_config_that_is_not_on_the_machine_is_asked_for(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
-    spec.write_text("{model: {path: nobody/nothing}, task: {use: chain_sum}, stop: {steps: 1}}")
+    spec.write_text("{model: {path: someone/unknown}, task: {use: chain_sum}, stop: {steps: 1}}")
     answer = ask(str(spec))
     assert answer.exit_code == 2 and "--model-config" in answer.stderr
     folder = ROOT / "asyncrl_cli/sizing/configs/Qwen--Qwen3-0.6B"

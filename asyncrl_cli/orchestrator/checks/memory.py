@@ -20,7 +20,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 CHECK = "memory with weights"
 SECTIONS = {"trainer": "trainer", "engine": "rollout", "host": "this machine"}
-"""Where an error is that no change of the spec mends, by the role of its device."""
+"""The location of an error that no change of the spec corrects, by the role of its device."""
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> str | Finding:
