@@ -39,7 +39,7 @@ def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
     logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
     tokens = int(_argument(spec, "max_num_batched_tokens", BATCHED_TOKENS))
     if not rollout.gpus_per_engine:
-        # On a CPU the weights of the next version are prepared beside those that serve.
+        # Decision 0052: it is made beside the weights that serve.
         following = Part("next version", weights.bytes, "prepared while this one serves")
         return some([weights, following, Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts")])
     return some(
