@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,6 +81,24 @@ class EngineProcess(SupervisedActor):
         with suppress(RunError):
             await self.stop()
         self.release()
+
+
+def client_of(
+    spec: ExperimentSpec,
+    engines: Sequence[EngineProcess],
+    decode: Callable[[Any], str],
+    on_progress: Callable[[], None] = lambda: None,
+) -> GenerationClient:
+    """A client for these engines, with the spec's limits; the other arguments are those of ``GenerationClient``."""
+    rollout = spec.rollout
+    return GenerationClient(
+        engines,
+        slots=rollout.max_running_rollouts,
+        retries=rollout.retries,
+        hang_s=rollout.hang_seconds,
+        decode=decode,
+        on_progress=on_progress,
+    )
 
 
 class Weights(Protocol):

@@ -30,7 +30,7 @@ from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import unrecorded
 from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.orchestrator.engine_source import RayEngines
-from asyncrl_cli.orchestrator.engines import EngineProcess
+from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
@@ -41,7 +41,6 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
@@ -300,14 +299,7 @@ async def _start(
     tokenizer = await asyncio.to_thread(load_tokenizer, model_dir, spec.model.chat_template)
     encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, "" in experiment.episodic)
     watchdog = Watchdog(limit_s, reporter.stalled)
-    client = GenerationClient(
-        engines,
-        slots=spec.rollout.max_running_rollouts,
-        retries=spec.rollout.retries,
-        hang_s=spec.rollout.hang_seconds,
-        decode=encoder.decode,
-        on_progress=watchdog.progress,
-    )
+    client = client_of(spec, engines, encoder.decode, watchdog.progress)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
     chosen = spec.data.filter
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)

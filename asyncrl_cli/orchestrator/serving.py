@@ -17,11 +17,11 @@ from pathlib import Path
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
-from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess
+from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.rollout.client import EngineState, GenerationClient
+from asyncrl_cli.rollout.client import EngineState
 from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -125,13 +125,7 @@ async def _serve(
         folder = await asyncio.to_thread(served.model, temporary / "model")
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, spec.model.chat_template)
         encoder = PromptEncoder(tokenizer, spec.model.max_length, episodic=False)
-        client = GenerationClient(
-            engines,
-            slots=spec.rollout.max_running_rollouts,
-            retries=spec.rollout.retries,
-            hang_s=spec.rollout.hang_seconds,
-            decode=encoder.decode,
-        )
+        client = client_of(spec, engines, encoder.decode)
         keeper = EngineKeeper(client, _OwnWeights())
         api_key = secrets.token_urlsafe(32)
         setup = setup_of(spec, str(folder), served.name, api_key)

@@ -28,6 +28,7 @@ from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.engine_pool import EnginePool
+from asyncrl_cli.orchestrator.engines import client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
@@ -48,7 +49,6 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
-from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
@@ -519,14 +519,7 @@ class Simulation:
 
         cluster = Cluster(self.fate, make)
         processes: list[Any] = [cluster.engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
-        client = GenerationClient(
-            processes,
-            slots=spec.rollout.max_running_rollouts,
-            retries=spec.rollout.retries,
-            hang_s=spec.rollout.hang_seconds,
-            decode=Encoder().decode,
-            on_progress=watchdog.progress,
-        )
+        client = client_of(spec, processes, Encoder().decode, watchdog.progress)
         scorer: Any = Scorer()
         encoder, data = Encoder(), prompts(PROMPTS)
         held_out = [(prompt, encoder.encode(prompt)) for prompt in data[:2]]
