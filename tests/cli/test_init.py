@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -126,13 +124,3 @@ def test_missing_arguments_are_named(asyncrl, arguments: tuple[str, ...]) -> Non
 def test_odd_folders_give_names_that_a_run_may_have(asyncrl, folder: str, name: str | None) -> None:  # type: ignore[no-untyped-def]
     assert asyncrl("init", "agent", folder)[0] == 0
     assert load_spec(Path(folder) / "spec.yaml").spec.name == (name or "my-agent")
-
-
-def test_an_installed_wheel_carries_them(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
-    for template in TEMPLATES:
-        assert {f"asyncrl_cli/_templates/{template.name}/{file}" for file in names_in(template.folder)} <= packed
-    assert "asyncrl_cli/_templates/grafana/asyncrl.json" in packed, "which is not a template, but is for users, too"
