@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Python keeps the compiled tests: without them each process of pytest needs five seconds more to rewrite their assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart install test test-fast nightly parity faults cluster lint format bench lock docs clean
+.PHONY: quickstart install test test-fast nightly parity faults cluster lint format bench gpu lock docs clean
 
 quickstart: install
 	$(BIN)/asyncrl train specs/quickstart.yaml
@@ -66,6 +66,12 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/async_vs_sync.py
+
+# Every part of asyncrl on this machine's GPUs, in about fifteen minutes: gpu-report/report.md is for sending.
+# DEVICE=cpu runs the same in small, in a few minutes.
+DEVICE ?= cuda
+gpu: $(if $(filter cpu,$(DEVICE)),install)
+	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE) --out gpu-report/$(shell date +%Y%m%d-%H%M%S)
 
 docs: install
 	$(BIN)/python -m asyncrl_cli.spec.reference > docs/spec.md

@@ -1,0 +1,1 @@
+"""What a machine with GPUs does with asyncrl: `make gpu`."""

@@ -1,0 +1,74 @@
+"""Check and measure asyncrl on this machine's GPUs, in parts of which none stops the others.
+
+    make gpu    or    PYTHONPATH=benchmarks python -m gpu_report [--device cuda|cpu] [--out FOLDER] [--only PART ...]
+
+Writes `report.json` and one page, `report.md`, which a user can send. About fifteen minutes on a GPU. With `--device
+cpu` every part runs in a smaller size, so that only the device is untested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_report import environment, parts
+from gpu_report.page import page
+from gpu_report.runs import Bench
+
+Part = Callable[[Bench], dict[str, Any]]
+PARTS: dict[str, Part] = {
+    "environment": environment.versions_and_devices,
+    "doctor": environment.doctor,
+    "quickstart": parts.quickstart,
+    "exactness": parts.exactness,
+    "publish": parts.publish,
+    "trainer": parts.trainer,
+    "engine": parts.engine,
+    "ratio": parts.ratio,
+    "resume": parts.kill_and_resume,
+    "memory": parts.memory,
+}
+"""In this order. Parts use each other's runs: a later one often takes no time."""
+
+
+def carry_out(bench: Bench, chosen: Mapping[str, Part], note: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """The result of each part; of one that failed, the error and where it came from."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, part in chosen.items():
+        note(f"{name} ...")
+        started = time.monotonic()
+        try:
+            result: dict[str, Any] = {"ok": True, **part(bench)}
+        except Exception as error:
+            result = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        results[name] = result | {"seconds": round(time.monotonic() - started, 1)}
+        note(f"{name} {'done' if result['ok'] else 'FAILED: ' + result['error'].splitlines()[0]}")
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the report and of all runs")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    options = parser.parse_args()
+    bench = Bench(options.device, options.out.absolute())
+    results = carry_out(
+        bench, {name: PARTS[name] for name in options.only}, lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    report = {"device": options.device, "gpus": bench.gpus, "parts": results}
+    bench.out.mkdir(parents=True, exist_ok=True)
+    (bench.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (bench.out / "report.md").write_text(page(report))
+    print(bench.out / "report.md")
+    return 0 if all(result["ok"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What this machine is: versions, devices, and what `asyncrl doctor` says."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.runs.manifest import package_versions
+from gpu_report.runs import Bench
+
+ROOT = Path(__file__).parents[2]
+GPU_FIELDS = ("name", "memory.total", "driver_version", "pci.bus_id", "power.limit", "clocks.max.sm")
+
+
+def versions_and_devices(bench: Bench) -> dict[str, Any]:
+    """Versions of system and packages, the commit, and each GPU as nvidia-smi and torch see it."""
+    import torch
+
+    found: dict[str, Any] = {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": dict(sorted(package_versions().items())),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+    }
+    if bench.device == "cuda":
+        listed = output("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader")
+        found["nvidia-smi"] = listed.splitlines()
+        found["links"] = output("nvidia-smi", "topo", "-m").splitlines()
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no GPU (CUDA {torch.version.cuda})")
+        found["capability"] = list(torch.cuda.get_device_capability())
+        found["bfloat16"] = torch.cuda.is_bf16_supported()
+    return found
+
+
+def doctor(bench: Bench) -> dict[str, Any]:
+    """`asyncrl doctor`; on GPUs with `--deep`, which starts an engine and a trainer."""
+    deep = ["--deep"] if bench.device == "cuda" else []
+    answer = bench.cli("doctor", "--json", *deep, "--runs-dir", str(bench.out), limit_s=600, check=False)
+    document = json.loads(answer)
+    problems = [
+        f"{one['check']}: {one['found']} -> {one['hint']}" for one in document["findings"] if one["status"] != "ok"
+    ]
+    if not document["healthy"]:
+        raise RuntimeError("; ".join(problems))
+    return {"checks": len(document["findings"]), "problems": problems}
+
+
+def output(*command: str) -> str:
+    """What a command prints; empty where it cannot be run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

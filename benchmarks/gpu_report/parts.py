@@ -1,0 +1,238 @@
+"""The parts of the report that train. Each returns figures, or raises with what went wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from gpu_report.runs import Bench, checksums, rows
+
+QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
+SKIPPED_STEPS = 2
+"""Steps at the start that are not timed: caches warm up, and graphs are captured."""
+MODEL = {
+    "cuda": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    | {"num_key_value_heads": 8, "head_dim": 64},
+    "cpu": {},
+}
+"""What differs from the quickstart's model in the runs that are timed: 0.4 billion parameters on GPUs."""
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
+"""Dense bfloat16 operations per second, from NVIDIA's data sheets (H100 and H200: SXM)."""
+
+
+def quickstart(bench: Bench) -> dict[str, Any]:
+    """The quickstart in bfloat16: how accurate it gets, and how fast."""
+    spec = _quickstart("bfloat16")
+    if bench.device == "cpu":
+        spec["model"]["warm_start"] = {"steps": 60, "batch_size": 24}
+        spec["stop"]["steps"] = 4
+        spec["data"]["eval"]["size"] = 64
+    run = bench.once("quickstart", lambda: bench.train("quickstart", spec, limit_s=900))
+    found = rows(run)
+    accuracies = [json.loads(path.read_text())["accuracy"] for path in sorted(run.glob("evaluations/*.json"))]
+    return {
+        "steps": len(found),
+        "seconds": round(found[-1]["time"] - found[0]["time"], 1),
+        "step s": _median(found, "time/step_s"),
+        "rewards": [round(found[0]["reward/mean"], 3), round(found[-1]["reward/mean"], 3)],
+        "accuracies": accuracies,
+        "log-prob gap mean (nats)": _median(found, "correction/logprob_gap_mean"),
+    }
+
+
+def exactness(bench: Bench) -> dict[str, Any]:
+    """Whether `async` at staleness 0 makes the very weights of `sync`, in float32; otherwise how far apart they are."""
+    runs = [_exact(bench, "sync"), _exact(bench, "async")]
+    one, other = (checksums(run) for run in runs)
+    differing = [version for version in one if one[version] != other.get(version)]
+    first, second = (rows(run) for run in runs)
+    return {
+        "versions": len(one),
+        "equal to the bit": not differing,
+        "first version that differs": differing[0] if differing else None,
+        "largest difference of the loss": max(
+            abs(a.get("train/loss", 0.0) - b.get("train/loss", 0.0)) for a, b in zip(first, second, strict=False)
+        ),
+        "log-prob gap max (nats)": max((row.get("engine/logprob_gap_max", 0.0) for row in first), default=None),
+    }
+
+
+def publish(bench: Bench) -> dict[str, Any]:
+    """How long a publish takes and holds engines up, and the bandwidth that this is."""
+    found = rows(_timed(bench, "async"))[SKIPPED_STEPS:]
+    size = _weight_bytes(_timed(bench, "async"))
+    seconds = _median(found, "publish/seconds")
+    return {
+        "weights MB": round(size / 1e6, 1),
+        "seconds": seconds,
+        "trainer writes s": _median(found, "publish/write_s"),
+        "engines stall s": _median(found, "publish/stall_s"),
+        "GB/s": round(size / 1e9 / seconds, 2),
+        "GB/s while engines stall": round(size / 1e9 / max(_median(found, "publish/stall_s"), 1e-9), 2),
+        "probe gap max (nats)": max(row["publish/probe_gap"] for row in found),
+    }
+
+
+def trainer(bench: Bench) -> dict[str, Any]:
+    """The trainer's speed, and the share of the device's that it is (6 operations a token and weight; prompts, padding
+    and attention not counted)."""
+    run = _timed(bench, "sync")
+    found = rows(run)[SKIPPED_STEPS:]
+    ranks = yaml.safe_load((run / "spec.yaml").read_text())["trainer"]["ranks"]
+    rate = sum(row["tokens/trained"] for row in found) / sum(row["time/train_s"] for row in found)
+    used = 6 * _parameters(run) * rate / ranks
+    matmul = matmul_flops(bench.device)
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if any(name in gpu for gpu in bench.gpus)), None)
+    return {
+        "parameters": _parameters(run),
+        "tokens/s": round(rate),
+        "TFLOP/s of a rank": round(used / 1e12, 3),
+        "MFU": None if peak is None else round(used / peak, 3),
+        "share of a matrix product's speed": round(used / matmul, 3),
+        "TFLOP/s of a matrix product": round(matmul / 1e12, 3),
+    }
+
+
+def engine(bench: Bench) -> dict[str, Any]:
+    """Tokens per second of the engines while they generate and nobody trains (`sync`)."""
+    run = _timed(bench, "sync")
+    found = rows(run)[SKIPPED_STEPS:]
+    busy = sum(row["share/engines_busy"] * row["time/step_s"] for row in found)
+    return {
+        "tokens/s of all engines": round(sum(row["tokens/generated"] for row in found) / busy),
+        "mean response": _median(found, "response/tokens_mean"),
+        "engines": yaml.safe_load((run / "spec.yaml").read_text())["rollout"].get("engines", 1),
+    }
+
+
+def ratio(bench: Bench) -> dict[str, Any]:
+    """Trained tokens per second in `async` and in `sync`, of the same work on the same devices."""
+    rates = {}
+    for mode in ("sync", "async"):
+        found = rows(_timed(bench, mode))
+        seconds = found[-1]["time"] - found[SKIPPED_STEPS]["time"]
+        rates[mode] = sum(row["tokens/trained"] for row in found[SKIPPED_STEPS + 1 :]) / seconds
+    return {f"{mode} tokens/s": round(rate) for mode, rate in rates.items()} | {
+        "async/sync": round(rates["async"] / rates["sync"], 2)
+    }
+
+
+def kill_and_resume(bench: Bench) -> dict[str, Any]:
+    """A run whose driver is killed, and resumed: it ends, and its weights are those of a run that was not."""
+    steps = _exact_spec("async")["stop"]["steps"]
+    run = bench.once("killed", lambda: bench.train("killed", _exact_spec("async"), limit_s=900, kill_after=steps // 2))
+    killed_at = len(rows(run))
+    bench.cli("resume", run.name, "--runs-dir", str(run.parent), limit_s=900)
+    undisturbed, resumed = checksums(_exact(bench, "async")), checksums(run)
+    if len(rows(run)) != steps:
+        raise RuntimeError(f"{len(rows(run))} steps are reported after the resume, not {steps}")
+    return {
+        "killed at step": killed_at,
+        "steps": steps,
+        "equal to the bit": resumed == undisturbed,
+        "versions that differ": [version for version in undisturbed if resumed.get(version) != undisturbed[version]],
+    }
+
+
+def memory(bench: Bench) -> dict[str, Any]:
+    """The most memory of the timed run, and what the estimate says of its spec."""
+    run = _timed(bench, "async")
+    peaks = {name: round(size / 1e9, 2) for name, size in bench.peaks["timed-async"].items()}
+    if not peaks:
+        raise RuntimeError("nothing was measured: nvidia-smi gave no answer")
+    estimate = bench.cli("validate-spec", str(run.parent / "spec.yaml"), "--memory", limit_s=120)
+    return {"measured peak GB": peaks, "estimate": estimate.splitlines()}
+
+
+# -- what is run
+
+
+def matmul_flops(device: str) -> float:
+    """Operations per second of a matrix product in the timed runs' dtype: what the device does at best here."""
+    import torch
+
+    size: int
+    size, rounds = (8192, 20) if device == "cuda" else (1024, 5)
+    one = torch.randn(size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.perf_counter()
+        one @ one
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return float(2 * size**3 / best)
+
+
+def _quickstart(dtype: str) -> dict[str, Any]:
+    spec: dict[str, Any] = copy.deepcopy(yaml.safe_load(QUICKSTART.read_text()))
+    for part in ("rollout", "trainer"):
+        spec[part]["dtype"] = dtype
+    return spec | {"tracking": {"mlflow": False}}
+
+
+def _exact_spec(mode: str) -> dict[str, Any]:
+    """Few small steps in float32 at staleness 0, with checkpoints between them."""
+    spec = _quickstart("float32")
+    spec["model"]["warm_start"] = None
+    spec["rollout"] |= {"max_response_tokens": 32, "group_size": 4}
+    spec["pipeline"] = {"mode": mode, "max_staleness": 0, "groups_per_step": 8}
+    spec["data"]["eval"]["size"] = 8
+    spec["algorithm"] |= {"uniform_groups": "train"}
+    return spec | {"evaluation": {"every": 0}, "checkpoints": {"every": 2}, "stop": {"steps": 6}}
+
+
+def _exact(bench: Bench, mode: str) -> Path:
+    return bench.once(f"exact-{mode}", lambda: bench.train(f"exact-{mode}", _exact_spec(mode), limit_s=600))
+
+
+def _timed_spec(device: str, mode: str) -> dict[str, Any]:
+    """A model with random weights: it ends a response with the same chance at every token, so that lengths have a long
+    tail and stay as they are at a learning rate of next to nothing."""
+    gpu = device == "cuda"
+    spec = _quickstart("bfloat16" if gpu else "float32")
+    spec["model"]["init"]["config"] |= MODEL[device]
+    spec["model"] |= {"warm_start": None, "max_length": 1100 if gpu else 160}
+    spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": 512 if gpu else 64}
+    spec["trainer"] |= {"tokens_per_microbatch": 32768 if gpu else 2048}
+    spec["trainer"]["optimizer"]["learning_rate"] = 1e-7
+    spec["pipeline"] = {"mode": mode, "groups_per_step": 64 if gpu else 8}
+    spec["data"]["eval"]["size"] = 1
+    spec["algorithm"] |= {"uniform_groups": "train"}
+    return spec | {"evaluation": {"every": 0}, "stop": {"steps": 20 if gpu else 8}}
+
+
+def _timed(bench: Bench, mode: str) -> Path:
+    name = f"timed-{mode}"
+    return bench.once(name, lambda: bench.train(name, _timed_spec(bench.device, mode), limit_s=1200))
+
+
+def _weights(run: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for path in (run / "model").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _parameters(run: Path) -> int:
+    from math import prod
+
+    return sum(prod(tensor.get_shape()) for tensor in _weights(run).values())
+
+
+def _weight_bytes(run: Path) -> int:
+    item = {"bfloat16": 2, "float32": 4}[yaml.safe_load((run / "spec.yaml").read_text())["rollout"]["dtype"]]
+    return item * _parameters(run)
+
+
+def _median(found: list[dict[str, Any]], name: str) -> float:
+    return float(round(median(row[name] for row in found if name in row), 5))

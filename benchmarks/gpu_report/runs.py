@@ -1,0 +1,136 @@
+"""Runs of `asyncrl train` for the parts of the report: each is made once, and watched while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.orchestrator.checks.machine import installed_gpus
+from gpu_report.peak import PeakMemory
+
+Device = Literal["cuda", "cpu"]
+LOOK_S = 0.2
+"""Seconds between two looks at a run that is to be killed."""
+
+
+class Bench:
+    """The device, the folder, and the runs that have been made."""
+
+    def __init__(self, device: Device, out: Path) -> None:
+        self.device = device
+        self.out = out
+        self.gpus = installed_gpus() if device == "cuda" else ()
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._made: dict[str, Path | Exception] = {}
+
+    def once(self, name: str, make: Callable[[], Path]) -> Path:
+        """The run of this name, made at the first call. One that failed is not tried again: its error is raised."""
+        if name not in self._made:
+            try:
+                self._made[name] = make()
+            except Exception as error:
+                self._made[name] = error
+        made = self._made[name]
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def train(self, name: str, spec: dict[str, Any], limit_s: float, kill_after: int | None = None) -> Path:
+        """A run of ``spec`` on the device; returns its folder. Raises ``RuntimeError`` with the end of its output.
+
+        ``kill_after``: its driver gets SIGKILL once that many steps are reported.
+        """
+        folder = self.out / "runs" / name
+        folder.mkdir(parents=True)
+        path = folder / "spec.yaml"
+        path.write_text(yaml.safe_dump(self.on_device(spec) | {"name": name, "runs_dir": str(folder)}))
+        with PeakMemory(self.device) as peak:
+            process = self._start("train", str(path))
+            peak.watch(process.pid)
+            if kill_after is not None:
+                self._kill(process, folder, kill_after, limit_s)
+            else:
+                finish(process, limit_s)
+        self.peaks[name] = peak.bytes
+        (made,) = folder.glob("*/manifest.json")
+        return made.parent
+
+    def on_device(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """The spec with the device's engines and ranks: of one GPU a share each, of several half of them each."""
+        rollout, trainer = dict(spec.get("rollout", {})), dict(spec.get("trainer", {}))
+        if self.device == "cuda":
+            number = len(self.gpus)
+            if number < 2:
+                rollout |= {"gpus_per_engine": 0.4}
+                trainer |= {"gpus_per_rank": 0.6}
+            else:
+                rollout |= {"gpus_per_engine": 1, "engines": number // 2}
+                trainer |= {"gpus_per_rank": 1, "ranks": number - number // 2}
+        return spec | {"rollout": rollout, "trainer": trainer}
+
+    def cli(self, *arguments: str, limit_s: float, check: bool = True) -> str:
+        """What an `asyncrl` command prints to stdout."""
+        return finish(self._start(*arguments), limit_s, check)
+
+    def _start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "asyncrl_cli.cli.app", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
+
+    def _kill(self, process: subprocess.Popen[str], folder: Path, steps: int, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not any(len(rows(found.parent)) >= steps for found in folder.glob("*/metrics.jsonl")):
+            if process.poll() is not None:
+                raise RuntimeError(f"the run ended before it was killed: {last_lines(process.communicate()[0])}")
+            if time.monotonic() > deadline:
+                process.kill()
+                raise RuntimeError(f"the run had not reported {steps} steps after {limit_s:.0f} s")
+            time.sleep(LOOK_S)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def finish(process: subprocess.Popen[str], limit_s: float, check: bool = True) -> str:
+    """A command's output, at its end. Raises ``RuntimeError`` with its last lines when it fails or takes too long."""
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # a run stops its processes
+        try:
+            output, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        raise RuntimeError(f"not done after {limit_s:.0f} s: {last_lines(output)}") from None
+    if check and process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}: {last_lines(output)}")
+    return output
+
+
+def last_lines(output: str) -> str:
+    """The end of a command's output: its error message."""
+    return "\n".join(output.strip().splitlines()[-12:])
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's steps. The last line of a run that was killed may be cut."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def checksums(run: Path) -> dict[int, str]:
+    """The checksum of each version's weights."""
+    with closing(open_for_reading(run / FILE)) as journal:
+        return dict(journal.execute("SELECT version, checksum FROM publishes ORDER BY version"))
