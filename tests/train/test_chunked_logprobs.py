@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -125,3 +126,10 @@ def test_no_tensor_is_larger_than_the_bound(entropy: chunked_logprobs.Entropy, d
     assert positions * vocabulary > 5 * bound
     assert bound // 2 < seen.numbers <= bound
     assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
+def test_a_gpu_takes_a_chunk_at_once() -> None:
+    """Tensors here have a shape and a device, and no memory. On a CPU a block of 2^18 numbers is two rows."""
+    with FakeTensorMode():
+        blocks = {device: chunked_logprobs._blocks(torch.zeros(64, 2**17, device=device)) for device in ("cpu", "cuda")}
+    assert blocks == {"cpu": [slice(row, row + 2) for row in range(0, 64, 2)], "cuda": [slice(0, 64)]}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import SIZES, Matrices, matrices, tensors, with_garbage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl_cli.train.algorithms.advantages import Moments, gae, last_token_rewards, rewards_to_go, whiten
 
@@ -53,6 +56,62 @@ def test_match_the_sums_of_the_papers(seed: int, rows: int, tokens: int, gamma: 
         assert one.dtype == torch.float32
         np.testing.assert_allclose(one[:, :tokens].numpy(), spread_out(expected, mask), rtol=1e-5, atol=1e-6)
         assert not one[~mask_].any()
+
+
+def recursion(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """A_t = δ_t + γλ·A_{t+1}, one token after the other."""
+    found = np.zeros(mask.shape)
+    for row in range(len(mask)):
+        value = advantage = 0.0
+        for token in reversed(np.flatnonzero(mask[row])):
+            delta = rewards[row, token] + gamma * value - values[row, token]
+            value, advantage = values[row, token], delta + gamma * lam * advantage
+            found[row, token] = advantage
+    return found
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(1, 700),
+    counting=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
+    gamma=DECAYS,
+    lam=DECAYS,
+)
+def test_long_rows_are_the_recursion_within_rounding(
+    seed: int, tokens: int, counting: float, gamma: float, lam: float
+) -> None:
+    random = np.random.default_rng(seed)
+    rewards, values = random.normal(size=(2, 3, tokens))
+    mask = random.random((3, tokens)) < counting
+    expected = recursion(rewards, values, mask, gamma, lam)
+    found, returns = gae(*map(torch.from_numpy, (rewards, values, mask)), gamma, lam)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-11)
+    np.testing.assert_allclose(returns.numpy(), np.where(mask, expected + values, 0.0), rtol=1e-12, atol=1e-11)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += 1
+        return operation(*arguments, **(options or {}))
+
+
+def test_rows_of_8192_tokens_take_few_operations_and_no_row_depends_on_the_padding() -> None:
+    """On a GPU every operation is a launch: with one a column this took a second."""
+    random = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 2, 8192, generator=random)
+    mask = torch.rand(2, 8192, generator=random) < 0.5
+    mask[:, 100:] = False
+    with Operations() as operations:
+        wide = gae(rewards, values, mask, 0.99, 0.95)[0]
+    assert operations.count < 150
+    assert torch.equal(wide[:, :100], gae(rewards[:, :100], values[:, :100], mask[:, :100], 0.99, 0.95)[0])
 
 
 @settings(deadline=None)

@@ -149,15 +149,17 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     ``lam`` apply per token that counts; ``lam`` is from 0 (one step ahead) to 1 (the full row).
     """
     check_shapes(mask, token_rewards, values)
-    rewards, exact, decay = _exact(token_rewards, mask), _exact(values, mask), gamma * lam
-    advantages = torch.zeros_like(exact)
-    next_value = next_advantage = exact.new_zeros(len(exact))
-    for token in reversed(range(exact.shape[1])):
-        counts, value = mask[:, token], exact[:, token]
-        delta = rewards[:, token] + gamma * next_value - value
-        next_advantage = torch.where(counts, delta + decay * next_advantage, next_advantage)
-        next_value = torch.where(counts, value, next_value)
-        advantages[:, token] = next_advantage.masked_fill(~counts, 0.0)
+    rewards, exact = _exact(token_rewards, mask), _exact(values, mask)
+    order = (~mask).int().argsort(dim=1, stable=True)  # tokens that count come first in each row
+    packed = exact.gather(1, order)
+    sums = rewards.gather(1, order) - packed  # of the others all numbers are 0
+    sums[:, :-1] += gamma * packed[:, 1:]
+    # Σ (γλ)^k δ_{t+k} over one token, then over 2, 4, 8, ...: few operations, and the same sums in whatever batch.
+    ahead, decay = 1, gamma * lam
+    while ahead < sums.shape[1]:
+        sums[:, :-ahead] += decay * sums[:, ahead:]
+        ahead, decay = 2 * ahead, decay * decay
+    advantages = torch.zeros_like(exact).scatter_(1, order, sums)
     returns = (advantages + exact).masked_fill(~mask, 0.0)
     return advantages.to(token_rewards.dtype), returns.to(token_rewards.dtype)
 

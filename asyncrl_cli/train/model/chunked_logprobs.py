@@ -17,7 +17,9 @@ CHUNK_NUMBERS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
 
 BLOCK_NUMBERS = 2**18
-"""Numbers of a block, in which entropies are summed: the probabilities of a chunk never exist beside its logits."""
+"""Numbers of a block, in which a CPU sums entropies: it stays in the cache, and the probabilities of a chunk never
+exist beside its logits. A GPU takes a chunk at once: of a large vocabulary a block is a row or two, and each costs it
+several launches."""
 
 Entropy = Literal["none", "measure", "train"]
 """Whether entropies are wanted: not at all, as numbers, or with a gradient."""
@@ -74,7 +76,7 @@ class _Scores(torch.autograd.Function):
             logs = _logs(hidden[chunk], weight, bias, temperature)
             logprobs[chunk] = logs.gather(-1, targets[chunk, None])[:, 0]
             if entropy != "none":
-                for block in _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS):
+                for block in _blocks(logs):
                     some = logs[block]
                     entropies[chunk][block] = some.exp().mul_(some).sum(-1).neg_()
         if entropy != "train":
@@ -96,7 +98,7 @@ class _Scores(torch.autograd.Function):
             logs = _logs(hidden[chunk], weight, bias, ctx.temperature) if kept is None else kept
             kept = None
             if ctx.entropy == "train":
-                for block in _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS):
+                for block in _blocks(logs):
                     some = logs[block]
                     factor = some.add(entropies[chunk][block, None]).mul_(by_entropy[chunk][block, None])
                     some.exp_().mul_(factor.add_(by_logprob[chunk][block, None])).neg_()
@@ -124,6 +126,11 @@ def _logs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
         logits.div_(temperature)
     # Every row is read before it is written, so it can be its own output.
     return torch.log_softmax(logits, dim=-1, out=logits)
+
+
+def _blocks(logs: Tensor) -> list[slice]:
+    """The rows that are dealt with at a time where their entropies are wanted."""
+    return [slice(0, len(logs))] if logs.is_cuda else _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS)
 
 
 def _chunks(rows: int, width: int, numbers: int) -> list[slice]:
