@@ -87,13 +87,13 @@ class Bench:
         command = [sys.executable, "-m", "asyncrl_cli.cli.app", *arguments]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment)
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
     def _kill(self, process: subprocess.Popen[str], folder: Path, steps: int, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while not any(len(rows(found.parent)) >= steps for found in folder.glob("*/metrics.jsonl")):
             if process.poll() is not None:
-                raise RuntimeError(f"the run ended before it was killed: {last_lines(process.communicate()[0])}")
+                raise RuntimeError(f"the run ended before it was killed: {last_lines(*process.communicate())}")
             if time.monotonic() > deadline:
                 process.kill()
                 raise RuntimeError(f"the run had not reported {steps} steps after {limit_s:.0f} s")
@@ -103,25 +103,25 @@ class Bench:
 
 
 def finish(process: subprocess.Popen[str], limit_s: float, check: bool = True) -> str:
-    """A command's output, at its end. Raises ``RuntimeError`` with its last lines when it fails or takes too long."""
+    """What a command prints to stdout. Raises ``RuntimeError`` with its last lines when it fails or takes too long."""
     try:
-        output, _ = process.communicate(timeout=limit_s)
+        written = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)  # a run stops its processes
         try:
-            output, _ = process.communicate(timeout=60)
+            written = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
-            output, _ = process.communicate()
-        raise RuntimeError(f"not done after {limit_s:.0f} s: {last_lines(output)}") from None
+            written = process.communicate()
+        raise RuntimeError(f"not done after {limit_s:.0f} s: {last_lines(*written)}") from None
     if check and process.returncode:
-        raise RuntimeError(f"exit code {process.returncode}: {last_lines(output)}")
-    return output
+        raise RuntimeError(f"exit code {process.returncode}: {last_lines(*written)}")
+    return written[0]
 
 
-def last_lines(output: str) -> str:
-    """The end of a command's output: its error message."""
-    return "\n".join(output.strip().splitlines()[-12:])
+def last_lines(output: str, errors: str) -> str:
+    """The end of what a command wrote: its error message."""
+    return "\n".join((errors.strip() or output.strip()).splitlines()[-12:])
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
