@@ -15,8 +15,8 @@ import numpy as np
 
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.probe_check import TOLERANCE
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
-from asyncrl_cli.orchestrator.publisher import TOLERANCE
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch

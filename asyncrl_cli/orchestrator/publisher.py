@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.probe_check import ProbeCheck
 from asyncrl_cli.orchestrator.replicas import AgentLost, Replicas, Written
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import DRIVER, Watchdog
@@ -34,11 +35,6 @@ from asyncrl_cli.system.remote import ActorLost, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.weights.manifest import Manifest, Pulled, PullFailed, ReplicaGone
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest difference in nats between an engine's and the trainer's log-probs of the probe, by the coarser
-dtype of the two. In fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
-NOISE = {"float32": 1e-4, "bfloat16": 0.1}
-"""Nats, likewise: two versions whose probes differ by more than this can be distinguished."""
 LATE_S = 10.0
 """A host is late when it takes twice as long as the fastest one, and this many seconds more."""
 WITHDRAW_S = 10.0
@@ -89,8 +85,7 @@ class Publisher:
         drains = spec.pipeline.weight_update == "drain"
         self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
         self._withdraw_s = min(WITHDRAW_S, spec.rollout.hang_seconds)
-        coarsest = "bfloat16" if "bfloat16" in (spec.trainer.dtype, spec.rollout.dtype) else "float32"
-        self._tolerance, self._noise = TOLERANCE[coarsest], NOISE[coarsest]
+        self._check = ProbeCheck(spec)
         self._policy = spec.pipeline.weight_update
         self._current: Publication | None = None
         self._available = asyncio.Event()
@@ -165,7 +160,7 @@ class Publisher:
             seconds=written.seconds + time.monotonic() - started,
             stall_s=max((update.stall_s for update in updates), default=0.0),
             gap=max((update.gap for update in updates), default=0.0),
-            change=0.0 if served is None else _distance(probe.logprobs, served.probe.logprobs),
+            change=0.0 if served is None else self._check.distance(probe.logprobs, served.probe.logprobs),
             write_s=written.seconds,
             transfer_s=max((update.transfer_s for update in updates), default=0.0),
         )
@@ -274,19 +269,17 @@ class Publisher:
             name,
             self._timeout_s,
         )
-        gap = _distance(answer.probe_logprobs, probe.logprobs)
-        change = 0.0 if last is None else _distance(probe.logprobs, last)
-        # A small update moves the probe by less than the tolerance: then the engine must at least be nearer to
-        # this version than to the last one.
-        outdated = last is not None and change > self._noise and gap >= _distance(answer.probe_logprobs, last)
-        if answer.version != manifest.version or not gap <= self._tolerance or outdated:
+        verdict = self._check.judge(answer.probe_logprobs, probe.logprobs, last)
+        refused = verdict.refused
+        if answer.version != manifest.version:
+            refused = f"it says that it serves version {answer.version}"
+        if refused:
             raise RunError(
-                f"it does not serve weight version {manifest.version}: its log-probs of the probe differ from the "
-                f"trainer's by {gap:.3g} nats; allowed are {self._tolerance:g}, and less than from the last version's",
+                f"it does not serve weight version {manifest.version}: {refused}",
                 location=name,
                 hint="this is a fault of the engine's weight update; please report it with the log",
             )
-        return answer.stall_s, gap
+        return answer.stall_s, verdict.gap
 
 
 async def _first(work: asyncio.Future[Pulled], event: asyncio.Event) -> bool:
@@ -299,7 +292,3 @@ async def _first(work: asyncio.Future[Pulled], event: asyncio.Event) -> bool:
     finally:
         for waiting in either:
             waiting.cancel()
-
-
-def _distance(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.abs(one - other).max())

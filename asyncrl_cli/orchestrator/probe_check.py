@@ -1,0 +1,65 @@
+"""Whether an engine's log-probs of the probe are those of a weight version (decision 0003)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest gap in nats between an engine's and the trainer's log-probs of the probe, by the coarser dtype of the two. In
+fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
+NOISE = {"float32": 1e-4, "bfloat16": 0.02}
+"""Nats, likewise: two versions whose probes differ by more than this can be distinguished."""
+USUAL, LEAST = 5.0, 0.1
+"""In bfloat16 an engine may differ by this many times the gap of the first engine that proved a version, and always by
+so many nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The gap to the trainer's log-probs in nats, and why the engine may not serve; empty when it may."""
+
+    gap: float
+    refused: str
+
+
+class ProbeCheck:
+    """Compares the probe's log-probs of engines and trainer.
+
+    In float32 the largest difference of a token counts. In bfloat16 it is the median: a mixture-of-experts model may
+    route a token elsewhere, and an improbable token's log-prob is a difference of large rounded logits, so single
+    tokens of a sound engine differ by any amount. A wrong layer changes them all.
+    """
+
+    def __init__(self, spec: ExperimentSpec) -> None:
+        coarsest = "bfloat16" if "bfloat16" in (spec.trainer.dtype, spec.rollout.dtype) else "float32"
+        self._exact = coarsest == "float32"
+        self._noise = NOISE[coarsest]
+        self.tolerance = TOLERANCE[coarsest]
+        """Nats; in bfloat16 it is lower once an engine has proved a version."""
+        self._learned = self._exact
+
+    def distance(self, one: np.ndarray, other: np.ndarray) -> float:
+        """How far apart log-probs of the probe are, in nats."""
+        differences = np.abs(one - other)
+        return float(differences.max() if self._exact else np.median(differences))
+
+    def judge(self, answer: np.ndarray, probe: np.ndarray, last: np.ndarray | None) -> Verdict:
+        """``answer``: the engine's log-probs. ``probe``, ``last``: the trainer's, of this version and the last one."""
+        gap, allowed = self.distance(answer, probe), self.tolerance
+        change = 0.0 if last is None else self.distance(probe, last)
+        # A small update moves the probe by less than the tolerance: then the engine must at least be nearer to
+        # this version than to the last one.
+        outdated = last is not None and change > self._noise and gap >= self.distance(answer, last)
+        if not gap <= allowed or outdated:
+            how = "" if self._exact else " in the median"
+            differ = f"its log-probs of the probe differ from the trainer's by {gap:.3g} nats{how}"
+            return Verdict(gap, f"{differ}; allowed are {allowed:.3g}, and less than from the last version's")
+        if not self._learned:
+            self._learned = True
+            self.tolerance = min(allowed, max(LEAST, USUAL * gap))
+            self._noise = max(self._noise, 3 * gap)
+        return Verdict(gap, "")
