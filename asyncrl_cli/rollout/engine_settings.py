@@ -118,12 +118,23 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.model.max_length, 2048),
         }
-    return AsyncEngineArgs(**(args | rollout.engine_args))
+    return AsyncEngineArgs(**merged(args, rollout.engine_args))
+
+
+def merged(args: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``args`` with the user's ``own``, which count more; of mappings, such as hf_overrides, key by key."""
+    both = {
+        name: {**args[name], **own[name]}
+        for name in args.keys() & own.keys()
+        if isinstance(args[name], Mapping) and isinstance(own[name], Mapping)
+    }
+    return {**args, **own, **both}
 
 
 def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
     """Those of vLLM's arguments that follow from an engine's GPUs."""
     return {
+        "hf_overrides": {"head_dtype": "float32"},  # as in the trainer: logits are not rounded to bfloat16
         "tensor_parallel_size": tensor_parallel(spec),
         # In an actor of a placement group vLLM would ask Ray for the GPUs that the actor has.
         "distributed_executor_backend": "mp" if tensor_parallel(spec) > 1 else "uni",

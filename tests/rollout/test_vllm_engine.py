@@ -19,6 +19,7 @@ from asyncrl_cli.rollout.engine_settings import (
     engine_environment,
     gpu_args,
     kv_cache_bytes,
+    merged,
 )
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import USABLE
@@ -98,9 +99,21 @@ def test_an_engine_gets_its_share_of_a_gpu() -> None:
             "distributed_executor_backend": "uni",
             "gpu_memory_utilization": 0.25 * USABLE,
             "enable_sleep_mode": sleeps,
+            "hf_overrides": {"head_dtype": "float32"},
         }
     known = engine_arguments()
     assert known is None or gpu_args(shared).keys() <= known
+
+
+def test_arguments_of_the_spec_count_more_and_mappings_are_merged() -> None:
+    args = {"seed": 1, "hf_overrides": {"head_dtype": "float32", "rope_theta": 1.0}}
+    own = {"max_num_seqs": 2, "hf_overrides": {"rope_theta": 2.0}}
+    assert merged(args, own) == {
+        "seed": 1,
+        "max_num_seqs": 2,
+        "hf_overrides": {"head_dtype": "float32", "rope_theta": 2.0},
+    }
+    assert merged(args, {"hf_overrides": None, "seed": 3}) == {"seed": 3, "hf_overrides": None}
 
 
 def answer(tokens: int, spans: list[tuple[int, int, int]] | None) -> Any:
