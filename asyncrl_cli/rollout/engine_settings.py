@@ -44,6 +44,8 @@ ENVIRONMENT = {
 }
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
+FLOAT32_HEAD = {"head_dtype": "float32"}
+"""As in the trainer: logits are not rounded to bfloat16."""
 CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
 """In vLLM's error: exit codes by process."""
 RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
@@ -121,20 +123,20 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
     return AsyncEngineArgs(**merged(args, rollout.engine_args))
 
 
-def merged(args: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``args`` with the user's ``own``, which count more; of mappings, such as hf_overrides, key by key."""
+def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``usual`` arguments with the user's ``own``, which count more; of mappings, such as hf_overrides, key by key."""
     both = {
-        name: {**args[name], **own[name]}
-        for name in args.keys() & own.keys()
-        if isinstance(args[name], Mapping) and isinstance(own[name], Mapping)
+        name: {**usual[name], **own[name]}
+        for name in usual.keys() & own.keys()
+        if isinstance(usual[name], Mapping) and isinstance(own[name], Mapping)
     }
-    return {**args, **own, **both}
+    return {**usual, **own, **both}
 
 
 def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
     """Those of vLLM's arguments that follow from an engine's GPUs."""
     return {
-        "hf_overrides": {"head_dtype": "float32"},  # as in the trainer: logits are not rounded to bfloat16
+        "hf_overrides": FLOAT32_HEAD,
         "tensor_parallel_size": tensor_parallel(spec),
         # In an actor of a placement group vLLM would ask Ray for the GPUs that the actor has.
         "distributed_executor_backend": "mp" if tensor_parallel(spec) > 1 else "uni",
