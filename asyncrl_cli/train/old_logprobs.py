@@ -58,16 +58,18 @@ def precompute(
     minibatches: Sequence[Minibatch],
     rewards: Tensor,
     keep_old_logprobs: bool,
+    epochs: int = 1,
 ) -> None:
     """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
 
     ``engine`` is the policy at the start of the step, ``reference`` is for a KL penalty, ``critic`` for ``gae``.
     ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: whether log-probs at
-    the start of the step are needed after its first update. Raises ``ValueError`` when a user's function returned
-    something else than advantages.
+    the start of the step are needed after its first update, which has its own; it is only trained again with more
+    ``epochs``. Raises ``ValueError`` when a user's function returned something else than advantages.
     """
     algorithm = objective.algorithm
     in_reward = reference is not None and algorithm.kl_placement == "reward"
+    first = next((minibatch for minibatch in minibatches if minibatch.rows), None) if epochs == 1 else None
     rows: list[PaddedRows] = []
     results: list[Precomputed] = []
     penalties: list[Tensor] = []
@@ -77,7 +79,8 @@ def precompute(
             # pass below gathers weights from all ranks: the three come in this order on each of them.
             for padded in minibatch.microbatches if minibatch.rows else ():
                 inputs = (padded.input_ids, padded.response_mask)
-                old = engine(*inputs) if in_reward or keep_old_logprobs else None
+                keeps = keep_old_logprobs and minibatch is not first
+                old = engine(*inputs) if in_reward or keeps else None
                 at_reference = None if reference is None else reference(*inputs)
                 values = None if critic is None else critic(*inputs)
                 zeros = torch.zeros_like(padded.behaviour_logprobs)

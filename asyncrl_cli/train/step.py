@@ -60,7 +60,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     ]
     per_step = trainer.epochs * trainer.minibatches
     keep_old = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
-    precompute(learner.objective, learner.engine, learner.reference, learner.critic, minibatches, rewards, keep_old)
+    models = (learner.engine, learner.reference, learner.critic)
+    precompute(learner.objective, *models, minibatches, rewards, keep_old, trainer.epochs)
 
     sums: UpdateSums | None = None
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}

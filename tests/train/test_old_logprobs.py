@@ -1,0 +1,62 @@
+"""Which micro-batches the policy scores before the first update of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.train.algorithms.objective import Objective
+from asyncrl_cli.train.old_logprobs import Minibatch, precompute
+
+
+class Policy:
+    """Notes which rows it scores."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.scored: list[int] = []
+
+    def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
+        self.scored.append(int(ids[0, 0]))
+        return torch.zeros(ids.shape)
+
+
+def minibatch(number: int, empty: bool = False) -> Minibatch:
+    padded: Any = SimpleNamespace(
+        input_ids=torch.full((1, 3), number),
+        response_mask=torch.ones(1, 3).bool(),
+        behaviour_logprobs=torch.zeros(1, 3),
+        rollouts=torch.tensor([number]),
+    )
+    row: Any = object()
+    return Minibatch([] if empty else [row], [padded])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "in_reward", "empty", "scored"),
+    [
+        (1, False, (), [1, 2, 3]),  # the first update uses the log-probs of its own forward pass
+        (1, False, (0,), [2, 3]),  # that of the first minibatch that has anything to learn from
+        (2, False, (), [0, 1, 2, 3]),  # the second pass needs the start's for the first minibatch, too
+        (1, True, (), [0, 1, 2, 3]),  # as does a penalty in the reward
+    ],
+)
+def test_the_first_minibatch_is_scored_only_if_that_is_used(
+    epochs: int, in_reward: bool, empty: tuple[int, ...], scored: list[int]
+) -> None:
+    policy = Policy()
+    penalty = {"kl_coef": 0.1, "kl_placement": "reward"} if in_reward else {}
+    objective = Objective.of(AlgorithmSpec.model_validate(penalty), Path())
+    minibatches = [minibatch(number, number in empty) for number in range(4)]
+    reference = (lambda ids, mask: torch.zeros(ids.shape)) if in_reward else None
+    precompute(objective, policy, reference, None, minibatches, torch.rand(2, 2).double(), True, epochs)
+    assert policy.scored == scored
+    for number, one in enumerate(minibatches):
+        assert [before.old_logprobs is not None for before in one.precomputed] == [number in scored][: len(one.rows)]
