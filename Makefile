@@ -69,8 +69,7 @@ bench: install
 
 # Every part of asyncrl on this machine's GPUs, in about fifteen minutes: gpu-report/report.md is for sending.
 # DEVICE=cpu runs the same in small, in a few minutes.
-DEVICE ?= gpu
-gpu: $(if $(filter cpu,$(DEVICE)),install)
+gpu: install
 	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE:gpu=cuda) --out gpu-report/$(shell date +%Y%m%d-%H%M%S)
 
 docs: install
