@@ -6,8 +6,10 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
+from threading import Barrier, get_ident
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +48,38 @@ def make(run: RunDirectory, step: int) -> Checkpoint:
     (folder / "run.json").write_text(json.dumps({"step": step, "trainer": TRAINER}))
     seal(folder)
     return Checkpoint(folder, step)
+
+
+def test_shards_are_digested_beside_each_other(tmp_path: Path) -> None:
+    """And files.json has each under its own name."""
+    contents = {f"shard-{rank}": f"of rank {rank}".encode() for rank in range(4)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    together, threads = Barrier(len(contents), timeout=20.0), set[int]()
+
+    def check() -> None:
+        if get_ident() != main and get_ident() not in threads:  # the syncing is by the main thread
+            threads.add(get_ident())
+            together.wait()
+
+    main = get_ident()
+    seal(tmp_path, check)
+    assert len(threads) == len(contents)
+    listing = json.loads((tmp_path / "files.json").read_text())
+    assert listing == {
+        name: {"bytes": len(content), "blake3": blake3(content).hexdigest()} for name, content in contents.items()
+    }
+
+
+def test_a_seal_that_is_cancelled_ends(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(b"of rank 0")
+
+    def check() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        seal(tmp_path, check)
+    assert not (tmp_path / "files.json").exists()
 
 
 TRAINER = {"ranks": 2, "zero_stage": 3, "dtype": "float32"}
