@@ -146,8 +146,13 @@ def memory(bench: Bench) -> dict[str, Any]:
     peaks = {name: round(size / 1e9, 2) for name, size in bench.peaks["timed-async"].items()}
     if not peaks:
         raise RuntimeError("nothing was measured: nvidia-smi gave no answer")
-    estimate = bench.cli("validate-spec", str(run.parent / "spec.yaml"), "--memory", limit_s=120)
-    return {"measured peak GB": peaks, "estimate": estimate.splitlines()}
+    arguments = ("validate-spec", str(run.parent / "spec.yaml"), "--memory", "--json")
+    estimate = json.loads(bench.cli(*arguments, limit_s=120))["memory"]
+    estimated = {
+        f"{one['count']} × {one['name']}": round(sum(part["bytes"] for part in one["parts"]) / 1e9, 2)
+        for one in estimate["devices"]
+    }
+    return {"measured peak GB": peaks, "estimated GB": estimated}
 
 
 # -- what is run
