@@ -80,6 +80,7 @@ def test_all_specs_are_valid_and_use_the_gpus(gpus: int, tmp_path: Path) -> None
     ]
     for number, made in enumerate(specs):
         path = tmp_path / f"{number}.yaml"
+        (tmp_path / "long_tail.py").write_text((ROOT / "benchmarks/long_tail.py").read_text())
         path.write_text(yaml.safe_dump(bench.on_device(made) | {"name": "one", "runs_dir": str(tmp_path)}))
         spec = load_spec(path, ()).spec
         assert wanted_gpus(spec) == gpus

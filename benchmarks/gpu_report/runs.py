@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ class Bench:
         folder = self.out / "runs" / name
         folder.mkdir(parents=True)
         path = folder / "spec.yaml"
+        shutil.copy(Path(__file__).parents[1] / "long_tail.py", folder)
         path.write_text(yaml.safe_dump(self.on_device(spec) | {"name": name, "runs_dir": str(folder)}))
         with PeakMemory(self.device) as peak:
             process = self._start("train", str(path))
