@@ -90,14 +90,14 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
     for finding in findings:
         found.append(finding)
         if not as_json:  # immediately: the last ones take long
-            _show(finding)
+            show_finding(finding)
     passed = all(finding.status != "failure" for finding in found)
     if as_json:
         echo_json({verdict: passed, "findings": [asdict(finding) for finding in found]})
     return passed
 
 
-def _show(finding: Finding) -> None:
+def show_finding(finding: Finding) -> None:
     """One check: a mark, its name, what was found, and what to do about it."""
     from asyncrl_cli.inspect.pages import paragraph
 

@@ -7,6 +7,7 @@ repository.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -23,6 +24,8 @@ from asyncrl_cli.cli.output import echo, echo_json
 from asyncrl_cli.core.errors import UserError
 
 SPEC = "spec.yaml"
+MODEL = "model"
+"""A template's model: config and tokenizer, to which ``copy`` adds random weights."""
 STARTS = {"slurm": ("sbatch", "job.sbatch"), "kuberay": ("kubectl apply -f", "rayjob.yaml")}
 """Of templates for a cluster: the command that starts a run, and its file. Others are started with `asyncrl train`."""
 
@@ -49,9 +52,14 @@ class Template:
         """What it is, in one line."""
         return (self.folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
+    @property
+    def has_model(self) -> bool:
+        """Whether it comes with a model."""
+        return (self.folder / MODEL).is_dir()
+
     def copy(self, folder: Path, force: bool) -> list[str]:
-        """Copy to ``folder``, name the spec's runs after it, and return the names of the files written, which include a
-        JSON schema for editors.
+        """Copy to ``folder``, name the spec's runs after it, make the weights of a model, and return the names of the
+        files written, which include a JSON schema for editors.
 
         ``force`` writes into a folder that is not empty: files of the same name are replaced, others stay. Raises
         ``TemplateError``.
@@ -69,6 +77,12 @@ class Template:
             text = re.sub(r"(\$schema=).*", rf"\g<1>{FILE}", spec.read_text(encoding="utf-8"), count=1)
             spec.write_text(_renamed(text, folder.resolve().name), encoding="utf-8")
             (folder / FILE).write_text(schema_text(), encoding="utf-8")
+            if self.has_model:
+                # Without this, DeepSpeed, which transformers imports, prints on stdout that it found no accelerator.
+                os.environ.setdefault("DS_ACCELERATOR", "cpu")
+                from asyncrl_cli.train.model.initial import write_weights
+
+                write_weights(folder / MODEL, seed=0)
         except OSError as error:  # also copytree's collection of them
             raise TemplateError(f"the folder cannot be written: {error}", location=str(folder)) from error
         return sorted([FILE, *(path.name for path in self.folder.iterdir() if path.name != "__pycache__")])
@@ -135,4 +149,7 @@ def init(
     files = found.copy(folder, force)
     command, file = STARTS.get(template, ("asyncrl train", SPEC))
     spec, started = (shlex.quote(str(folder / name)) for name in (SPEC, file))
-    echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl validate-spec {spec}\n  {command} {started}")
+    check = f"train {spec} --dry-run" if found.has_model else f"validate-spec {spec}"
+    echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl {check}\n  {command} {started}")
+    if found.has_model:
+        echo(f"`{MODEL}` has random weights: for a model of your own, set model.path in {spec} to its folder or hub id")

@@ -13,7 +13,7 @@ from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
 from asyncrl_cli.data.rows import RowForm, collect, kind
-from asyncrl_cli.data.text_files import read_csv, read_jsonl
+from asyncrl_cli.data.text_files import line_of, read_csv, read_jsonl
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, kind_of
 from asyncrl_cli.spec.inputs import SplitSpec
@@ -48,6 +48,17 @@ def read_source(
         case None:
             suffixes = ", ".join(filter(None, SUFFIXES))
             raise DataError("unknown kind of file", location=str(path), hint=f"give it one of the suffixes {suffixes}")
+
+
+def row_location(spec: SplitSpec, base: Path, key: str, row: int) -> str:
+    """Where row number ``row`` (from 0) of a split lies, for messages: file and line, else the source and the row
+    (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
+    if spec.path is None:
+        return f"{key}:{row + 1}"
+    path = base / Path(spec.path).expanduser()
+    if kind_of(spec.path) not in ("csv", "jsonl"):
+        return f"{path if path.exists() else spec.path}:{row + 1}"
+    return f"{path}:{line_of(path, row, RowForm(spec.prompt_column, spec.uid_column, spec.template, spec.system))}"
 
 
 def _read_saved(folder: Path, split: str | None, size: int | None, form: RowForm) -> ArrowPrompts:

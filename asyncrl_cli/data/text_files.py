@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,13 @@ def read_jsonl(path: Path, size: int | None = None, form: RowForm | None = None)
 def read_csv(path: Path, size: int | None = None, form: RowForm | None = None) -> list[Prompt]:
     """The same of a CSV file; every value is text."""
     return _collected(_csv_rows(path, form or RowForm()), path, size)
+
+
+def line_of(path: Path, row: int, form: RowForm) -> int:
+    """The line on which row number ``row`` (from 0) of a file that has been read begins."""
+    rows = _csv_rows(path, form) if path.suffix.lower() == ".csv" else _json_rows(path, form)
+    number, _ = next(islice(rows, row, None))
+    return number
 
 
 def _collected(rows: Iterator[tuple[int, Prompt]], path: Path, size: int | None) -> list[Prompt]:

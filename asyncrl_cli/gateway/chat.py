@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,22 @@ class ChatFormat:
     """One model's chat format."""
 
     def __init__(
-        self, tokenizer: Any, tool_parser_name: str | None = None, *, end_tokens: frozenset[int] | None = None
+        self,
+        tokenizer: Any,
+        tool_parser_name: str | None = None,
+        *,
+        end_tokens: frozenset[int] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """``tokenizer``: a transformers tokenizer. ``tool_parser_name``: as ``rollout.tool_parser``. ``end_tokens``:
-        the model's (``train.tokenizer.end_tokens``); None for the tokenizer's own alone.
+        the model's (``train.tokenizer.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
+        ``model.chat_template_kwargs``.
 
         Raises ``ToolParserError``. A parser other than hermes imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
         self._tool_calls = tool_parser(tool_parser_name, tokenizer)
+        self._template_kwargs = template_kwargs or {}
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
         self.vocabulary: int = len(tokenizer)
@@ -143,6 +150,7 @@ class ChatFormat:
                     tools=[dict(tool) for tool in tools] if tools else None,
                     add_generation_prompt=reply,
                     tokenize=False,
+                    **self._template_kwargs,
                 )
             )
         except Exception as error:  # a template may raise anything

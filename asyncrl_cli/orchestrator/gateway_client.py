@@ -193,7 +193,12 @@ def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
     from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(model_folder, spec.model.chat_template)
-    return ChatFormat(tokenizer, spec.rollout.tool_parser, end_tokens=end_tokens(model_folder, tokenizer))
+    return ChatFormat(
+        tokenizer,
+        spec.rollout.tool_parser,
+        end_tokens=end_tokens(model_folder, tokenizer),
+        template_kwargs=spec.model.chat_template_kwargs,
+    )
 
 
 def setup_of(spec: ExperimentSpec, model_folder: str, model: str, api_key: str | None = None) -> GatewaySetup:

@@ -297,7 +297,7 @@ async def _start(
             task.cancel()
         raise
     tokenizer = await asyncio.to_thread(load_tokenizer, model_dir, spec.model.chat_template)
-    encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, "" in experiment.episodic)
+    encoder = PromptEncoder.of(spec, tokenizer, "" in experiment.episodic)
     watchdog = Watchdog(limit_s, reporter.stalled)
     client = client_of(spec, engines, encoder.decode, watchdog.progress)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
@@ -310,7 +310,7 @@ async def _start(
     def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
         chosen = spec.evaluation.sets.get(name)
         location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
-        encoder = PromptEncoder(tokenizer, spec.rollout.max_prompt_tokens, name in experiment.episodic)
+        encoder = PromptEncoder.of(spec, tokenizer, name in experiment.episodic)
         encoded = _encoded(prompts, encoder, location, reporter.warn)
         if chosen is None or chosen.task is None:
             return HeldOut(encoded, scoring, episodes)

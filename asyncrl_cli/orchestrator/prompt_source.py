@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError, RunError
@@ -11,6 +12,8 @@ from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.model.tokenizer import templates_texts
 
 MAX_SKIPS_IN_A_ROW = 10_000
 """So many over-long prompts one after another end the run instead of the search."""
@@ -21,13 +24,35 @@ UNUSABLE_NAMED = 20
 
 
 class PromptEncoder:
-    """Turns a prompt's text or messages into token ids."""
+    """Turns a prompt's text or messages into token ids (decision 0048)."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int, episodic: bool = False) -> None:
-        """``episodic``: rollouts are episodes, which say themselves what the model is given."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_tokens: int,
+        episodic: bool = False,
+        *,
+        apply_chat_template: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``episodic``: rollouts are episodes, which say themselves what the model is given. ``apply_chat_template``:
+        texts go through the template, if there is one. ``template_kwargs``: the template's variables."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
+        self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
+        self._template_kwargs = template_kwargs or {}
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False) -> PromptEncoder:
+        """The encoder of a run's prompts."""
+        return cls(
+            tokenizer,
+            spec.rollout.max_prompt_tokens,
+            episodic,
+            apply_chat_template=spec.data.apply_chat_template,
+            template_kwargs=spec.model.chat_template_kwargs,
+        )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
         """Token ids, or None when there are too many; none for an episode.
@@ -49,7 +74,7 @@ class PromptEncoder:
             raise DataError(
                 f"the prompt {prompt.uid!r} cannot be encoded: {type(error).__name__}: {error}",
                 location="data",
-                hint="fix the row or remove it, or use another chat template (model.chat_template)",
+                hint=self._hint(prompt.content),
             ) from error
         if not ids:
             raise DataError(
@@ -58,13 +83,29 @@ class PromptEncoder:
         return tuple(ids) if len(ids) <= self._max_tokens else None
 
     def _encode(self, content: str | tuple[Message, ...]) -> list[int]:
-        if isinstance(content, str):
+        if isinstance(content, str) and not self._texts_are_chats:
             text_ids: list[int] = self._tokenizer(content)["input_ids"]
             return text_ids
+        messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
         ids: list[int] = self._tokenizer.apply_chat_template(
-            [_with_text(message) for message in content], add_generation_prompt=True, return_dict=True
+            [_with_text(message) for message in messages],
+            add_generation_prompt=True,
+            return_dict=True,
+            **self._template_kwargs,
         )["input_ids"]
         return ids
+
+    def _hint(self, content: str | tuple[Message, ...]) -> str:
+        """What to do about a prompt that the tokenizer or its template refuses."""
+        if not isinstance(content, str) and len(content) > 1 and content[0]["role"] == "system":
+            with suppress(Exception):  # then it is not the system message alone
+                self._encode(content[1:])
+                return "the template takes no system message: remove `system`, and put its text into the user's message"
+        return "fix the row or remove it, or use another chat template (model.chat_template)"
+
+    def is_templated(self, prompt: Prompt) -> bool:
+        """Whether the chat template writes this prompt."""
+        return self._texts_are_chats or not isinstance(prompt.content, str)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """A response's text, as engines decode it: without special tokens, unless they are asked for."""

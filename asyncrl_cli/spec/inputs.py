@@ -91,6 +91,9 @@ class ModelSpec(Section):
     """Longest sequence in tokens: prompt and response together."""
     chat_template: Annotated[Text | None, SystemPath] = None
     """A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file)."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as `{enable_thinking: false}`: for prompts, episodes and `asyncrl serve`.
+    A variable that the template does not read is refused."""
 
 
 class EpisodeSpec(Section):
@@ -177,6 +180,10 @@ class DataSpec(Section):
     """Shuffle the training prompts in every epoch; the order follows from the seed."""
     curriculum: CurriculumSpec | None = None
     """Stages of difficulty."""
+    apply_chat_template: bool = True
+    """Give a text prompt to the model as a user's message, by its chat template. `false`: as plain text, for base
+    models and for texts that already have the template's tokens. Models without a chat template always get plain text,
+    and prompts that are chat messages always go through the template."""
     filter: PromptFilterSpec | None = None
     """Online filtering: exclude training prompts that are solved."""
 

@@ -94,6 +94,7 @@ _KEYS = {
     "model.lora.alpha": "lora_alpha",
     "model.lora.target_modules": "lora_target_modules",
     "model.init.config": "override_config",
+    "model.chat_template_kwargs": "apply_chat_template_kwargs tokenizer_kwargs enable_thinking",
     "stop.steps": "max_steps total_steps total_training_steps num_steps num_rollout",
     "pipeline.max_staleness": (
         "max_async_level async_level max_off_policy_steps max_head_offpolicyness staleness_threshold "
@@ -121,7 +122,6 @@ _HINTS = {
     "prompts above rollout.max_prompt_tokens are always skipped and counted; remove it": (
         "filter_overlong_prompts truncation"
     ),
-    "prompts that are lists of chat messages get the chat template; remove it": "apply_chat_template",
     "asyncrl takes care of this itself; remove it": (
         "return_raw_chat balance_batch rollout.mode use_vllm vllm_mode enable_chunked_prefill "
         "free_cache_engine load_format vllm_enable_sleep"

@@ -1,9 +1,11 @@
 """Keys of earlier versions. A spec that has one is refused with a hint that names its successor; the specs of recorded
-runs, which are only read, are translated."""
+runs, which are only read, are translated. A key that a recorded spec lacks because it is newer than the run gets the
+value that says what earlier versions did, where that is not its default."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from asyncrl_cli.spec.yaml_nodes import Node
@@ -20,6 +22,8 @@ RENAMED = {
 """The dotted key (below sections that have their present names), and its present name in the same section."""
 REPLACED = {"rollout.max_failures": "max_failed_share"}
 """The same, where a value of the old key means nothing to the new one: recorded runs get the new one's default."""
+BEFORE = {"data.apply_chat_template": False}
+"""Newer keys, and what was done before there were any: a recorded spec is complete, so it lacks no other key."""
 
 
 def successor(path: str) -> tuple[str, str] | None:
@@ -46,6 +50,17 @@ def translate(spec: Node | Mapping[str, Any] | None) -> None:
             value = section.pop(name)
             if path in RENAMED:
                 section.setdefault(present, value)
+    for path, before in BEFORE.items():
+        _set_default(spec, path.split("."), before)
+
+
+def _set_default(spec: Node | Mapping[str, Any] | None, keys: list[str], value: bool) -> None:
+    """Set a value of a recorded spec, unless it has the key."""
+    for key in keys[:-1]:
+        if key not in _mapping(spec):
+            _mapping(spec)[key] = replace(spec, value={}, reference=None) if isinstance(spec, Node) else {}
+        spec = _mapping(spec)[key]
+    _mapping(spec).setdefault(keys[-1], replace(spec, value=value) if isinstance(spec, Node) else value)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

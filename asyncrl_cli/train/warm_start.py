@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from asyncrl_cli.records.prompt import Message, normalized
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
-from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer, without_progress_bars
+from asyncrl_cli.train.model.saving import save_model
+from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer, templates_texts, without_progress_bars
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""
@@ -56,11 +58,13 @@ def warm_start(
     directory_out: Path,
     progress: Progress | None = None,
     chat_template: str | None = None,
+    apply_chat_template: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Train the model in ``model_dir_in`` on CPU in float32 and write it, with its tokenizer, to ``directory_out``.
 
-    ``max_length`` bounds a demonstration in tokens; ``chat_template`` is a file's path, as in the spec. Sets
-    the process's number of threads while it runs.
+    ``max_length`` bounds a demonstration in tokens; ``chat_template`` is a file's path, as in the spec, and
+    ``apply_chat_template`` and ``template_kwargs`` are as there. Sets the process's number of threads while it runs.
 
     Raises ``WarmStartError`` if the task has no demonstrations, one is too long, or the loss is not finite.
     """
@@ -74,17 +78,17 @@ def warm_start(
         )
     tokenizer = load_tokenizer(model_dir_in, chat_template)
     ends = end_tokens(model_dir_in, tokenizer)
+    chat = _Chat(tokenizer, apply_chat_template and templates_texts(tokenizer), template_kwargs or {})
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     threads = torch.get_num_threads()
     torch.set_num_threads(spec.threads)
     try:
-        _train(model, _updates(task, tokenizer, ends, spec, max_length, seed), pad_id, spec, progress)
+        _train(model, _updates(task, chat, ends, spec, max_length, seed), pad_id, spec, progress)
     finally:
         torch.set_num_threads(threads)
-    with without_progress_bars():
-        model.save_pretrained(directory_out)
+    save_model(model, model_dir_in, directory_out)
     tokenizer.save_pretrained(directory_out)
 
 
@@ -103,25 +107,30 @@ def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.T
 
 
 def _updates(
-    task: DemonstrationTask, tokenizer: Any, ends: frozenset[int], spec: WarmStart, max_length: int, seed: int
+    task: DemonstrationTask, chat: _Chat, ends: frozenset[int], spec: WarmStart, max_length: int, seed: int
 ) -> Iterator[list[Example]]:
     """The examples of one update after the other."""
     rng = random.Random(f"warm_start/{seed}")
     clean_updates = round(spec.steps * spec.clean_fraction)
     for update in range(spec.steps):
         demonstrations = [task.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
-        yield _tokenized(demonstrations, tokenizer, max_length, ends)
+        yield _tokenized(demonstrations, chat, max_length, ends)
 
 
 def _tokenized(
     demonstrations: Sequence[tuple[str, str] | Sequence[Message]],
-    tokenizer: Any,
+    chat: _Chat,
     max_length: int,
     ends: frozenset[int],
 ) -> list[Example]:
-    texts = [_texts(demonstration, tokenizer) for demonstration in demonstrations]
-    prompts, responses = zip(*texts, strict=True)
-    prompt_ids = tokenizer(list(prompts))["input_ids"]
+    tokenizer = chat.tokenizer
+    prompts, responses, templated = zip(*map(chat.texts, demonstrations), strict=True)
+    encoded = {  # a template writes the tokenizer's first token itself
+        kind: iter(tokenizer(texts, add_special_tokens=not kind)["input_ids"])
+        for kind in set(templated)
+        if (texts := [prompt for prompt, other in zip(prompts, templated, strict=True) if other is kind])
+    }
+    prompt_ids = [next(encoded[kind]) for kind in templated]
     response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
@@ -137,19 +146,37 @@ def _tokenized(
     return examples
 
 
-def _texts(demonstration: tuple[str, str] | Sequence[Message], tokenizer: Any) -> tuple[str, str]:
-    """Prompt and response; those of a conversation as the chat template writes them."""
-    if isinstance(demonstration, tuple):
-        return demonstration
-    *before, reply = (dict(normalized(message)) for message in demonstration)  # as the gateway shows them to templates
-    prompt: str = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
-    conversation: str = tokenizer.apply_chat_template([*before, reply], tokenize=False)
-    if not conversation.startswith(prompt):
-        raise WarmStartError(
-            "the chat template renders the messages before a reply differently once the reply is there",
-            hint="use a template that only appends, or give demonstrations as text",
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """How demonstrations become text: as the prompts of the run do."""
+
+    tokenizer: Any
+    texts_are_chats: bool
+    template_kwargs: Mapping[str, Any]
+
+    def texts(self, demonstration: tuple[str, str] | Sequence[Message]) -> tuple[str, str, bool]:
+        """Prompt and response, and whether the chat template wrote them."""
+        if isinstance(demonstration, tuple):
+            if not self.texts_are_chats:
+                return *demonstration, False
+            roles = ("user", "assistant")
+            demonstration = [{"role": r, "content": text} for r, text in zip(roles, demonstration, strict=True)]
+        *before, reply = (dict(normalized(message)) for message in demonstration)  # as the gateway shows them
+        prompt = self._rendered(before, reply=True)
+        conversation = self._rendered([*before, reply], reply=False)
+        if not conversation.startswith(prompt):
+            raise WarmStartError(
+                "the chat template renders the messages before a reply differently once the reply is there",
+                hint="use a template that only appends, or give demonstrations as text with data.apply_chat_template: "
+                "false",
+            )
+        return prompt, conversation[len(prompt) :], True
+
+    def _rendered(self, messages: list[dict[str, Any]], reply: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=reply, tokenize=False, **self.template_kwargs
         )
-    return prompt, conversation[len(prompt) :]
+        return text
 
 
 def _train(

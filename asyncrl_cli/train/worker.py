@@ -181,6 +181,7 @@ class TrainerWorker:
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
         from asyncrl_cli.train import deepspeed_engine as ds
+        from asyncrl_cli.train.model.saving import save_model
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
         state = {}
@@ -189,7 +190,7 @@ class TrainerWorker:
             if self._rank == 0:
                 state[weight.name] = weight.merged().to(weight.parameter.dtype).cpu().clone()
         if self._rank == 0:
-            self._model.save_pretrained(folder, state_dict=state)
+            save_model(self._model, self._model_dir, folder, state_dict=state)
             load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
 
     def save_checkpoint(self, folder: str) -> None:

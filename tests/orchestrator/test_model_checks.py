@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.model import ENOUGH, check_prompts, first_prompt
+from asyncrl_cli.orchestrator.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.orchestrator.launch import _encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
@@ -40,7 +40,7 @@ def prompts(*texts: str) -> list[Prompt]:
 
 
 def check(texts: list[str], limit_s: float = LIMIT_S) -> str | Finding:
-    return check_prompts(prompts(*texts), ENCODER, "data.train", limit_s, "data.train")
+    return check_prompts(prompts(*texts), ENCODER, "data.train", limit_s, "data.train", "rows.jsonl:{}".format)
 
 
 @pytest.mark.parametrize("first", [LONG, BROKEN])
@@ -56,7 +56,7 @@ def test_prompts_of_which_none_can_be_used_are_refused(first: str, says: str) ->
     for texts in ([first], [first] * ENOUGH, [first, *[LONG] * 999]):
         with pytest.raises(DataError, match=says) as refused:
             check(texts)
-        assert refused.value.location == "data.train"
+        assert refused.value.location == ("rows.jsonl:0" if first == BROKEN else "data.train")
         assert refused.value.hint
 
 
@@ -65,7 +65,7 @@ def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
 
 
 def test_a_first_prompt_that_is_skipped_is_not_a_failure() -> None:
-    assert first_prompt(prompts(BROKEN), ENCODER).startswith("skipped: ")
+    assert str(first_prompt(prompts(BROKEN), ENCODER, ENCODER)).startswith("skipped: ")
 
 
 def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> None:

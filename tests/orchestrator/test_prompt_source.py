@@ -162,7 +162,10 @@ def test_rows_that_cannot_be_used_are_skipped_counted_and_named() -> None:
             return super().__getitem__(index)
 
     stream = PromptSource(
-        PromptLoader(Rows([*rows]), 0, shuffle=False), PromptEncoder(REFUSING, 10), first=(CHAT,), warn=warnings.append
+        PromptLoader(Rows([*rows]), 0, shuffle=False),
+        PromptEncoder(REFUSING, 10, apply_chat_template=False),
+        first=(CHAT,),
+        warn=warnings.append,
     )
     assert [stream.next()[0].uid for _ in range(20)] == ["a"] * 20
     assert stream.unusable == 1 + 2 * 19

@@ -30,6 +30,7 @@ FIXED = (
     "data.train",
     "data.curriculum",
     "data.shuffle",
+    "data.apply_chat_template",
     "rollout.group_size",
     "rollout.max_prompt_tokens",
     "rollout.max_response_tokens",

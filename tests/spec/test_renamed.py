@@ -9,6 +9,7 @@ import yaml
 
 from asyncrl_cli.inspect.resolved import resolved_spec, value_at
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.changes import check_changes
 from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import load_recorded, load_spec
 from asyncrl_cli.spec.problems import SpecError
@@ -67,3 +68,20 @@ def test_the_spec_of_a_run_of_an_earlier_version_is_translated(tmp_path: Path) -
             assert value_at(spec, path) == value_at(shown, path) == value
     assert spec["rollout"]["max_failed_share"] == 0.25, "its own default: a count is not a share"
     assert not any(value_at(shown, path) for path in ALL)
+
+
+@pytest.mark.parametrize(("recorded", "applied"), [({}, False), ({"apply_chat_template": True}, True)])
+def test_runs_of_earlier_versions_keep_their_texts_as_they_were(
+    tmp_path: Path, recorded: dict[str, bool], applied: bool
+) -> None:
+    spec = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 10}}
+    for data in (recorded, {"train": {"size": 5}} | recorded):
+        (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec | ({"data": data} if data else {})))
+        assert load_recorded(tmp_path).spec.data.apply_chat_template is applied
+        assert resolved_spec(RunDirectory(tmp_path))["data"]["apply_chat_template"] is applied
+        assert load_spec(tmp_path / "spec.yaml").spec.data.apply_chat_template, "a new run"
+        with pytest.raises(SpecError, match="cannot change for a recorded run"):
+            check_changes(
+                load_recorded(tmp_path).spec,
+                load_recorded(tmp_path, [f"data.apply_chat_template={str(not applied).lower()}"]).spec,
+            )

@@ -20,6 +20,7 @@ from asyncrl_cli.train.warm_start import (
     IGNORED,
     WarmStartError,
     _accumulate_gradients,
+    _Chat,
     _optimizers,
     _tokenized,
     collate,
@@ -122,7 +123,7 @@ def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> Non
     task, chat = Calculator(), ChatFormat(tokenizer)
     for seed in range(8):
         messages = task.demonstration(random.Random(seed), clean=True)
-        ((ids, prompt),) = _tokenized([messages], tokenizer, 256, chat.end_tokens)
+        ((ids, prompt),) = _tokenized([messages], _Chat(tokenizer, False, {}), 256, chat.end_tokens)
         assert ids[:prompt] == chat.render(messages[:-1])
         reply = chat.parse(ids[:prompt], ids[prompt:], [TOOL])
         calls = [[call["function"] for call in said.get("tool_calls", ())] for said in (reply, messages[-1])]
@@ -136,10 +137,13 @@ def test_a_demonstration_ends_where_the_model_ends_a_turn() -> None:
     )
     ends = frozenset({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("#")})
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    ((ids, prompt),) = _tokenized([conversation], tokenizer, 256, ends)
+    ((ids, prompt),) = _tokenized([conversation], _Chat(tokenizer, True, {}), 256, ends)
     assert tokenizer.decode(ids[prompt:]) == "yes#"
-    ((ids, prompt),) = _tokenized([("hi", "yes")], tokenizer, 256, ends)
+    ((ids, prompt),) = _tokenized([("hi", "yes")], _Chat(tokenizer, False, {}), 256, ends)
     assert tokenizer.decode(ids[prompt:]) == "yes<eos>"
+    assert _tokenized([("hi", "yes")], _Chat(tokenizer, True, {}), 256, ends) == _tokenized(
+        [conversation], _Chat(tokenizer, True, {}), 256, ends
+    ), "a text is a user's message, as in the prompts of the run"
 
 
 def test_gradients_do_not_depend_on_the_grouping_by_length(initial: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,16 @@
-"""What a spec's model, prompts and functions must be before a run starts. Each check says what it found, or raises a
+"""What a spec's model and functions must be before a run starts. Each check says what it found, or raises a
 ``UserError``. Weights are neither read nor made: the model is built on torch's meta device.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.core.errors import ConfigError, DataError, UserError
+from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.user_code import CODE_S, user_code
-from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.sizing.model import SizedModel, sized
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -25,14 +20,8 @@ if TYPE_CHECKING:
 
 HUB_S = 5.0
 """Seconds that the model hub has to answer."""
-SPREAD = 1000
-"""Prompts of one pass over a split, evenly spread, when not all can be tried in time."""
-ENOUGH = 100
-"""So many prompts tried, all of them too long, and the split is refused though others were not tried."""
 MOST_LAYERS = 1000
 """More than any model has. Building 100,000 layers takes minutes, even without weights."""
-SHOWN_CHARACTERS = 1000
-"""Of the first prompt."""
 
 
 def check_saved_model(model: ModelSpec) -> str | Finding:
@@ -190,75 +179,6 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
     return found
 
 
-def check_prompts(
-    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, limit_s: float, check: str
-) -> str | Finding:
-    """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
-
-    How many those are depends on the load of the machine, so what a run leaves out is a warning here, too. Raises
-    ``DataError`` when all prompts are skipped, or all of ``ENOUGH``, and ``RunError`` for a chat without a template.
-    """
-    tried = too_long = 0
-    unusable: list[DataError] = []
-    started = time.monotonic()
-    for row in _spread(len(prompts)):
-        try:
-            too_long += encoder.encode(prompts[row]) is None
-        except DataError as error:
-            unusable.append(error)
-        except UserError as error:
-            error.location = location
-            raise
-        tried += 1
-        seconds = time.monotonic() - started
-        if seconds > limit_s:
-            break
-    found = f"{len(prompts):,} prompts"
-    if tried < len(prompts):
-        found += f", {tried:,} of them tried in {seconds:.1f} s"
-    if too_long + len(unusable) == tried and tried >= min(ENOUGH, len(prompts)):
-        if unusable:
-            message = f"none of {tried:,} prompts tried can be used: {unusable[0].message}"
-            raise DataError(message, location=location, hint=unusable[0].hint)
-        raise DataError(
-            f"every prompt tried is longer than rollout.max_prompt_tokens: {tried:,} of {len(prompts):,}",
-            location=location,
-            hint="raise rollout.max_prompt_tokens, or shorten the prompts",
-        )
-    hints = []
-    if too_long:
-        found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and skipped"
-        hints.append("raise rollout.max_prompt_tokens")
-    if unusable:
-        found += f"; {len(unusable):,} cannot be used and are skipped, such as this: {unusable[0].message}"
-        hints.append(unusable[0].hint)
-    return Finding(check, "warning", found, "; ".join(hints)) if hints else found
-
-
-def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> str:
-    """The first prompt as the model gets it, with its special tokens."""
-    try:
-        prompt = prompts[0]
-        ids = encoder.encode(prompt)
-    except DataError as error:
-        return f"skipped: {error.message}"
-    if ids is None:
-        return f"prompt {prompt.uid} is too long"
-    text = encoder.decode(ids, special=True)
-    more = f"… ({len(text):,} characters)" if len(text) > SHOWN_CHARACTERS else ""
-    return f"{len(ids)} tokens: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}{more}"
-
-
-def check_conversation(tokenizer: Any) -> str:
-    """The chat template of a model that plays episodes takes a conversation. Raises ``ConfigError``."""
-    chat = ChatFormat(tokenizer)
-    try:
-        ids = chat.render([{"role": "user", "content": "Hello"}])
-    except ChatError as error:
-        raise ConfigError(str(error), location="model.chat_template", hint="name a file with a chat template") from None
-    return json.dumps(chat.decode(ids, special=True), ensure_ascii=False)
-
-
 def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None]) -> str:
     """The objective's functions are there, and the user's own give what they must for a small batch."""
     import torch
@@ -289,12 +209,6 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
                 message, location=location, hint="docs/algorithms.md says what the function must do"
             ) from error
     return f"advantage {algorithm.advantage}, loss {algorithm.loss}"
-
-
-def _spread(count: int) -> Iterator[int]:
-    """All rows, in passes that are each spread over all of them."""
-    step = max(1, count // SPREAD)
-    return (row for first in range(step) for row in range(first, count, step))
 
 
 def _many(count: int) -> str:

@@ -23,11 +23,13 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
+from asyncrl_cli.data.sources import row_location
 from asyncrl_cli.gateway.tool_calls import check_tool_parser
 from asyncrl_cli.orchestrator.checks import engine as engine_checks
 from asyncrl_cli.orchestrator.checks import machine as machine_checks
 from asyncrl_cli.orchestrator.checks import memory as memory_checks
 from asyncrl_cli.orchestrator.checks import model as model_checks
+from asyncrl_cli.orchestrator.checks import prompts as prompt_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
@@ -36,12 +38,15 @@ from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
 from asyncrl_cli.sizing.host import version_bytes
 from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.spec.load import dump_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Seconds for trying the prompts of one split."""
+PROMPT_CHECKS = frozenset({"task and data", "model files", "tokenizer", "chat template", "first prompt"})
+"""Those that show what the model is given."""
 MODEL_CHECKS = frozenset({"model files", "tokenizer", "model"})
 """Those that say how large the model is: what `asyncrl doctor --cluster` needs."""
 ENGINE_S = 180.0
@@ -114,6 +119,14 @@ class StartChecks:
 
     def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
         """What every check found, failures too. With ``only``: of these checks, and of the cluster's hosts."""
+        yield from self._found(only)
+        yield from self._hosts()
+
+    def prompt_findings(self) -> Iterator[Finding]:
+        """What the checks of chat template and first prompt found, and those that they need."""
+        yield from self._found(PROMPT_CHECKS)
+
+    def _found(self, only: Collection[str] | None) -> Iterator[Finding]:
         failed: set[str] = set()
         for check in self._checks():
             if only is not None and check.name not in only:
@@ -132,7 +145,6 @@ class StartChecks:
                 yield Finding(check.name, "failure", f"{location}{error.message}", error.hint)
             else:
                 yield found if isinstance(found, Finding) else Finding(check.name, "ok", found)
-        yield from self._hosts()
 
     def _checks(self) -> Iterator[Check]:
         """In the order of what they cost."""
@@ -149,8 +161,7 @@ class StartChecks:
         yield Check("gateway", partial(machine_checks.check_gateway, spec, episodic))
         yield Check("model files", partial(model_checks.check_saved_model, spec.model))
         yield Check("tokenizer", self._load_tokenizer, ("model files",))
-        if episodic:
-            yield Check("chat template", partial(self._with_tokenizer, model_checks.check_conversation), ("tokenizer",))
+        yield Check("chat template", partial(self._chat_template, episodic), ("tokenizer",))
         yield from self._prompt_checks()
         yield Check("model", self._model, ("tokenizer",))
         yield Check("engine cache", self._cache, ("model",))
@@ -192,29 +203,44 @@ class StartChecks:
         template = "no chat template" if self._tokenizer.chat_template is None else "a chat template"
         return f"{len(self._tokenizer):,} tokens, {template}"
 
-    def _with_tokenizer(self, look: Callable[[Any], str]) -> str:
-        return look(self._tokenizer)
+    def _chat_template(self, episodic: bool) -> str | Finding:
+        from asyncrl_cli.train.model.tokenizer import end_tokens
+
+        tokenizer, variables = self._tokenizer, self._spec.model.chat_template_kwargs
+        prompt_checks.check_template_kwargs(tokenizer, variables)
+        conversation = prompt_checks.check_conversation(tokenizer, variables) if episodic else ""
+        ends = end_tokens(self._model_dir, tokenizer)
+        found = prompt_checks.check_reply_end(tokenizer, ends, variables)
+        return f"{conversation}; {found}" if conversation and isinstance(found, str) else found
 
     def _prompt_checks(self) -> Iterator[Check]:
         if (experiment := self._experiment) is None:
             return
         limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
-        splits = {"data.train": ("", experiment.train_prompts), "data.eval": ("", experiment.eval_prompts)}
-        splits |= {f"evaluation.sets.{name}.data": (name, prompts) for name, prompts in experiment.sets.items()}
-        for location, (name, prompts) in splits.items():
+        data, sets = self._spec.data, self._spec.evaluation.sets
+        splits = {
+            "data.train": ("", experiment.train_prompts, data.train),
+            "data.eval": ("", experiment.eval_prompts, data.eval),
+            **{f"evaluation.sets.{name}.data": (name, rows, sets[name].data) for name, rows in experiment.sets.items()},
+        }
+        for location, (name, prompts, split) in splits.items():
             if name in experiment.episodic:
                 continue  # its task says what the model is given, while an episode runs
 
-            def look(location: str = location, prompts: Any = prompts) -> str | Finding:
-                return model_checks.check_prompts(prompts, self._encoder(), location, limit_s, location)
+            def look(location: str = location, prompts: Any = prompts, split: SplitSpec = split) -> str | Finding:
+                locate = partial(row_location, split, self._search_path, location)
+                return prompt_checks.check_prompts(prompts, self._encoder(), location, limit_s, location, locate)
 
             yield Check(location, look, ("tokenizer",))
             if self._thorough and location == "data.train":
-                first = partial(lambda prompts: model_checks.first_prompt(prompts, self._encoder()), prompts)
-                yield Check("first prompt", first, ("tokenizer", location))
+                yield Check("first prompt", self._first_prompt, ("tokenizer", location))
+
+    def _first_prompt(self) -> str | Finding:
+        assert self._experiment is not None
+        return prompt_checks.first_prompt(self._experiment.train_prompts, self._encoder(), self._tokenizer)
 
     def _encoder(self) -> PromptEncoder:
-        return PromptEncoder(self._tokenizer, self._spec.rollout.max_prompt_tokens)
+        return PromptEncoder.of(self._spec, self._tokenizer)
 
     def _model(self) -> str:
         location = "model.init.config" if self._spec.model.init is not None else "model.path"

@@ -63,7 +63,7 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from asyncrl_cli.train.model.lora import merge
-    from asyncrl_cli.train.model.tokenizer import without_progress_bars
+    from asyncrl_cli.train.model.saving import save_model
 
     dtype = getattr(torch, checkpoint.trainer().dtype)
     weights = consolidate(checkpoint)
@@ -74,8 +74,7 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
             weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.tie_weights()
-    with without_progress_bars():
-        model.save_pretrained(folder)
+    save_model(model, model_stub, folder)
     AutoTokenizer.from_pretrained(model_stub).save_pretrained(folder)
 
 

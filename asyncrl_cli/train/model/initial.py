@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -25,16 +24,16 @@ from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.spec.inputs import ModelInit, ModelSpec
+from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec
 from asyncrl_cli.spec.rules.model import SIZES, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
+from asyncrl_cli.train.model.saving import copy_generation_config, save_model
 from asyncrl_cli.train.model.tokenizer import (
     CHAT_TEMPLATE,
     character_tokenizer,
     load_tokenizer,
     with_chat_template,
-    without_progress_bars,
 )
 
 if TYPE_CHECKING:
@@ -54,10 +53,15 @@ class ModelInitError(ConfigError):
 def model_key(spec: ExperimentSpec) -> str:
     """A digest of what decides the initial weights."""
     model = spec.model.model_dump(mode="json", exclude={"lora"})
+    if not spec.model.chat_template_kwargs:
+        del model["chat_template_kwargs"]  # as in keys of earlier versions
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
         deciding = {"mix"} if spec.task.mix else {"use", "options"}
         model["task"] = spec.task.model_dump(mode="json", include=deciding)
+        own = spec.model.init is not None and spec.model.init.tokenizer == CHARACTERS
+        if spec.data.apply_chat_template and not (own and spec.model.chat_template is None):
+            model["apply_chat_template"] = True  # to demonstrations; ``CHAT_TEMPLATE`` leaves texts as they are
     model["chat_template"] = CHAT_TEMPLATE  # without effect on a saved tokenizer
     if spec.model.chat_template is not None:
         model["chat_template"] = Path(spec.model.chat_template).read_text()
@@ -107,7 +111,8 @@ def prepare_model(
                 build_initial_model(model.init, model.max_length, spec.seed, initial, model.chat_template)
             if model.warm_start is not None:
                 settings = model.warm_start, model.max_length, spec.seed
-                warm_start(initial, load_task(), *settings, folder, progress, model.chat_template)
+                chat = model.chat_template, spec.data.apply_chat_template, model.chat_template_kwargs
+                warm_start(initial, load_task(), *settings, folder, progress, *chat)
     except OSError:
         if not final.is_dir():  # another run has just made the same model
             raise
@@ -150,12 +155,11 @@ def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
 
     Raises ``ChatTemplateError``, and what transformers raises where there is no such model.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import AutoConfig
 
     load_tokenizer(model, chat_template).save_pretrained(directory)
     AutoConfig.from_pretrained(model).save_pretrained(directory)
-    with suppress(OSError):  # not every model has one
-        GenerationConfig.from_pretrained(model).save_pretrained(directory)
+    copy_generation_config(model, directory)
 
 
 def write_weights(directory: Path, seed: int) -> None:
@@ -178,8 +182,7 @@ def write_weights(directory: Path, seed: int) -> None:
                 location="model.init",
                 hint="change the sizes in model.init.config",
             ) from error
-    with without_progress_bars():
-        model.save_pretrained(directory)
+    save_model(model, directory, directory)
 
 
 def _saved_tokenizer(path: str) -> Any:

@@ -115,6 +115,11 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
     return tokenizer
 
 
+def templates_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer has a chat template that writes more than a user's text; ``CHAT_TEMPLATE`` does not."""
+    return tokenizer.chat_template is not None and tokenizer.chat_template != CHAT_TEMPLATE
+
+
 def _not_a_template(path: str, why: str) -> ChatTemplateError:
     # Not in the class: an actor's error is pickled, and made again from its message alone.
     hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"

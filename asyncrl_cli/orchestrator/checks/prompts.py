@@ -1,0 +1,181 @@
+"""What a spec's prompts and chat template must be before a run starts. Each check says what it found, or raises a
+``UserError``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncrl_cli.core.errors import ConfigError, DataError, UserError
+from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.records.prompt import ChatError, Prompt
+
+SPREAD = 1000
+"""Prompts of one pass over a split, evenly spread, when not all can be tried in time."""
+ENOUGH = 100
+"""So many prompts tried, all of them too long, and the split is refused though others were not tried."""
+SHOWN_CHARACTERS = 1000
+"""Of the first prompt."""
+REPLY = "The answer is four."
+"""A reply that shows how the chat template ends one."""
+GIVEN = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
+        *("bos_token", "eos_token", "pad_token", "unk_token"),
+    }
+)
+"""What transformers itself gives to a chat template."""
+
+
+def check_prompts(
+    prompts: Sequence[Prompt],
+    encoder: PromptEncoder,
+    location: str,
+    limit_s: float,
+    check: str,
+    locate: Callable[[int], str],
+) -> str | Finding:
+    """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
+
+    How many those are depends on the load of the machine, so what a run leaves out is a warning here, too. ``locate``
+    gives the place of a row, counted from 0. Raises ``DataError`` when all prompts are skipped, or all of ``ENOUGH``,
+    and ``RunError`` for a chat without a template.
+    """
+    tried = too_long = 0
+    unusable: list[tuple[int, DataError]] = []
+    started = time.monotonic()
+    for row in _spread(len(prompts)):
+        try:
+            too_long += encoder.encode(prompts[row]) is None
+        except DataError as error:
+            unusable.append((row, error))
+        except UserError as error:
+            error.location = location
+            raise
+        tried += 1
+        seconds = time.monotonic() - started
+        if seconds > limit_s:
+            break
+    found = f"{len(prompts):,} prompts"
+    if tried < len(prompts):
+        found += f", {tried:,} of them tried in {seconds:.1f} s"
+    if too_long + len(unusable) == tried and tried >= min(ENOUGH, len(prompts)):
+        if unusable:
+            row, first = unusable[0]
+            message = f"none of {tried:,} prompts tried can be used: {first.message}"
+            raise DataError(message, location=locate(row), hint=first.hint)
+        raise DataError(
+            f"every prompt tried is longer than rollout.max_prompt_tokens: {tried:,} of {len(prompts):,}",
+            location=location,
+            hint="raise rollout.max_prompt_tokens, or shorten the prompts",
+        )
+    hints = []
+    if too_long:
+        found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and skipped"
+        hints.append("raise rollout.max_prompt_tokens")
+    if unusable:
+        row, first = unusable[0]
+        found += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
+        hints.append(first.hint)
+    return Finding(check, "warning", found, "; ".join(hints)) if hints else found
+
+
+def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: Any) -> str | Finding:
+    """The first prompt as the model gets it: its tokens' number, and their text with special tokens and line breaks.
+
+    A warning for a text that has the chat template's tokens already, and would get them twice.
+    """
+    try:
+        prompt = prompts[0]
+        ids = encoder.encode(prompt)
+    except DataError as error:
+        return f"skipped: {error.message}"
+    if ids is None:
+        return f"prompt {prompt.uid} is too long"
+    text = encoder.decode(ids, special=True)
+    more = f"… ({len(text):,} characters)" if len(text) > SHOWN_CHARACTERS else ""
+    by = "by the chat template" if encoder.is_templated(prompt) else "plain text"
+    found = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}{more}"
+    if encoder.is_templated(prompt) and isinstance(prompt.content, str):
+        special = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        if twice := next((token for token in special if token in str(prompt.content)), ""):
+            hint = "set data.apply_chat_template: false, if the prompts are complete as they are"
+            return Finding("first prompt", "warning", f"the text has {twice!r} before the template; {found}", hint)
+    return found
+
+
+def check_conversation(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
+    """The chat template of a model that plays episodes takes a conversation. Raises ``ConfigError``."""
+    chat = ChatFormat(tokenizer, template_kwargs=template_kwargs)
+    try:
+        ids = chat.render([{"role": "user", "content": "Hello"}])
+    except ChatError as error:
+        raise ConfigError(str(error), location="model.chat_template", hint="name a file with a chat template") from None
+    return json.dumps(chat.decode(ids, special=True), ensure_ascii=False)
+
+
+def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+    """The chat template reads each of ``model.chat_template_kwargs``: Jinja ignores what it does not read.
+
+    Raises ``ConfigError``.
+    """
+    known = template_variables(tokenizer) if template_kwargs else None
+    unknown = next((name for name in template_kwargs if known is not None and name not in known), None)
+    if unknown is None or known is None:
+        return
+    hint = f"it reads {', '.join(sorted(known))}" if known else "remove it: the template reads no variables"
+    raise ConfigError(
+        f"the chat template does not read {unknown!r}",
+        location=f"model.chat_template_kwargs.{unknown}",
+        hint=did_you_mean(unknown, known, hint),
+    )
+
+
+def template_variables(tokenizer: Any) -> frozenset[str] | None:
+    """What a chat template reads, beside what transformers gives it; None if that cannot be known."""
+    from jinja2 import Environment, TemplateError, meta, nodes
+
+    if tokenizer.chat_template is None:
+        return frozenset()
+    # `generation` is a tag of transformers' own, which marks an assistant's tokens.
+    text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        # A variable that is set in one branch of the template counts as undeclared, too.
+        own = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+        return frozenset(meta.find_undeclared_variables(tree)) - own - GIVEN
+    except TemplateError:
+        return None
+
+
+def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mapping[str, Any]) -> str | Finding:
+    """Engines stop at the token with which the chat template ends a reply; a warning if they do not, because every
+    reply would then go on to ``max_response_tokens``."""
+    shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
+    found = f"replies end at {shown}"
+    if tokenizer.chat_template is None:
+        return found
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": REPLY}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs))
+    except Exception:  # of a template; prompts of another form may suit it
+        return found
+    written = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
+    if not written or not ends.isdisjoint(written):  # some templates leave the end to the next message
+        return found
+    end = tokenizer.convert_ids_to_tokens(written[0])
+    hint = f"add {end!r} to eos_token_id in the model's generation_config.json, if the model was trained to write it"
+    return Finding("chat template", "warning", f"{found}, and the chat template ends a reply with {end!r}", hint)
+
+
+def _spread(count: int) -> Iterator[int]:
+    """All rows, in passes that are each spread over all of them."""
+    step = max(1, count // SPREAD)
+    return (row for first in range(step) for row in range(first, count, step))

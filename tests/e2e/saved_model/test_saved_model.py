@@ -1,0 +1,127 @@
+"""A saved model from `asyncrl init` to its export: a byte-level BPE tokenizer, a chat template with tools and reasoning,
+several end tokens, and no supervised training. One run, which is resumed; every test looks at what it left."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl_cli.journal.queries import GroupRecord, group_record, snapshot
+from asyncrl_cli.journal.schema import FILE
+
+from ..conftest import Ended, Runs, rows
+
+pytestmark = pytest.mark.stack
+
+STEPS, RESUMED = 3, 4
+SAME = 1e-3
+"""Nats between an engine's and transformers' log-probs in float32: sums in another order."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the run started from, what it left, and what was exported of it."""
+
+    initial: Path
+    run: Path
+    exported: Path
+    dry: Ended
+    groups: tuple[GroupRecord, ...]
+
+
+@pytest.fixture(scope="module")
+def saved(shared_runs: Runs) -> Saved:
+    """`init`, `train --dry-run`, `train`, `resume` and `checkpoint export`, as a user calls them one after the other."""
+
+    def call(*arguments: str | Path) -> Ended:
+        ended = shared_runs.run(*arguments)
+        assert ended.code == 0, ended.out + ended.err + (shared_runs.logs() if arguments[0] != "init" else "")
+        return ended
+
+    folder = shared_runs.folder / "mine"
+    call("init", "saved-model", folder)
+    settings = (f"stop.steps={STEPS}", f"runs_dir={shared_runs.folder}", "tracking.mlflow=false", "checkpoints.every=2")
+    changes = [word for setting in settings for word in ("--set", setting)]
+    dry = shared_runs.run("train", folder / "spec.yaml", *changes, "--dry-run")
+    assert dry.code == 0, dry.out + dry.err
+    call("train", folder / "spec.yaml", *changes)
+    run = shared_runs.newest()
+    call("resume", run, "--steps", str(RESUMED))
+    call("checkpoint", "export", run, "--to", folder / "exported")
+    with snapshot(run / FILE) as journal:
+        ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'trained'")]
+        groups = tuple(group_record(journal, group) for group in ids)
+    return Saved(folder / "model", run, folder / "exported", dry, groups)
+
+
+def test_the_dry_run_shows_the_prompt_that_was_trained_on(saved: Saved) -> None:
+    shown = " ".join(saved.dry.out.split())
+    assert "by the chat template" in shown and "replies end at '<|endoftext|>', '<|im_end|>'" in shown
+    tokenizer = AutoTokenizer.from_pretrained(saved.initial)
+    for group in saved.groups:
+        text = tokenizer.decode(group.prompt_ids)
+        assert text == f"<|im_start|>user\n{group.prompt.content}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_it_was_trained_and_resumed(saved: Saved) -> None:
+    metrics = rows(saved.run, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, RESUMED + 1))
+    assert any(row["train/grad_norm"] > 0 for row in metrics), "random weights get some numbers right: 0.1 for each"
+    assert len(saved.groups) == RESUMED * 8
+    assert {group.row.admitted_version for group in saved.groups} <= set(range(RESUMED))
+
+
+def test_every_end_token_of_the_generation_config_ends_a_response(saved: Saved) -> None:
+    ends = json.loads((saved.initial / "generation_config.json").read_text())["eos_token_id"]
+    last = {
+        int(rollout.segments[-1].ids[-1])
+        for group in saved.groups
+        for rollout in group.rollouts
+        if rollout.finish_reason == "stop"
+    }
+    assert last and last <= set(ends)
+
+
+def test_engine_and_trainer_have_the_same_logprobs(saved: Saved) -> None:
+    for row in rows(saved.run, "metrics.jsonl"):
+        assert row["engine/logprob_gap_max"] < SAME
+    model = AutoModelForCausalLM.from_pretrained(saved.initial, dtype=torch.float32)
+    compared = 0
+    for group in saved.groups:
+        for rollout in group.rollouts:
+            if any(segment.version != 0 for segment in rollout.segments):
+                continue
+            sampled = [int(token) for segment in rollout.segments for token in segment.ids]
+            recorded = [float(value) for segment in rollout.segments for value in segment.logprobs]
+            ids = torch.tensor([[*group.prompt_ids, *sampled]])
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+            of_sampled = logprobs.gather(1, ids[0, 1:, None])[-len(sampled) :, 0]
+            assert torch.allclose(of_sampled, torch.tensor(recorded), atol=SAME)
+            compared += 1
+    assert compared >= 8, "the first step's, at least"
+
+
+def test_the_exported_model_is_the_trained_one_with_all_its_files(saved: Saved) -> None:
+    final = saved.run / "model"
+    ids = torch.tensor([saved.groups[0].prompt_ids])
+    with torch.no_grad():
+        before, trained, exported = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+            for folder in (saved.initial, final, saved.exported)
+        )
+    assert torch.equal(trained, exported)
+    assert not torch.equal(trained, before)
+    tokenizer = AutoTokenizer.from_pretrained(saved.initial)
+    for folder in (final, saved.exported):
+        same = AutoTokenizer.from_pretrained(folder)
+        assert same.get_vocab() == tokenizer.get_vocab()
+        assert same.chat_template == tokenizer.chat_template
+        assert (same.eos_token, same.pad_token) == (tokenizer.eos_token, tokenizer.pad_token)
+        name = "generation_config.json"
+        assert (folder / name).read_bytes() == (saved.initial / name).read_bytes()

@@ -1,0 +1,148 @@
+"""How prompts are written by a model's chat template, and what a start says of templates that do not fit."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from asyncrl_cli.core.errors import ConfigError, DataError
+from asyncrl_cli.data.sources import read_source, row_location
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.prompts import (
+    check_prompts,
+    check_reply_end,
+    check_template_kwargs,
+    first_prompt,
+    template_variables,
+)
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.inputs import SplitSpec
+from asyncrl_cli.train.model.tokenizer import character_tokenizer, end_tokens
+
+MODEL = Path(__file__).parents[2] / "templates/saved-model/model"
+"""A byte-level BPE tokenizer, and a chat template with tools and reasoning, as Qwen3's has them."""
+TEXT = Prompt("text", "2 + 2?")
+NO_SYSTEM = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+)
+"""As Gemma's: no system message, and the template writes the first token itself."""
+HI = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
+
+
+def tokenizer(template: str | None = "own") -> Any:
+    loaded = AutoTokenizer.from_pretrained(MODEL)
+    if template != "own":
+        loaded.chat_template = template
+    return loaded
+
+
+def rendered(loaded: Any, prompt: Prompt, **options: Any) -> str:
+    ids = PromptEncoder(loaded, 1000, **options).encode(prompt)
+    assert ids is not None
+    return str(loaded.decode(ids))
+
+
+def test_a_text_is_a_users_message() -> None:
+    loaded = tokenizer()
+    assert rendered(loaded, TEXT) == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    chat = Prompt("chat", ({"role": "user", "content": "2 + 2?"},))
+    assert PromptEncoder(loaded, 99).encode(TEXT) == PromptEncoder(loaded, 99).encode(chat)
+    assert rendered(loaded, chat, apply_chat_template=False) == rendered(loaded, chat)
+
+
+def test_a_text_is_unchanged_where_the_spec_says_so_and_where_there_is_no_template() -> None:
+    assert rendered(tokenizer(), TEXT, apply_chat_template=False) == "2 + 2?"
+    assert rendered(tokenizer(None), TEXT) == "2 + 2?"
+    assert rendered(character_tokenizer(99), TEXT) == "2 + 2?", "the built-in template leaves a text as it is"
+
+
+def test_the_gateway_writes_the_same_prompt_as_the_encoder() -> None:
+    loaded, variables = tokenizer(), {"enable_thinking": False}
+    ids = PromptEncoder(loaded, 99, template_kwargs=variables).encode(TEXT)
+    assert list(ids or ()) == ChatFormat(loaded, template_kwargs=variables).render(
+        [{"role": "user", "content": TEXT.content}]
+    )
+    assert loaded.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_the_first_token_is_written_once() -> None:
+    loaded = tokenizer(NO_SYSTEM)
+    loaded.bos_token = "<|endoftext|>"
+    assert rendered(loaded, TEXT) == "<|endoftext|>[user]2 + 2?<|im_end|>\n[model]"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n' if name == "rows.jsonl" else 'prompt,x\n"a\nb",1\nc,2\n')
+    split = SplitSpec(path=str(path), system="Be brief.")
+    prompts = read_source(split, "train", tmp_path)
+    locate = partial(row_location, split, tmp_path, "data.train")
+    assert [locate(row) for row in range(2)] == [f"{path}:{line}" for line in (2, 4)]
+    with pytest.raises(DataError) as refused:
+        check_prompts(prompts, PromptEncoder(tokenizer(NO_SYSTEM), 99), "data.train", 9.0, "data.train", locate)
+    error = refused.value
+    assert error.location == f"{path}:2"
+    assert "System role not supported" in error.message and "\n" not in error.message
+    assert error.hint.startswith("the template takes no system message: remove `system`")
+
+
+def test_rows_without_a_file_are_named_by_the_key(tmp_path: Path) -> None:
+    assert row_location(SplitSpec(size=3), tmp_path, "data.eval", 1) == "data.eval:2"
+    assert row_location(SplitSpec(path="hf:a/b"), tmp_path, "data.eval", 1) == "hf:a/b:2"
+
+
+def test_variables_that_the_template_does_not_read_are_refused() -> None:
+    loaded = tokenizer()
+    assert template_variables(loaded) == {"enable_thinking"}
+    check_template_kwargs(loaded, {"enable_thinking": False})
+    with pytest.raises(ConfigError, match="does not read 'enable_thinkin'") as refused:
+        check_template_kwargs(loaded, {"enable_thinkin": False})
+    assert refused.value.location == "model.chat_template_kwargs.enable_thinkin"
+    assert refused.value.hint == "did you mean `enable_thinking`?"
+    with pytest.raises(ConfigError) as refused:
+        check_template_kwargs(tokenizer(None), {"x": 1})
+    assert refused.value.hint == "remove it: the template reads no variables"
+    check_template_kwargs(tokenizer("{% unknown_tag %}{{ x }}"), {"x": 1})  # whether it reads x cannot be known
+    marked = "{% generation %}{{ x }}{%- endgeneration -%}{% for m in messages %}{% break %}{% endfor %}"
+    assert template_variables(tokenizer(marked)) == {"x"}
+
+
+def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() -> None:
+    loaded = tokenizer()
+    ends = end_tokens(MODEL, loaded)
+    assert loaded.convert_ids_to_tokens(sorted(ends)) == ["<|endoftext|>", "<|im_end|>"]
+    assert check_reply_end(loaded, ends, {}) == "replies end at '<|endoftext|>', '<|im_end|>'"
+    assert isinstance(check_reply_end(tokenizer(HI), ends, {}), str), "no end of a turn, as GLM's"
+    only_text = frozenset({loaded.convert_tokens_to_ids("<|endoftext|>")})
+    found = check_reply_end(loaded, only_text, {})
+    assert isinstance(found, Finding) and found.status == "warning"
+    assert "the chat template ends a reply with '<|im_end|>'" in found.found and "eos_token_id" in found.hint
+    assert isinstance(check_reply_end(tokenizer(None), only_text, {}), str)
+
+
+def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens() -> None:
+    loaded = tokenizer()
+    found = first_prompt([TEXT], PromptEncoder(loaded, 99), loaded)
+    count = len(PromptEncoder(loaded, 99).encode(TEXT) or ())
+    shown = json.dumps("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    assert found == f"{count} tokens, by the chat template: {shown}"
+    plain = first_prompt([TEXT], PromptEncoder(loaded, 99, apply_chat_template=False), loaded)
+    assert str(plain).endswith(' tokens, plain text: "2 + 2?"')
+
+
+def test_a_text_that_has_the_templates_tokens_already_is_a_warning() -> None:
+    loaded = tokenizer()
+    twice = Prompt("twice", "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    found = first_prompt([twice], PromptEncoder(loaded, 99), loaded)
+    assert isinstance(found, Finding) and found.status == "warning" and "apply_chat_template" in found.hint
+    assert isinstance(first_prompt([twice], PromptEncoder(loaded, 99, apply_chat_template=False), loaded), str)
