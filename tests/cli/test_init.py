@@ -17,8 +17,8 @@ from asyncrl_cli.spec.schema import FILE, json_schema
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()
 NAMES = [
-    *("agent", "command-agent", "environment", "gym", "judge", "kuberay", "math", "mix", "reward-function", "slurm"),
-    "unit-tests",
+    *("agent", "command-agent", "environment", "gym", "judge", "kuberay", "math", "mix", "reward-function"),
+    *("saved-model", "slurm", "unit-tests"),
 ]
 
 
@@ -61,9 +61,12 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
     assert (code, err) == (0, "")
     starts = {"slurm": "sbatch 'new/my task/job.sbatch'", "kuberay": "kubectl apply -f 'new/my task/rayjob.yaml'"}
     start = starts.get(template.name, "asyncrl train 'new/my task/spec.yaml'")
-    assert out.splitlines()[1:] == ["next:", "  asyncrl validate-spec 'new/my task/spec.yaml'", f"  {start}"]
+    first = "train 'new/my task/spec.yaml' --dry-run" if template.has_model else "validate-spec 'new/my task/spec.yaml'"
+    assert out.splitlines()[1:4] == ["next:", f"  asyncrl {first}", f"  {start}"]
+    assert [("model.path" in line) for line in out.splitlines()[4:]] == [True] * template.has_model
     folder = tmp_path / "new/my task"
-    assert names_in(folder) == sorted([*names_in(template.folder), FILE])
+    made = ["model/model.safetensors"] if template.has_model else []
+    assert names_in(folder) == sorted([*names_in(template.folder), FILE, *made])
     assert (folder / "spec.yaml").read_text().startswith(f"# yaml-language-server: $schema={FILE}\n")
     assert json.loads((folder / FILE).read_text()) == json_schema()
     for file in names_in(template.folder):

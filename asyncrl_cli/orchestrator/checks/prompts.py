@@ -157,7 +157,7 @@ def template_variables(tokenizer: Any) -> frozenset[str] | None:
 
 def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mapping[str, Any]) -> str | Finding:
     """Engines stop at the token with which the chat template ends a reply; a warning if they do not, because every
-    reply would then go on to ``max_response_tokens``."""
+    reply would then continue to ``max_response_tokens``."""
     shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
     found = f"replies end at {shown}"
     if tokenizer.chat_template is None:

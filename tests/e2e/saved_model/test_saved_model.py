@@ -1,5 +1,5 @@
-"""A saved model from `asyncrl init` to its export: a byte-level BPE tokenizer, a chat template with tools and reasoning,
-several end tokens, and no supervised training. One run, which is resumed; every test looks at what it left."""
+"""A saved model from `asyncrl init` to its export: byte-level BPE, a chat template with tools and reasoning, several
+end tokens, and no supervised training. One run, which is resumed; every test looks at what it left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(shared_runs: Runs) -> Saved:
-    """`init`, `train --dry-run`, `train`, `resume` and `checkpoint export`, as a user calls them one after the other."""
+    """`init`, `train --dry-run`, `train`, `resume`, `checkpoint export`: as a user calls them one after the other."""
 
     def call(*arguments: str | Path) -> Ended:
         ended = shared_runs.run(*arguments)
@@ -54,7 +54,7 @@ def saved(shared_runs: Runs) -> Saved:
     call("resume", run, "--steps", str(RESUMED))
     call("checkpoint", "export", run, "--to", folder / "exported")
     with snapshot(run / FILE) as journal:
-        ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'trained'")]
+        ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
         groups = tuple(group_record(journal, group) for group in ids)
     return Saved(folder / "model", run, folder / "exported", dry, groups)
 
@@ -71,9 +71,9 @@ def test_the_dry_run_shows_the_prompt_that_was_trained_on(saved: Saved) -> None:
 def test_it_was_trained_and_resumed(saved: Saved) -> None:
     metrics = rows(saved.run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, RESUMED + 1))
-    assert any(row["train/grad_norm"] > 0 for row in metrics), "random weights get some numbers right: 0.1 for each"
+    assert any(row["train/gradient_norm"] > 0 for row in metrics), "random weights get some numbers right: 0.1 for each"
     assert len(saved.groups) == RESUMED * 8
-    assert {group.row.admitted_version for group in saved.groups} <= set(range(RESUMED))
+    assert {group.row.version for group in saved.groups} <= set(range(RESUMED))
 
 
 def test_every_end_token_of_the_generation_config_ends_a_response(saved: Saved) -> None:
@@ -88,8 +88,8 @@ def test_every_end_token_of_the_generation_config_ends_a_response(saved: Saved) 
 
 
 def test_engine_and_trainer_have_the_same_logprobs(saved: Saved) -> None:
-    for row in rows(saved.run, "metrics.jsonl"):
-        assert row["engine/logprob_gap_max"] < SAME
+    gaps = [row.get("engine/logprob_gap_max") for row in rows(saved.run, "metrics.jsonl")]  # None: no token on-policy
+    assert gaps[0] is not None and all(gap < SAME for gap in gaps if gap is not None)
     model = AutoModelForCausalLM.from_pretrained(saved.initial, dtype=torch.float32)
     compared = 0
     for group in saved.groups:
