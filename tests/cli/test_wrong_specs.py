@@ -84,7 +84,8 @@ WRONG = [
     ("data.train={path: missing.jsonl}", "data.train.path", ""),
     ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),
     ("data.train={path: refused.jsonl}", "refused.jsonl:1", ""),
-    ("model.chat_template=./strict.jinja & data.train={path: chat.jsonl}", "data.train", "chat template"),
+    ("model.chat_template=./strict.jinja & data.train={path: chat.jsonl}", "chat.jsonl:1", "no system message"),
+    ("model.chat_template_kwargs={enable_thinking: false}", "model.chat_template_kwargs.enable_thinking", "remove"),
     ("rollout.max_prompt_tokens=1", "data.train", "raise rollout.max_prompt_tokens"),
     # engines
     ("rollout.tool_parser=hermess", "rollout.tool_parser", ""),
