@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from asyncrl_cli.core.errors import ConfigError, DataError
@@ -25,6 +26,7 @@ from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.train.model.tokenizer import character_tokenizer, end_tokens
+from asyncrl_cli.train.warm_start import _Chat, _tokenized
 
 MODEL = Path(__file__).parents[2] / "templates/saved-model/model"
 """A byte-level BPE tokenizer, and a chat template with tools and reasoning, as Qwen3's has them."""
@@ -32,7 +34,7 @@ TEXT = Prompt("text", "2 + 2?")
 NO_SYSTEM = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
-    "[{{ message.role }}]{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
+    "[{{ message.role }}]{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 """As Gemma's: no system message, and the template writes the first token itself."""
 HI = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
@@ -76,8 +78,15 @@ def test_the_gateway_writes_the_same_prompt_as_the_encoder() -> None:
 
 def test_the_first_token_is_written_once() -> None:
     loaded = tokenizer(NO_SYSTEM)
-    loaded.bos_token = "<|endoftext|>"
-    assert rendered(loaded, TEXT) == "<|endoftext|>[user]2 + 2?<|im_end|>\n[model]"
+    loaded.bos_token = first = "<|endoftext|>"
+    number = loaded.convert_tokens_to_ids(first)
+    loaded.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, number)])
+    assert rendered(loaded, TEXT) == f"{first}[user]2 + 2?<|im_end|>\n[assistant]", "by the template"
+    assert rendered(loaded, TEXT, apply_chat_template=False) == f"{first}2 + 2?", "by the tokenizer"
+    pairs = [("2 + 2?", "4"), [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
+    for demonstration in pairs:
+        ((ids, count),) = _tokenized([demonstration], _Chat(loaded, True, {}), 99, frozenset({number}))
+        assert ids[:count].count(number) == 1, "so do the demonstrations of a warm start"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
