@@ -34,7 +34,8 @@ TEXT = Prompt("text", "2 + 2?")
 NO_SYSTEM = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
-    "[{{ message.role }}]{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "[{{ message.role }}]{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 """As Gemma's: no system message, and the template writes the first token itself."""
 HI = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
