@@ -133,6 +133,8 @@ def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() ->
     assert loaded.convert_ids_to_tokens(sorted(ends)) == ["<|endoftext|>", "<|im_end|>"]
     assert check_reply_end(loaded, ends, {}) == "replies end at '<|endoftext|>', '<|im_end|>'"
     assert isinstance(check_reply_end(tokenizer(HI), ends, {}), str), "no end of a turn, as GLM's"
+    lines = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    assert isinstance(check_reply_end(tokenizer(lines), ends, {}), str), "a line break is no end token"
     only_text = frozenset({loaded.convert_tokens_to_ids("<|endoftext|>")})
     found = check_reply_end(loaded, only_text, {})
     assert isinstance(found, Finding) and found.status == "warning"

@@ -168,7 +168,8 @@ def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mappi
     except Exception:  # of a template; prompts of another form may suit it
         return found
     written = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
-    if not written or not ends.isdisjoint(written):  # some templates leave the end to the next message
+    # Some templates leave the end to the next message, and some write text that no model has as an end token.
+    if not ends.isdisjoint(written) or not written or written[0] not in tokenizer.added_tokens_decoder:
         return found
     end = tokenizer.convert_ids_to_tokens(written[0])
     hint = f"add {end!r} to eos_token_id in the model's generation_config.json, if the model was trained to write it"
