@@ -31,7 +31,7 @@ def validate_spec(
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema and exit.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the complete spec, with all defaults.")] = False,
     prompt: Annotated[
-        bool, typer.Option("--prompt", help="Load task, data and tokenizer, and show the first prompt as it is trained.")
+        bool, typer.Option("--prompt", help="Load task, data and tokenizer, and show the first prompt in full.")
     ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse what does not fit.")
