@@ -1,7 +1,11 @@
-"""The memory of a GPU that a trainer rank shares with an engine."""
+"""The memory of a trainer rank's GPU: what of it the rank may use, and what to change when it is full."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus
 
@@ -24,3 +28,25 @@ def give_back(spec: ExperimentSpec) -> None:
 
     if engines_sleep(spec):
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def full_gpu_explained(spec: ExperimentSpec, rank: int) -> Iterator[None]:
+    """Raises ``RunError`` with the keys that lower what a rank needs, when the block finds no memory on the GPU."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        trainer = spec.trainer
+        advice = [
+            "set trainer.gradient_checkpointing to true" if not trainer.gradient_checkpointing else "",
+            f"lower trainer.tokens_per_microbatch ({trainer.tokens_per_microbatch})",
+            "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" if shares_gpus(spec) else "",
+            "set trainer.offload to optimizer" if trainer.offload == "none" and trainer.zero_stage else "",
+        ]
+        raise RunError(
+            f"the GPU's memory is full: {str(error).splitlines()[0]}",
+            location=f"trainer-{rank}",
+            hint=f"{', or '.join(filter(None, advice))}; `asyncrl validate-spec SPEC --memory` estimates what it takes",
+        ) from error

@@ -19,7 +19,7 @@ from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.network import family_of
-from asyncrl_cli.train.gpu_memory import give_back, keep_to_share
+from asyncrl_cli.train.gpu_memory import full_gpu_explained, give_back, keep_to_share
 from asyncrl_cli.weights.layout import TensorSlot
 
 LOOPBACK = "127.0.0.1"
@@ -146,7 +146,8 @@ class TrainerWorker:
         # Before the first update: the reference of this step is the policy at its start.
         if isinstance(reference := self._learner.reference, Copy):
             reference.before_step(batch.step, self._model, self._spec.trainer.zero_stage)
-        report, self._updates = train_batch(self._learner, batch, self._updates)
+        with full_gpu_explained(self._spec, self._rank):
+            report, self._updates = train_batch(self._learner, batch, self._updates)
         give_back(self._spec)
         return report
 

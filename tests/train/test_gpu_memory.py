@@ -1,0 +1,43 @@
+"""A full GPU is an error with the keys to change, and nothing else is changed by looking for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.gpu_memory import full_gpu_explained
+
+
+def spec(rollout: dict[str, object], trainer: dict[str, object]) -> ExperimentSpec:
+    smallest = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
+    return ExperimentSpec.model_validate(smallest | {"rollout": rollout, "trainer": trainer})
+
+
+def message(of: ExperimentSpec) -> RunError:
+    with pytest.raises(RunError) as caught, full_gpu_explained(of, 3):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+    return caught.value
+
+
+def test_a_full_gpu_names_what_would_help() -> None:
+    error = message(spec({"gpus_per_engine": 1}, {"gpus_per_rank": 1}))
+    assert error.message == "the GPU's memory is full: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert error.location == "trainer-3"
+    assert error.hint is not None and error.hint.startswith(
+        "set trainer.gradient_checkpointing to true, or lower trainer.tokens_per_microbatch (8192), or set "
+        "trainer.offload to optimizer; `asyncrl validate-spec SPEC --memory`"
+    )
+
+
+def test_what_is_set_already_is_not_advised() -> None:
+    trainer = {"gpus_per_rank": 0.5, "gradient_checkpointing": True, "offload": "optimizer"}
+    hint = message(spec({"gpus_per_engine": 0.5}, trainer)).hint
+    assert hint is not None and "gradient_checkpointing" not in hint and "offload" not in hint
+    assert "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" in hint
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(ValueError, match="of another kind"), full_gpu_explained(spec({}, {}), 0):
+        raise ValueError("of another kind")
