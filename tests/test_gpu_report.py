@@ -40,7 +40,14 @@ def test_a_part_that_fails_is_reported_and_stops_no_other(tmp_path: Path) -> Non
         return {"tokens/s": 12345, "equal to the bit": True, "MFU": None, "links": ["GPU0 X"], "versions": []}
 
     notes: list[str] = []
-    results = carry_out(Bench("cpu", tmp_path), {"trainer": broken, "engine": fine}, notes.append)
+    kept: list[list[str]] = []
+    results = carry_out(
+        Bench("cpu", tmp_path),
+        {"trainer": broken, "engine": fine},
+        notes.append,
+        lambda so_far: kept.append(list(so_far)),
+    )
+    assert kept == [["trainer"], ["trainer", "engine"]], "a report that is cut off has what there is"
     assert notes == ["trainer ...", "trainer FAILED: RuntimeError: out of memory", "engine ...", "engine done"]
     report = json.loads(json.dumps({"device": "cpu", "gpus": [], "parts": results}))
     text = page(report)

@@ -37,9 +37,15 @@ PARTS: dict[str, Part] = {
 """In this order. Parts use each other's runs: a later one often takes no time."""
 
 
-def carry_out(bench: Bench, chosen: Mapping[str, Part], note: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """The result of each part; of one that failed, the error and where it came from."""
-    results: dict[str, dict[str, Any]] = {}
+Results = dict[str, dict[str, Any]]
+
+
+def carry_out(
+    bench: Bench, chosen: Mapping[str, Part], note: Callable[[str], None], keep: Callable[[Results], None]
+) -> Results:
+    """The result of each part; of one that failed, the error and where it came from. ``keep`` gets all results so far
+    after each."""
+    results: Results = {}
     for name, part in chosen.items():
         note(f"{name} ...")
         started = time.monotonic()
@@ -48,6 +54,7 @@ def carry_out(bench: Bench, chosen: Mapping[str, Part], note: Callable[[str], No
         except Exception as error:
             result = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         results[name] = result | {"seconds": round(time.monotonic() - started, 1)}
+        keep(results)
         note(f"{name} {'done' if result['ok'] else 'FAILED: ' + result['error'].splitlines()[0]}")
     return results
 
@@ -59,13 +66,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     options = parser.parse_args()
     bench = Bench(options.device, options.out.absolute())
-    results = carry_out(
-        bench, {name: PARTS[name] for name in options.only}, lambda text: print(text, file=sys.stderr, flush=True)
-    )
-    report = {"device": options.device, "gpus": bench.gpus, "parts": results}
     bench.out.mkdir(parents=True, exist_ok=True)
-    (bench.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (bench.out / "report.md").write_text(page(report))
+
+    def keep(results: Results) -> None:
+        report = {"device": options.device, "gpus": bench.gpus, "parts": results}
+        (bench.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        (bench.out / "report.md").write_text(page(report))
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    results = carry_out(bench, {name: PARTS[name] for name in options.only}, note, keep)
     print(bench.out / "report.md")
     return 0 if all(result["ok"] for result in results.values()) else 1
 

@@ -35,13 +35,14 @@ def quickstart(bench: Bench) -> dict[str, Any]:
         spec["data"]["eval"]["size"] = 64
     run = bench.once("quickstart", lambda: bench.train("quickstart", spec, limit_s=900))
     found = rows(run)
-    accuracies = [json.loads(path.read_text())["accuracy"] for path in sorted(run.glob("evaluations/*.json"))]
+    state = json.loads((run / "state.json").read_text())
     return {
         "steps": len(found),
         "seconds": round(found[-1]["time"] - found[0]["time"], 1),
         "step s": _median(found, "time/step_s"),
         "rewards": [round(found[0]["reward/mean"], 3), round(found[-1]["reward/mean"], 3)],
-        "accuracies": accuracies,
+        "accuracy before": state["accuracy_before"],
+        "accuracy after": state["accuracy"],
         "log-prob gap mean (nats)": _median(found, "correction/logprob_gap_mean"),
     }
 
