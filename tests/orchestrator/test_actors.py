@@ -116,6 +116,7 @@ def started(
     max_restarts: int = 10,
     model_stub: Callable[[], Path] = lambda: Path("/model_stub"),
     notes: Notes | None = None,
+    shared_gpus: bool = False,
 ) -> tuple[str, Notes, list[str]]:
     """Start such a fleet; returns the model's folder, what was noted of faults, and what was shown."""
 
@@ -135,6 +136,7 @@ def started(
             Path("/step-000004"),
             shown.append,
             budget,
+            shared_gpus,
         )
         assert all(process.actor.started_on == "/model_stub" for process in processes)
         assert list(hosts.agents) == ["node-0"], "an agent for the host of the ranks, whatever died"
@@ -162,6 +164,21 @@ def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
     assert trainers.calls == ["preload", "prepare_model", "start /step-000004"]
     assert shown == ["starting engines and trainer", "starting trainer", "starting engines"]
     assert notes == []
+
+
+@pytest.mark.parametrize("shared_gpus", [False, True])
+def test_ranks_load_after_the_engines_with_which_they_share_gpus(shared_gpus: bool, killed: list[Any]) -> None:
+    """Also after one that dies and starts again; otherwise at once."""
+    factory = Factory(once("engine-1"))
+    up: list[bool] = []
+
+    class Watching(Trainers):
+        async def start(self, checkpoint: Path | None) -> None:
+            up.append(len(factory.made) == 3 and all(actor.started_on for actor in (factory.made[0], factory.made[2])))
+            await super().start(checkpoint)
+
+    started(factory, Watching(), shared_gpus=shared_gpus)
+    assert up == [shared_gpus]
 
 
 def test_an_engine_that_dies_while_it_starts_is_started_again(killed: list[Any]) -> None:
