@@ -163,7 +163,7 @@ async def start_all(
     """
     progress("starting engines and trainer")
     starting = [asyncio.create_task(engine.running()) for engine in engines]
-    first = starting if shared_gpus else ()
+    first = tuple(starting) if shared_gpus else ()  # not the task that is added below: it waits for these
     starting.append(asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget, first)))
     try:
         *_, model_dir = await asyncio.gather(*starting)
