@@ -156,7 +156,7 @@ def gpus_per_rank(source: Source) -> float:
 def ranks(source: Source) -> int:
     """`trainer.ranks`."""
     found = devices(source)
-    if found.ranks != processes(source) or found.per_rank < 1:
+    if not source.flag("use_cpu") and (found.ranks != processes(source) or found.per_rank < 1):
         divided(source, found, processes(source))
     return found.ranks
 
