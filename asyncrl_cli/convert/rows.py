@@ -17,7 +17,7 @@ OFF: tuple[Any, ...] = (None, False, 0, -1, "", "no", "none", "None", "disabled"
 class Row:
     """Keys of the other trainer, and the key of a spec that they decide, or why there is none.
 
-    ``names``: the keys, separated by spaces; without ``key`` they may be patterns (`*` is any text).
+    ``names``: the keys, separated by spaces; they may be patterns (`*` is any text).
     ``key``: the spec's key, or empty.
     ``note``: what differs, or without ``key`` what to do instead.
     ``value``: the spec's value from the source; None: the key is not written. Default: the value of the first name.
@@ -81,10 +81,10 @@ def convert(source: Source, rows: Sequence[Row]) -> Conversion:
     converted: set[str] = set()
     mapped: set[str] = set()
     for row in (row for row in rows if row.key):
-        names = row.names.split()
+        names = [name for pattern in row.names.split() for name in source.matching(pattern)]
         mapped.update(names)
         source.remarks = []
-        value = row.value(source) if row.value else source.get(*names)
+        value = row.value(source) if row.value else source.get(*row.names.split())
         if value is not None or source.remarks:
             given = {name: source.given[name] for name in names if name in source.given}
             converted.update(given)

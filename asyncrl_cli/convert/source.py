@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ class Source:
                 if values.get(name) is not None and values.get(name) != "???":
                     return values[name]
         return None
+
+    def matching(self, pattern: str) -> list[str]:
+        """The keys that were written and match a name, in which `*` is any text."""
+        return [name for name in self.given if fnmatchcase(name, pattern)] if "*" in pattern else [pattern]
+
+    def section(self, prefix: str) -> dict[str, Any] | None:
+        """The keys below a prefix, as one mapping of their last parts; None if there are none."""
+        return {name.removeprefix(prefix): self.given[name] for name in self.matching(f"{prefix}*")} or None
 
     def number(self, *names: str) -> float:
         """``get`` as a number; 0 if it is none, or not finite."""

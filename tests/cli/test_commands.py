@@ -33,6 +33,7 @@ COMMANDS = [
     "resume",
     "replay",
     "serve",
+    "convert",
     "scale",
     "runs",
     "track",

@@ -121,6 +121,8 @@ PPO = ["ppo", *BASE, "--per_device_train_batch_size", "4", "--gradient_accumulat
         (["--accelerate_config", "zero2"], "trainer.zero_stage", 2),
         (["--accelerate_config", ZERO3], "trainer.ranks", 4),
         (["--lr_scheduler_type", "constant_with_warmup"], "trainer.schedule.kind", "constant"),
+        (["--chat_template_kwargs", '{"enable_thinking": false}'], "model.chat_template_kwargs.enable_thinking", False),
+        ([], "data.apply_chat_template", False),
         (["--bf16", "False"], "trainer.dtype", "float32"),
         (["--report_to", "wandb", "tensorboard"], "tracking.tensorboard", True),
         ([], "pipeline.mode", "sync"),

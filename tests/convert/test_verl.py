@@ -143,6 +143,11 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
         ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=100"], "trainer.tokens_per_microbatch", 1024),
         (['trainer.logger=["console","wandb"]'], "tracking.wandb.project", "verl_examples"),
         (["trainer.logger=[console,tensorboard]"], "tracking.tensorboard", True),
+        (
+            ["+data.apply_chat_template_kwargs.enable_thinking=False"],
+            "model.chat_template_kwargs.enable_thinking",
+            False,
+        ),
         (["trainer.experiment_name=my run/7"], "name", "my-run-7"),
     ],
 )
