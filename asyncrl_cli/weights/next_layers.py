@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -31,14 +32,22 @@ from vllm.model_executor.model_loader.reload.meta import (
 
 PACKED = "cpu_linear"
 """The attribute of a layer in which vLLM keeps the kernel of its packed weight."""
+OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""Attributes that a copy of a module has for itself."""
 
 
 def can_be_made(model: nn.Module, device: torch.device) -> bool:
-    """Whether packing a weight is all that vLLM does with this model's weights after loading."""
-    layers = list(model.modules())
-    methods = {type(getattr(layer, "quant_method", None)) for layer in layers}
-    plain = methods <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None)}
-    return device.type == "cpu" and plain and not any(layer._parameters and layer._buffers for layer in layers)
+    """Whether vLLM derives nothing from this model's weights but what it keeps on the layer that has them."""
+    return device.type == "cpu" and all(map(_is_plain, model.modules()))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    if layer._parameters and layer._buffers:
+        return False
+    if is_deferred_attention_layer(layer):  # others keep weights of their own, made from those of other layers
+        return type(layer) is Attention
+    method = type(getattr(layer, "quant_method", None))
+    return method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
 
 
 class NextLayers:
@@ -81,17 +90,19 @@ class NextLayers:
                 other = new.get_parameter(name)
                 if other is not parameter:  # of a tied layer it is the owner's
                     parameter.data, other.data = other.data, parameter.data
-            if hasattr(layer, PACKED):
-                kernel = getattr(layer, PACKED)
-                setattr(layer, PACKED, getattr(new, PACKED))
-                setattr(new, PACKED, kernel)
+            for name in new.__dict__.keys() - OWN:  # what processing left there, the kernel
+                made = new.__dict__[name]
+                if made is not layer.__dict__.get(name):
+                    new.__dict__[name] = layer.__dict__.get(name)
+                    layer.__dict__[name] = made
 
     def clear(self) -> None:
         """Free what is here, after ``install`` the model's former tensors: after the pause, as it takes a while. The
         garbage collector would come too late: loaders in parameters and their layers refer to each other."""
         for _, new in self._layers:
             new._parameters.clear()
-            new.__dict__.pop(PACKED, None)
+            for name in new.__dict__.keys() - OWN:
+                del new.__dict__[name]
 
 
 def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -99,12 +110,10 @@ def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in copies:
         copies[module] = copy = object.__new__(type(module))
         copy.__dict__ = dict(module.__dict__)
-        for name in ("_parameters", "_buffers"):
-            copy.__dict__[name] = dict(module.__dict__[name])
-        copy.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
-        copy.__dict__["_modules"] = {
-            name: None if child is None else _copy(child, copies) for name, child in module._modules.items()
-        }
+        for name in OWN:
+            copy.__dict__[name] = module.__dict__[name].copy()
+        for name, child in module._modules.items():
+            copy._modules[name] = None if child is None else _copy(child, copies)
     return copies[module]
 
 
