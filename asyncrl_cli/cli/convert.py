@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,6 +108,8 @@ def _finish(results: list[Result], force: bool) -> None:
             echo(f"  not on this machine: {problem.path}: {problem.message}", err=printed_to_error)
         for problem in result.problems:
             echo(str(problem), err=True)
+    if written := [shlex.quote(str(result.target)) for result in results if result.target]:
+        echo(f"next:\n  asyncrl validate-spec {' '.join(written)}\n  asyncrl train {written[0]} --dry-run")
     if not all(result.valid for result in results):
         raise typer.Exit(1)
 

@@ -42,9 +42,9 @@ class Result:
         lost = sum(map(len, done.lost.values()))
         counts = [
             f"{len(done.source.given)} keys read",
-            f"{len(done.settings)} keys written",
-            f"{len(done.remarks)} settings to check",
-            f"{lost} keys without a counterpart",
+            f"{len(done.settings)} written",
+            f"{len(done.remarks)} to check",
+            f"{lost} without a counterpart",
             f"{len(done.unknown)} unknown",
         ]
         return f"{self.origin}{f' -> {self.target}' if self.target else ''}: {', '.join(counts)} (look for {CHECK})"
