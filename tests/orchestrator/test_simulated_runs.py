@@ -255,7 +255,7 @@ def test_engines_sleep_while_the_trainer_trains_on_their_gpus(tmp_path: Path, pa
     faults=st.integers(1, 8),
     victims=st.lists(st.sampled_from(["engine", "trainer", "driver", "agent"]), min_size=1, unique=True),
 )
-@settings(EXHAUSTIVE, max_examples=40)
+@settings(EXHAUSTIVE, max_examples=15)
 def test_whatever_dies_no_engine_uses_a_gpu_in_the_trainers_turn(
     tmp_path_factory: pytest.TempPathFactory,
     partial: bool,

@@ -16,6 +16,8 @@ from asyncrl_cli.rollout import engine as engine_module
 from asyncrl_cli.rollout.engine import Engine
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+IMPORTS_VLLM = pytest.mark.slow
+"""For the classes of its requests; seconds."""
 SPEC = ExperimentSpec.model_validate(
     {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
 )
@@ -46,6 +48,10 @@ class Vllm:
 
     async def resume_scheduler_async(self) -> None:
         self.touch("resume")
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
+        assert method == "prepare_weights"
+        return [False]  # a GPU engine prepares nothing
 
     async def start_weight_update(self) -> None:
         self.touch("start")
@@ -79,6 +85,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     return vllm
 
 
+@IMPORTS_VLLM
 def test_requests_and_aborts_wait_until_the_engine_is_awake(vllm: Vllm) -> None:
     async def check() -> None:
         engine = Engine(SPEC, "")
@@ -98,6 +105,7 @@ def test_requests_and_aborts_wait_until_the_engine_is_awake(vllm: Vllm) -> None:
     asyncio.run(check())
 
 
+@IMPORTS_VLLM
 def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
     async def check() -> None:
         engine = Engine(SPEC, "")
@@ -115,6 +123,7 @@ def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
     asyncio.run(check())
 
 
+@IMPORTS_VLLM
 def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuses(level: int, mode: str) -> None:
         raise RuntimeError("Memory usage increased after sleeping.")
