@@ -46,6 +46,7 @@ def _asyncrl(installed: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_template_is_copied_and_valid(installed: Path, tmp_path: Path) -> None:
     listed = _asyncrl(installed, tmp_path, "init", "--list")
     assert "reward-function" in listed and "kuberay" in listed
