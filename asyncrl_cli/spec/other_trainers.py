@@ -177,5 +177,14 @@ _HINTS = {
 }
 """What to do instead, and the names to which no key corresponds."""
 
+CONVERTIBLE = {
+    "actor_rollout_ref": "verl",
+    "async_training": "verl",
+    "model_name_or_path": "trl",
+    "num_generations": "trl",
+    "per_device_train_batch_size": "trl",
+}
+"""Top-level keys that tell a whole configuration of a trainer whose files `asyncrl convert` reads."""
+
 KEYS = {name: keys.split() for keys, names in _KEYS.items() for name in names.split()}
 HINTS = {name: hint for hint, names in _HINTS.items() for name in names.split()}

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.suggest import closest, did_you_mean
 from asyncrl_cli.spec.keys import Key, general, keys
-from asyncrl_cli.spec.other_trainers import HINTS, KEYS
+from asyncrl_cli.spec.other_trainers import CONVERTIBLE, HINTS, KEYS
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.renamed import successor
 
@@ -53,7 +53,8 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
     """
     details, words = _without_kinds(error.errors(include_url=False))
     meant: set[str] = set()
-    unknown = (detail for detail in details if detail["type"] == "extra_forbidden")
+    unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
+    trainer = next((CONVERTIBLE[str(d["loc"][0])] for d in unknown if str(d["loc"][0]) in CONVERTIBLE), "")
     for count, detail in enumerate(unknown):
         for location in _foreign(detail["loc"], detail["input"]) if count < _SUGGESTED else [detail["loc"]]:
             suggestions, hint = _known(location) if count < _SUGGESTED else ([], "")
@@ -63,7 +64,8 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
         path = _dotted(detail["loc"])
         if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
             if not partial and general(path) not in meant:
-                yield Problem(path, "missing", _missing_hint(path)), True
+                convert = f"this looks like a configuration of another trainer: asyncrl convert {trainer} FILE"
+                yield Problem(path, "missing", convert if trainer and path == "task" else _missing_hint(path)), True
         elif detail["type"] == "missing":
             yield Problem(_dotted(detail["loc"][:-1]), f"too few values: {_shown(detail['input'])}"), False
         elif detail["type"] not in ("extra_forbidden", "default_factory_not_called"):

@@ -148,6 +148,18 @@ def test_sections_of_other_trainers_are_answered_key_by_key(write: Write) -> Non
     assert [p.path for p in mistakes(path)[2:]] == ["foreign"]
 
 
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("actor_rollout_ref: {rollout: {n: 8}}\n", "asyncrl convert verl FILE"),
+        ("model_name_or_path: a/b\nnum_generations: 4\n", "asyncrl convert trl FILE"),
+    ],
+)
+def test_a_configuration_of_another_trainer_can_be_converted(write: Write, text: str, command: str) -> None:
+    hints = {problem.path: problem.hint for problem in mistakes(write(text))}
+    assert hints["task"].endswith(command) and command not in hints["model"]
+
+
 def test_a_dotted_key_in_a_file_has_its_own_location(write: Write) -> None:
     (problem,) = mistakes(write(f"{write().read_text()}trainer: {{}}\ntrainer.ranks: 2\n"))
     assert (problem.line, problem.hint) == (5, "did you mean `trainer.ranks`?")
