@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 from stand_ins import spec
 
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts import examine
-from asyncrl_cli.orchestrator.checks.hosts.examine import Host, examine_cluster, hosts_for
+from asyncrl_cli.orchestrator.checks.hosts.examine import Host, examine_cluster, hosts_for, refuse
 from asyncrl_cli.orchestrator.checks.machine import GIB
 from asyncrl_cli.orchestrator.nodes import Node
 from asyncrl_cli.spec.sections import NodeSelector
@@ -48,6 +51,24 @@ def test_hosts_with_one_name_and_address_get_different_names() -> None:
         "host (10.0.0.1) 11111111",
         "host (10.0.0.1) 22222222",
     ]
+
+
+def test_a_start_is_refused_at_the_first_failure_and_warned_before() -> None:
+    warned: list[str] = []
+    findings = [
+        Finding("token", "warning", "no token", "set one"),
+        Finding("versions", "ok", "equal"),
+        Finding("connections", "failure", "a -> b: silence", "open it"),
+    ]
+    with pytest.raises(ConfigError) as error:
+        refuse(iter(findings), warned.append)
+    assert (error.value.message, error.value.location, error.value.hint) == (
+        "a -> b: silence",
+        "cluster: connections",
+        "open it",
+    )
+    assert warned == ["token: no token. set one"]
+    refuse(iter(findings[:2]), warned.append)
 
 
 def test_a_cluster_that_does_not_answer_is_a_finding(tmp_path: Path) -> None:
@@ -101,8 +122,8 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
         alive = {actor for actor in _states() if actor != "DEAD"}
     finally:
         ray.shutdown()
-    lost = {finding.found.partition(":")[0]: finding for finding in findings if finding.check == "hosts"}
-    assert lost.keys() == {"gone", "elsewhere"} and all(one.status == "failure" for one in lost.values())
+    lost = {re.split("[: ]", finding.found)[0]: finding for finding in findings if finding.check == "hosts"}
+    assert {name: one.status for name, one in lost.items()} == {"gone": "warning", "elsewhere": "failure"}
     assert "cannot listen there" in lost["elsewhere"].found and "--node-ip-address" in lost["elsewhere"].hint
     (pairs,) = (finding for finding in findings if finding.check == "connections")
     assert pairs.found.startswith("2 of 2 pairs") and not alive

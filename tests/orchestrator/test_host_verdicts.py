@@ -145,8 +145,9 @@ def test_a_cluster_without_a_token_is_a_warning() -> None:
 
 
 def test_lost_hosts_and_unshared_folders_are_failures() -> None:
-    (lost,) = verdicts.judge_lost({"a": ("the process died", "look")})
+    lost, left = verdicts.judge_lost(dict.fromkeys("ab", ("the process died", "look")), {"b"})
     assert (lost.status, lost.found, lost.hint) == ("failure", "a: the process died", "look")
+    assert (left.status, left.found) == ("warning", "b has left the cluster during the check") and left.hint
     assert verdicts.judge_folder("/runs", {}).found == "all hosts read and write /runs"
     unshared = verdicts.judge_folder("/runs", {"b": "has no folder /runs"})
     assert unshared.status == "failure" and unshared.found == "b has no folder /runs" and "runs_dir" in unshared.hint

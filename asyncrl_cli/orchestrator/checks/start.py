@@ -31,7 +31,7 @@ from asyncrl_cli.orchestrator.checks import memory as memory_checks
 from asyncrl_cli.orchestrator.checks import model as model_checks
 from asyncrl_cli.orchestrator.checks import prompts as prompt_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster
+from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster, refuse
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.launch import Experiment
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -114,6 +114,7 @@ class StartChecks:
                 raise
             if isinstance(found, Finding) and found.status == "warning":
                 self._notice(f"{found.check}: {found.found}. {found.hint}")
+        refuse(self._hosts(), self._notice)
         assert self._experiment is not None
         return self._experiment
 

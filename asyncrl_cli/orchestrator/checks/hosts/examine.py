@@ -1,4 +1,4 @@
-"""Whether hosts of a cluster can work together: for `asyncrl doctor --cluster` and `asyncrl train --dry-run`.
+"""Whether hosts of a cluster can work together: for `asyncrl doctor --cluster`, and for every start on several hosts.
 
 All hosts answer at once, and pairs are measured in rounds, so the time grows with the number of hosts and not with that
 of pairs; every wait has a limit. What they answer is judged in verdicts.py.
@@ -105,12 +105,10 @@ def _with_room(nodes: Sequence[Node], selector: NodeSelector, wants: Resources) 
 
 def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
     """Join the cluster at ``address`` and make all checks; those between hosts only if the run may use several."""
-    import ray
-
     try:
         with connected(address):
             nodes = live_nodes()
-            hosts = hosts_for(spec, nodes, ray.get_runtime_context().get_node_id())
+            hosts = _hosts(spec, nodes)
             found = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} at {address}"
             if spec is not None:
                 found = f"{found}, {len(hosts)} for this run; {check_resources(spec, nodes, *Actors.of(spec))}"
@@ -118,6 +116,17 @@ def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, r
             yield from examine_hosts(hosts, runs_dir, replica_bytes)
     except RunError as error:
         yield Finding("cluster", "failure", f"{error.location}: {error.message}", error.hint)
+
+
+def examine_joined(spec: ExperimentSpec, folder: Path) -> Iterator[Finding]:
+    """The checks between the hosts of the cluster that is joined already."""
+    return examine_hosts(_hosts(spec, live_nodes()), folder, 0)
+
+
+def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node]) -> list[Host]:
+    import ray
+
+    return hosts_for(spec, nodes, ray.get_runtime_context().get_node_id())
 
 
 def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
@@ -130,17 +139,28 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
     except ConfigError as error:
         yield Finding("shared folder", "failure", error.message, error.hint)
         return
-    yield from verdicts.judge_lost(measured.lost)
+    alive = {node.node_id for node in live_nodes()}
+    yield from verdicts.judge_lost(measured.lost, {host.name for host in hosts if host.node_id not in alive})
     facts = {host.name: measured.facts[host.name] for host in hosts if host.name in measured.facts}
     if not facts:
         return
     yield verdicts.judge_token(facts)
     yield from verdicts.judge_versions(facts)
     yield verdicts.judge_clocks(measured.offsets)
-    yield from verdicts.judge_pairs(list(facts), measured.failures, measured.speeds)
+    failures = {pair: failure for pair, failure in measured.failures.items() if facts.keys() >= set(pair)}
+    yield from verdicts.judge_pairs(list(facts), failures, measured.speeds)
     memory = {host.name: facts[host.name].memory for host in hosts if host.weights and host.name in facts}
     yield verdicts.judge_memory(memory, replica_bytes)
     yield verdicts.judge_folder(str(runs_dir.absolute()), measured.unshared)
+
+
+def refuse(findings: Iterator[Finding], notice: Callable[[str], None]) -> None:
+    """Raise the first failure as a ``ConfigError``; ``notice`` gets the warnings."""
+    for finding in list(findings):  # all of them first: the cluster is left before an error is raised
+        if finding.status == "failure":
+            raise ConfigError(finding.found, location=f"cluster: {finding.check}", hint=finding.hint)
+        if finding.status == "warning":
+            notice(f"{finding.check}: {finding.found}. {finding.hint}")
 
 
 async def _measure(hosts: Sequence[Host], runs_dir: Path) -> Measured:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -204,9 +204,17 @@ def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
     return Finding("shared folder", "ok", f"all hosts read and write {folder}")
 
 
-def judge_lost(problems: Mapping[str, tuple[str, str]]) -> list[Finding]:
-    """Hosts that gave no answer: what happened, and a hint, by host."""
-    return [Finding("hosts", "failure", f"{host}: {problem}", hint) for host, (problem, hint) in problems.items()]
+def judge_lost(problems: Mapping[str, tuple[str, str]], left: Set[str]) -> list[Finding]:
+    """Hosts that gave no answer: what happened, and a hint, by host. Those that have ``left`` the cluster, which Ray
+    notices after some seconds, get no part of a run."""
+    findings = []
+    for host, (problem, hint) in problems.items():
+        if host in left:
+            found = f"{host} has left the cluster during the check"
+            findings.append(Finding("hosts", "warning", found, "start Ray there again if the run needs it"))
+        else:
+            findings.append(Finding("hosts", "failure", f"{host}: {problem}", hint))
+    return findings
 
 
 def _arrow(pair: tuple[str, str]) -> str:
