@@ -17,6 +17,7 @@ from asyncrl_cli.journal.progress import checksum, steps_trained
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
+from asyncrl_cli.orchestrator.checks.hosts.examine import check_joined
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
@@ -66,8 +67,11 @@ class ReplayPlan:
 
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
-    """Train again. Raises ``RunError`` when a batch is not in the journal any more or a rank dies."""
-    with ray_cluster(plan.spec, _log_folder(plan.run), Actors(0, plan.spec.trainer.ranks)):
+    """Train again. Raises ``RunError`` when a batch is not in the journal any more or a rank dies, and ``ConfigError``
+    when hosts cannot work together."""
+    actors, logs = Actors(0, plan.spec.trainer.ranks), _log_folder(plan.run)
+    with ray_cluster(plan.spec, logs, actors):
+        check_joined(plan.spec, actors, logs, progress)
         asyncio.run(_replay(plan, progress, show))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.checks.hosts.examine import examine_joined, refuse
+from asyncrl_cli.orchestrator.checks.hosts.examine import check_joined
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
 from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
@@ -97,12 +97,9 @@ def serve(
     """
     served.logs.mkdir(parents=True, exist_ok=True)
     try:
-        with (
-            stop_on_signals() as stop,
-            ray_cluster(served.spec, served.logs, Actors(served.spec.rollout.min_engines, 0)),
-        ):
-            if served.spec.cluster.address is not None:
-                refuse(examine_joined(served.spec, served.logs), warn)
+        actors = Actors(served.spec.rollout.min_engines, 0)
+        with stop_on_signals() as stop, ray_cluster(served.spec, served.logs, actors):
+            check_joined(served.spec, actors, served.logs, warn)
             asyncio.run(_serve(served, ready, status, warn, stop))
     except KeyboardInterrupt:  # before there was a loop to hear it
         raise Interrupted from None

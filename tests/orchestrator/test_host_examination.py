@@ -15,6 +15,7 @@ from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts import examine
 from asyncrl_cli.orchestrator.checks.hosts.examine import Host, examine_cluster, hosts_for, refuse
 from asyncrl_cli.orchestrator.checks.machine import GIB
+from asyncrl_cli.orchestrator.cluster import Actors
 from asyncrl_cli.orchestrator.nodes import Node
 from asyncrl_cli.spec.sections import NodeSelector
 
@@ -43,6 +44,10 @@ def test_only_hosts_that_the_run_may_use_are_examined() -> None:
         (placed(there, NodeSelector(nodes=["10.0.0.2"])), {"head": False, "cpus": True, "gpus": True}),
     ):
         assert {host.name.split()[0]: host.weights for host in hosts_for(wanting, NODES, "1" * 40)} == expected
+    apart = placed(there, NodeSelector(nodes=["10.0.0.2"]))
+    for actors, names in ((Actors(1, 0), ["head", "gpus"]), (Actors(0, 2), ["head", "cpus"])):
+        found = hosts_for(apart, NODES, "1" * 40, actors)
+        assert [host.name.split()[0] for host in found] == names
 
 
 def test_hosts_with_one_name_and_address_get_different_names() -> None:

@@ -73,14 +73,20 @@ class Measured:
     unshared: dict[str, str] = field(default_factory=dict)
 
 
-def hosts_for(spec: ExperimentSpec | None, nodes: Sequence[Node], here: str) -> list[Host]:
+def hosts_for(
+    spec: ExperimentSpec | None, nodes: Sequence[Node], here: str, actors: Actors | None = None
+) -> list[Host]:
     """The nodes that may have an engine or a trainer rank of the spec, and the driver's (``here``), which is the first;
-    without a spec all of them."""
+    without a spec all of them. ``actors``: as ``ray_cluster``."""
     names = [str(node) for node in nodes]
     used = {node.node_id for node in nodes}
     if spec is not None:
-        used = _with_room(nodes, spec.cluster.engines, engine_wants(spec))
-        used |= _with_room(nodes, spec.cluster.trainer, rank_wants(spec))
+        used = set()
+        engines, ranks = actors or Actors.of(spec)
+        if engines:
+            used |= _with_room(nodes, spec.cluster.engines, engine_wants(spec))
+        if ranks:
+            used |= _with_room(nodes, spec.cluster.trainer, rank_wants(spec))
     hosts = [
         Host(
             node.node_id,
@@ -118,15 +124,17 @@ def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, r
         yield Finding("cluster", "failure", f"{error.location}: {error.message}", error.hint)
 
 
-def examine_joined(spec: ExperimentSpec, folder: Path) -> Iterator[Finding]:
-    """The checks between the hosts of the cluster that is joined already."""
-    return examine_hosts(_hosts(spec, live_nodes()), folder, 0)
+def check_joined(spec: ExperimentSpec, actors: Actors, folder: Path, notice: Callable[[str], None]) -> None:
+    """The checks between the hosts of the cluster that is joined already, if the spec names one. ``notice`` gets the
+    warnings. Raises ``ConfigError`` with the first failure."""
+    if spec.cluster.address is not None:
+        refuse(examine_hosts(_hosts(spec, live_nodes(), actors), folder, 0), notice)
 
 
-def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node]) -> list[Host]:
+def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node], actors: Actors | None = None) -> list[Host]:
     import ray
 
-    return hosts_for(spec, nodes, ray.get_runtime_context().get_node_id())
+    return hosts_for(spec, nodes, ray.get_runtime_context().get_node_id(), actors)
 
 
 def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
