@@ -132,7 +132,7 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
                 location=f"cluster.{part}.labels",
                 hint="`ray start --labels` gives a node its labels; `ray list nodes` shows them",
             )
-        if not any(_times(node.total, wants) for node in usable[part]):
+        if not any(times_on(node, wants) for node in usable[part]):
             raise RunError(
                 f"no node has room for one {what}: it needs {amounts(wants)} on one node, and there are "
                 f"{_totals(usable[part], wants)}",
@@ -197,6 +197,11 @@ def _without(there: Resources, wants: Resources, times: int) -> dict[str, float]
 def _times(there: Resources, wants: Resources) -> int:
     """How often the wants fit."""
     return min((int((there.get(kind, 0) + ROUNDING) // amount) for kind, amount in wants.items() if amount), default=0)
+
+
+def times_on(node: Node, wants: Resources) -> int:
+    """How many actors with these resources the node has room for when it is empty."""
+    return _times(node.total, wants)
 
 
 def shortage(wants: Resources, count: int, nodes: Sequence[Node]) -> str:

@@ -108,9 +108,10 @@ class Replicas:
         while True:
             losses, nodes = self.losses, ranks.nodes
             self._writers = nodes
-            begin = [self._call(node, "begin", version, keep) for node in dict.fromkeys(nodes)]
+            own = _ranks_by_node(nodes)
+            begin = [self._call(node, "begin", version, keep, its_ranks) for node, its_ranks in own.items()]
             try:
-                paths = dict(zip(dict.fromkeys(nodes), await _all(begin), strict=True))
+                paths = dict(zip(own, await _all(begin), strict=True))
                 started = time.monotonic()
                 probe = await ranks.write(version, [paths[node] for node in nodes])
                 return Written(version, probe, nodes, time.monotonic() - started, losses)
@@ -126,7 +127,7 @@ class Replicas:
 
     async def manifest(self, written: Written) -> Manifest:
         """The written version's digests. Raises ``AgentLost`` when a part of it is gone."""
-        own = {node: [rank for rank, at in enumerate(written.nodes) if at == node] for node in written.nodes}
+        own = _ranks_by_node(written.nodes)
         agents = [self._agent(node) for node in own]
         try:
             parts = await _all([self._call(node, "digest", written.version, own[node]) for node in own])
@@ -228,6 +229,11 @@ class Replicas:
         if agent.faults.get(holder) != message:  # a pull that is tried again may fail alike
             agent.faults[holder] = message
             await self._budget.note("weights", agent.process.name, message)
+
+
+def _ranks_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
+    """``nodes`` are those of the ranks, rank by rank."""
+    return {node: [rank for rank, at in enumerate(nodes) if at == node] for node in nodes}
 
 
 async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:

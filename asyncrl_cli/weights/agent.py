@@ -38,17 +38,17 @@ class HostAgent:
     async def start(
         self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str, mover: str = "http"
     ) -> Endpoint:
-        """Allocate the memory, and serve it on this address of the host from now on. Raises ``RunError``."""
+        """Map the memory, and serve it on this address of the host from now on. Raises ``RunError``."""
         import ray
 
-        self._replica = await asyncio.to_thread(Replica, slots, ranks)
+        self._replica = await asyncio.to_thread(Replica, slots, ranks)  # a large model's chunks take seconds
         self._mover = MOVERS[mover](token)
         self._node_id = ray.get_runtime_context().get_node_id()
         return Endpoint(self._node_id, self._mover.serve(self._replica, interface_ip))
 
-    async def begin(self, version: int, keep: Manifest | None = None) -> str:
+    async def begin(self, version: int, keep: Manifest | None, ranks: Sequence[int]) -> str:
         """See ``Replica.begin``."""
-        return await asyncio.to_thread(self._replica.begin, version, keep)
+        return await asyncio.to_thread(self._replica.begin, version, keep, ranks)
 
     async def digest(self, version: int, ranks: Sequence[int]) -> dict[int, str]:
         """See ``Replica.digest``."""

@@ -2,7 +2,8 @@
 
 The memory is anonymous (``memfd_create``), reached by other processes of the host as ``/proc/PID/fd/N``: it has no name
 that could be left behind, and the kernel frees it with the last process that maps it, however that ended. The two
-buffers are allocated once and used in turn: fresh pages would cost the writers several times their copy.
+buffers take their pages once and are used in turn: fresh pages would cost the writers several times their copy. A host
+takes pages for what it will have: for the shards of its own ranks, for whole versions once it fetches.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from contextlib import ExitStack, contextmanager
 from threading import RLock
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.weights.layout import ALIGNMENT, ByteRange, TensorSlot, chunks_of, size_of
+from asyncrl_cli.weights.layout import ALIGNMENT, ByteRange, Chunk, TensorSlot, chunks_of, size_of
 from asyncrl_cli.weights.manifest import Manifest
 
 VERSION_BYTES = 8
 """Behind the weights: the version that the memory is of, by which a reader recognizes an outdated path."""
 GIB = 2**30
+PAGE = mmap.PAGESIZE
 
 
 class Buffer:
@@ -33,29 +35,26 @@ class Buffer:
         written_here: by trainer ranks of this host, not by a pull.
         digests: BLAKE3 (hex) of each chunk that is checked, by index.
         pins: how many threads read or write its bytes now.
+        allocated: the ranks whose shards have memory.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Allocate. Raises ``RunError`` when the host does not have the memory."""
+        """Map memory without any pages. Raises ``RunError`` when it cannot be mapped."""
         self.version: int | None = None
         self.serial = 0
         self.written_here = False
         self.digests: dict[int, str] = {}
         self.pins = 0
+        self.allocated = frozenset[int]()
         self._nbytes = nbytes
         self._descriptor = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
         size = nbytes + ALIGNMENT
         try:
-            # Memory that is missing is an error here. Without it, it is a signal that kills the writer halfway.
-            os.posix_fallocate(self._descriptor, 0, size)
-            mapped = mmap.mmap(self._descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            os.ftruncate(self._descriptor, size)
+            mapped = mmap.mmap(self._descriptor, size)
         except OSError as error:
             os.close(self._descriptor)
-            raise RunError(
-                f"{size / GIB:.2f} GiB of memory for weights cannot be had: {error.strerror}",
-                location="weights",
-                hint="every host with engines or trainer ranks keeps two copies of the weights in memory",
-            ) from None
+            raise _no_memory(size, error) from None
         self._bytes = memoryview(mapped)
 
     @property
@@ -85,6 +84,10 @@ class Buffer:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return True
 
+    def lend(self) -> int:
+        """Another descriptor of the memory, which stays open when this buffer is closed. The caller closes it."""
+        return os.dup(self._descriptor)
+
     def views(self, ranges: Iterable[ByteRange]) -> list[memoryview]:
         """A writable view of each range."""
         return [self._bytes[start:stop] for start, stop in ranges]
@@ -104,7 +107,7 @@ class Replica:
     """Two buffers, and what is known of their bytes. Any thread may call any method."""
 
     def __init__(self, slots: tuple[TensorSlot, ...], ranks: int) -> None:
-        """Allocate both buffers. Raises ``RunError`` when the host does not have the memory."""
+        """Map both buffers. Raises ``RunError`` when that is not possible."""
         self.slots = slots
         self.ranks = ranks
         self.chunks = chunks_of(slots, ranks)
@@ -113,15 +116,17 @@ class Replica:
         self._serial = 0
         self._lock = RLock()
 
-    def begin(self, version: int, keep: Manifest | None = None) -> str:
-        """The path of a buffer into which ranks of this host write their shards of ``version``.
+    def begin(self, version: int, keep: Manifest | None = None, ranks: Collection[int] | None = None) -> str:
+        """The path of a buffer into which ranks of this host (by default all) write their shards of ``version``.
 
         ``keep``: the version that engines serve. The buffer that has it, or this host's part of it, is not taken, also
-        when it is of the same version.
+        when it is of the same version. Raises ``RunError`` when the host does not have the memory.
         """
         with self._lock:
             kept = None if keep is None else self._of(keep)
-            return self._take([b for b in self._buffers if b is not kept], version, written_here=True).path
+            path = self._take([b for b in self._buffers if b is not kept], version, written_here=True).path
+        self._allocate(range(self.ranks) if ranks is None else ranks)
+        return path
 
     def digest(self, version: int, ranks: Collection[int], threads: ThreadPoolExecutor) -> dict[int, str]:
         """The digests of the chunks of these ranks, by index, once the ranks have written; from here on they are held.
@@ -149,7 +154,7 @@ class Replica:
         """The buffer in which to complete the version: the one that has some of its chunks already, or a free one.
 
         Chunks that it has with other bytes are forgotten. Those that the other buffer has with the same bytes are
-        copied from there. Raises ``RunError`` when no buffer is free.
+        copied from there. Raises ``RunError`` when no buffer is free, or the host does not have the memory.
         """
         with self._lock:
             buffer = self._of(manifest) or self._take(self._free(manifest.version), manifest.version, False)
@@ -159,6 +164,7 @@ class Replica:
             same = [i for i, digest in other.digests.items() if digest == manifest.digests[i] and i not in held]
             pin, other_pin = self._pin(buffer), self._pin(other)
         with pin:
+            self._allocate(range(self.ranks))
             with other_pin:
                 for index in same:
                     ranges = self.chunks[index].ranges
@@ -242,6 +248,31 @@ class Replica:
         taken.close()
         return fresh
 
+    def _allocate(self, ranks: Collection[int]) -> None:
+        """Have memory for the shards of these ranks in both buffers: the next version finds its pages there.
+
+        Missing memory is an error here; later it would be a signal that kills the writer halfway. Not under the lock:
+        for large weights this takes minutes, in which others are served.
+        """
+        size = self._nbytes + ALIGNMENT
+        for buffer in list(self._buffers):
+            with self._lock:
+                wanted = buffer.allocated.union(ranks)
+                if wanted == buffer.allocated or buffer not in self._buffers:
+                    continue
+                descriptor = buffer.lend()
+            everything = len(wanted) == self.ranks
+            parts = [(0, size)] if everything else _pages(chunk for chunk in self.chunks if chunk.rank in wanted)
+            try:
+                for start, stop in parts:
+                    os.posix_fallocate(descriptor, start, min(stop, size) - start)
+            except OSError as error:
+                raise _no_memory(sum(stop - start for start, stop in parts), error) from None
+            finally:
+                os.close(descriptor)
+            with self._lock:
+                buffer.allocated = wanted
+
     def _pin(self, buffer: Buffer | None) -> ExitStack:
         """Keeps the buffer's bytes from being overwritten until the context ends. Called with the lock held."""
         pin = ExitStack()
@@ -255,6 +286,17 @@ class Replica:
             buffer.pins -= 1
 
 
+def _pages(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+    """The pages that have bytes of the chunks, in ranges as long as possible."""
+    found: list[tuple[int, int]] = []
+    for part in sorted(part for chunk in chunks for part in chunk.ranges):
+        start, stop = part.start // PAGE * PAGE, -(-part.stop // PAGE) * PAGE
+        if found and start <= found[-1][1]:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
+
+
 def digest_of(views: Iterable[memoryview]) -> str:
     """BLAKE3 (hex) of the views' bytes, one after another."""
     from blake3 import blake3
@@ -263,6 +305,14 @@ def digest_of(views: Iterable[memoryview]) -> str:
     for view in views:
         hasher.update(view)
     return str(hasher.hexdigest())
+
+
+def _no_memory(nbytes: int, error: OSError) -> RunError:
+    return RunError(
+        f"{nbytes / GIB:.2f} GiB of memory for weights cannot be had: {error.strerror}",
+        location="weights",
+        hint="a host keeps two versions of the weights in memory, or of the shards of its trainer ranks",
+    )
 
 
 def _replaced(version: int) -> RunError:

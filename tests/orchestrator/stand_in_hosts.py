@@ -52,7 +52,7 @@ class StandInAgent(Actor):
         return Endpoint(self._node, address)
 
     @remote
-    async def begin(self, version: int, keep: Manifest | None) -> str:
+    async def begin(self, version: int, keep: Manifest | None, ranks: Sequence[int]) -> str:
         await self._hosts.works(self)
         self._written = self._new(version, None if keep is None else self._having(keep, 1))
         return self._written

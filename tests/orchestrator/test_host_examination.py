@@ -26,25 +26,28 @@ NODES = (
 )
 
 
-def placed(engines: NodeSelector, trainer: NodeSelector, gpus: int = 0) -> Any:
+def placed(engines: NodeSelector, trainer: NodeSelector, gpus: int = 0, ranks: int = 1) -> Any:
     wanting = spec()
     rollout = wanting.rollout.model_copy(update={"gpus_per_engine": gpus})
+    trainers = wanting.trainer.model_copy(update={"ranks": ranks})
     cluster = wanting.cluster.model_copy(update={"engines": engines, "trainer": trainer})
-    return wanting.model_copy(update={"rollout": rollout, "cluster": cluster})
+    return wanting.model_copy(update={"rollout": rollout, "trainer": trainers, "cluster": cluster})
 
 
 def test_only_hosts_that_the_run_may_use_are_examined() -> None:
     anywhere, there = NodeSelector(), NodeSelector(labels={"role": "rollout"})
-    named = [(host.name, host.weights) for host in hosts_for(None, NODES, "3" * 40)]
-    assert named == [("gpus (10.0.0.3)", True), ("head (10.0.0.1)", True), ("cpus (10.0.0.2)", True)]
+    named = [(host.name, host.share) for host in hosts_for(None, NODES, "3" * 40)]
+    assert named == [("gpus (10.0.0.3)", 1.0), ("head (10.0.0.1)", 1.0), ("cpus (10.0.0.2)", 1.0)]
+    trainer = NodeSelector(nodes=["10.0.0.2"])
     for wanting, expected in (
-        (placed(anywhere, anywhere), {"head": False, "cpus": True, "gpus": True}),
-        (placed(there, there, gpus=4), {"head": False, "gpus": True}),
-        (placed(there, there), {"head": False, "gpus": True}),
-        (placed(there, NodeSelector(nodes=["10.0.0.2"])), {"head": False, "cpus": True, "gpus": True}),
+        (placed(anywhere, anywhere), {"head": 0.0, "cpus": 1.0, "gpus": 1.0}),
+        (placed(there, there, gpus=4), {"head": 0.0, "gpus": 1.0}),
+        (placed(there, there), {"head": 0.0, "gpus": 1.0}),
+        (placed(there, trainer), {"head": 0.0, "cpus": 1.0, "gpus": 1.0}),
+        (placed(there, trainer, ranks=32), {"head": 0.0, "cpus": 8 / 32, "gpus": 1.0}),
     ):
-        assert {host.name.split()[0]: host.weights for host in hosts_for(wanting, NODES, "1" * 40)} == expected
-    apart = placed(there, NodeSelector(nodes=["10.0.0.2"]))
+        assert {host.name.split()[0]: host.share for host in hosts_for(wanting, NODES, "1" * 40)} == expected
+    apart = placed(there, trainer)
     for actors, names in ((Actors(1, 0), ["head", "gpus"]), (Actors(0, 2), ["head", "cpus"])):
         found = hosts_for(apart, NODES, "1" * 40, actors)
         assert [host.name.split()[0] for host in found] == names

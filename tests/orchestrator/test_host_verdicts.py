@@ -131,11 +131,15 @@ def test_pairs_for_which_there_was_no_time_are_counted() -> None:
 
 
 def test_hosts_with_weights_need_two_versions_of_them() -> None:
-    assert verdicts.judge_memory({"a": 8 * GIB}, 4 * GIB).status == "ok"
-    finding = verdicts.judge_memory({"a": 8 * GIB, "b": 8 * GIB - 1}, 4 * GIB)
-    assert finding.status == "failure" and "8.0 GiB" in finding.found and "b: 8.0 GiB" in finding.found
-    assert "a:" not in finding.found
-    assert verdicts.judge_memory({"a": 1}, 0).status == "ok", "without a spec nothing is known of weights"
+    whole = {"a": 8 * GIB, "b": 8 * GIB, "driver": 0}
+    assert verdicts.judge_memory({"a": 8 * GIB}, whole).status == "ok"
+    finding = verdicts.judge_memory({"a": 8 * GIB, "b": 7 * GIB}, whole)
+    assert finding.status == "failure" and "b has 7.0 GiB available and needs 8.0" in finding.found
+    assert "a has" not in finding.found
+    shards = verdicts.judge_memory({"a": 9 * GIB, "b": 3 * GIB}, {"a": 8 * GIB, "b": 1 * GIB})
+    assert shards.status == "ok" and "9.0 GiB available (a); its part of two versions takes 8.0 GiB" in shards.found
+    assert verdicts.judge_memory({"a": 1}, {"a": 0}).status == "ok", "without a spec nothing is known of weights"
+    assert verdicts.judge_memory({}, {}).status == "ok"
 
 
 def test_a_cluster_without_a_token_is_a_warning() -> None:

@@ -44,7 +44,7 @@ class Agents:
         return actor, Endpoint(f"host-{len(self.actors)}", endpoint.url)
 
     def publish(self, actor: Any, version: int, keep: Manifest | None = None) -> Manifest:
-        path = self.ray.get(actor.begin.remote(version, keep))
+        path = self.ray.get(actor.begin.remote(version, keep, range(RANKS)))
         write(path, version)
         return Manifest.of(version, SLOTS, RANKS, [self.ray.get(actor.digest.remote(version, list(range(RANKS))))])
 
@@ -118,7 +118,7 @@ def test_a_caller_that_does_not_wait_any_longer_leaves_the_fetch_to_the_next(age
 
 def test_of_a_killed_agent_nothing_is_left(agents: Agents) -> None:
     trainer, trainers = agents.start()
-    path = Path(agents.ray.get(trainer.begin.remote(1)))
+    path = Path(agents.ray.get(trainer.begin.remote(1, None, range(RANKS))))
     assert path.exists()
     with pytest.raises(RunError, match="weight version 7 is not being written"):
         agents.ray.get(trainer.digest.remote(7, [0]))

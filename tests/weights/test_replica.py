@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.weights import layout
 from asyncrl_cli.weights.layout import chunks_of, plan_slots, size_of
 from asyncrl_cli.weights.manifest import Manifest
-from asyncrl_cli.weights.replica import Replica, digest_of
+from asyncrl_cli.weights.replica import PAGE, Replica, digest_of
 
 RANKS = 3
 SLOTS = plan_slots([("a", torch.float32, (17, 3)), ("b", torch.bfloat16, ()), ("c", torch.int8, (100,))])
@@ -299,11 +299,36 @@ def test_memory_that_the_host_does_not_have_is_an_error(monkeypatch: pytest.Monk
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RunError, match="cannot be had: No space left on device"):
-        Replica(SLOTS, RANKS)
-    assert len(os.listdir("/proc/self/fd")) == before
+    with closing(Replica(SLOTS, RANKS)) as replica:
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        for use in (lambda: replica.begin(0), lambda: fetch(replica, 0)):
+            with pytest.raises(RunError, match="cannot be had: No space left on device"):
+                use()
+        assert len(os.listdir("/proc/self/fd")) == before
+        monkeypatch.undo()
+        everything(replica, 1)
+        assert replica.path(manifest(1)), "it can be used when there is memory again"
+
+
+def test_a_host_has_memory_for_the_shards_of_its_ranks_and_all_once_it_fetches() -> None:
+    shard = 16 * PAGE
+    slots = plan_slots([("weight", torch.uint8, (RANKS, shard))])
+
+    def memory(path: str) -> int:
+        return os.stat(path).st_blocks * 512
+
+    with patch.object(layout, "CHUNK_BYTES", PAGE), closing(Replica(slots, RANKS)) as replica:
+        first = replica.begin(0, ranks=[1])
+        replica.digest(0, [1], THREADS)
+        other = replica.begin(1, ranks=[1])
+        assert first != other
+        for path in (first, other):
+            # Its own page has the version's number.
+            assert shard <= memory(path) <= shard + 2 * PAGE
+        whole = Manifest(2, slots, RANKS, ("",) * len(replica.chunks))
+        with replica.receiving(whole) as buffer:
+            assert memory(buffer.path) >= RANKS * shard
 
 
 def test_the_memory_has_no_name(replica: Replica) -> None:

@@ -30,14 +30,14 @@ from asyncrl_cli.orchestrator.checks.hosts.probe import (
 from asyncrl_cli.orchestrator.cluster import Actors, connected
 from asyncrl_cli.orchestrator.nodes import (
     Node,
-    Resources,
     check_resources,
     eligible,
     engine_wants,
     live_nodes,
     rank_wants,
+    times_on,
 )
-from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import on_node, wait_for
 
 START_S = 60.0
@@ -52,13 +52,13 @@ LOST_HINT = "see whether asyncrl is installed there, and Ray's logs on that host
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node of the cluster: Ray's id, a name for people that no other has, its address, and whether an engine or a
-    trainer rank may be placed there, so that it has the weights."""
+    """A node of the cluster: Ray's id, a name for people that no other has, its address, and the part of a weight
+    version that it may have: all of it with an engine, the shards of the ranks that it has room for, or nothing."""
 
     node_id: str
     name: str
     address: str
-    weights: bool = True
+    share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -79,34 +79,31 @@ def hosts_for(
     """The nodes that may have an engine or a trainer rank of the spec, and the driver's (``here``), which is the first;
     without a spec all of them. ``actors``: as ``ray_cluster``."""
     names = [str(node) for node in nodes]
-    used = {node.node_id for node in nodes}
+    shares = {node.node_id: 1.0 for node in nodes}
     if spec is not None:
-        used = set()
         engines, ranks = actors or Actors.of(spec)
-        if engines:
-            used |= _with_room(nodes, spec.cluster.engines, engine_wants(spec))
-        if ranks:
-            used |= _with_room(nodes, spec.cluster.trainer, rank_wants(spec))
+        # Used or not: what runs on the nodes now may end.
+        shares = {
+            node.node_id: min(times, ranks) / ranks
+            for node in (eligible(nodes, spec.cluster.trainer) if ranks else ())
+            if (times := times_on(node, rank_wants(spec)))
+        }
+        shares |= {
+            node.node_id: 1.0
+            for node in (eligible(nodes, spec.cluster.engines) if engines else ())
+            if times_on(node, engine_wants(spec))
+        }
     hosts = [
         Host(
             node.node_id,
             name if names.count(name) == 1 else f"{name} {node.node_id[:8]}",
             node.address,
-            node.node_id in used,
+            shares.get(node.node_id, 0.0),
         )
         for node, name in zip(nodes, names, strict=True)
-        if node.node_id in {here, *used}
+        if node.node_id in {here, *shares}
     ]
     return sorted(hosts, key=lambda host: host.node_id != here)
-
-
-def _with_room(nodes: Sequence[Node], selector: NodeSelector, wants: Resources) -> set[str]:
-    """The ids of nodes that have, used or not, what an actor wants."""
-    return {
-        node.node_id
-        for node in eligible(nodes, selector)
-        if all(node.total.get(kind, 0) >= amount for kind, amount in wants.items())
-    }
 
 
 def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
@@ -157,8 +154,9 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
     yield verdicts.judge_clocks(measured.offsets)
     failures = {pair: failure for pair, failure in measured.failures.items() if facts.keys() >= set(pair)}
     yield from verdicts.judge_pairs(list(facts), failures, measured.speeds)
-    memory = {host.name: facts[host.name].memory for host in hosts if host.weights and host.name in facts}
-    yield verdicts.judge_memory(memory, replica_bytes)
+    memory = {host.name: facts[host.name].memory for host in hosts if host.share and host.name in facts}
+    needed = {host.name: round(2 * replica_bytes * host.share) for host in hosts}
+    yield verdicts.judge_memory(memory, needed)
     yield verdicts.judge_folder(str(runs_dir.absolute()), measured.unshared)
 
 

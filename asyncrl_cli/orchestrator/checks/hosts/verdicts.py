@@ -179,19 +179,20 @@ def _failed_pairs(hosts: Sequence[str], failures: Mapping[tuple[str, str], Failu
     return findings
 
 
-def judge_memory(available: Mapping[str, int], replica_bytes: int) -> Finding:
-    """Hosts of engines and ranks have room for two versions of the weights: the one that serves, and the next."""
-    needed = 2 * replica_bytes
-    if small := {host: free for host, free in available.items() if free < needed}:
-        listed = _some([f"{host}: {free / GIB:.1f} GiB" for host, free in small.items()])
-        found = f"two versions of the weights take {needed / GIB:.1f} GiB on each host; available on {listed}"
+def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Finding:
+    """Hosts of engines have room for two versions of the weights, the one that serves and the next; hosts of trainer
+    ranks for two of their shards. Both in bytes by host."""
+    if small := [host for host, free in available.items() if free < needed[host]]:
+        lacks = "{} has {:.1f} GiB available and needs {:.1f}"
+        listed = _some([lacks.format(host, available[host] / GIB, needed[host] / GIB) for host in small])
+        found = f"too little for two versions of the weights, or of the shards of a host's ranks: {listed}"
         hint = "free memory there, or choose other hosts by cluster.engines and cluster.trainer"
         return Finding("host memory", "failure", found, hint)
-    least = min(available, key=lambda host: available[host], default="")
-    shown = (
-        f"at least {available[least] / GIB:.1f} GiB available ({least})" if least else "no host for engines or ranks"
-    )
-    what = f"two versions of the weights take {needed / GIB:.1f} GiB" if needed else "without the weights of a model"
+    if not available:
+        return Finding("host memory", "ok", "no host for engines or ranks")
+    least = min(available, key=lambda host: available[host] - needed[host])
+    shown = f"at least {available[least] / GIB:.1f} GiB available ({least})"
+    what = f"its part of two versions takes {needed[least] / GIB:.1f} GiB" if needed[least] else "without a model"
     return Finding("host memory", "ok", f"{shown}; {what}")
 
 
