@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.orchestrator.engine_source import EngineSource
+from asyncrl_cli.orchestrator.engine_source import EngineSource, why_lost
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.rollout.client import EngineState, GenerationClient
 
@@ -30,8 +30,6 @@ LOOK_S = 1.0
 """Seconds between two looks at draining nodes and at how many engines are wanted."""
 LEAVE_S = 30.0
 """Seconds that an engine may take to return its requests. Notices of preemption often give no more."""
-NODE_DEATH_S = 20.0
-"""Seconds that a lost connection may turn out to be a lost node: Ray notices one after about 15."""
 RETRY_S, LONGEST_RETRY_S = 15.0, 600.0
 """Seconds until another engine is asked for after one that could not join; doubled each time."""
 
@@ -216,15 +214,11 @@ class EnginePool:
 
     async def _why_left(self, engine: EngineState, unreachable: bool) -> str:
         member = next((one for one in self._members.values() if one.engine is engine), None)
-        deadline = time.monotonic() + (NODE_DEATH_S if unreachable else 0.0)
-        while True:
-            if member is not None and member.leaving:
-                return member.leaving
-            if why := await asyncio.to_thread(self._source.why_gone, engine.process.node):
-                return why
-            if time.monotonic() >= deadline:
-                return ""
-            await asyncio.sleep(LOOK_S)
+
+        def leaving() -> str:
+            return "" if member is None else member.leaving
+
+        return leaving() or await why_lost(lambda: leaving() or self._source.why_gone(engine.process.node), unreachable)
 
     def _leave(self, member: _Member, reason: str) -> None:
         if not member.leaving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -11,6 +12,10 @@ from asyncrl_cli.orchestrator.nodes import live_nodes
 from asyncrl_cli.rollout.engine_handle import EngineHandle
 
 Waits = Callable[[str], None]
+LOOK_S = 1.0
+"""Seconds between two looks at what has become of a node."""
+NODE_DEATH_S = 20.0
+"""Seconds that a lost connection may turn out to be a lost node: Ray notices one after about 15."""
 
 
 class EngineSource(Protocol):
@@ -28,8 +33,20 @@ class EngineSource(Protocol):
         ...
 
     def why_gone(self, node: str) -> str:
-        """Why an engine on this node is lost with it; empty while the node lives."""
+        """Why an actor on this node is lost with it; empty while the node lives."""
         ...
+
+
+async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
+    """What ``ask`` says of an actor that is lost: why it is not to be started again, empty when it is.
+
+    ``unreachable``: what became of its process is not known yet, so ``ask`` is called until it says something, for
+    ``NODE_DEATH_S`` seconds. It may block.
+    """
+    deadline = time.monotonic() + (NODE_DEATH_S if unreachable else 0.0)
+    while not (why := await asyncio.to_thread(ask)) and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_S)
+    return why
 
 
 class RayEngines:

@@ -277,7 +277,8 @@ async def _start(
     buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog knows since when a call takes too long, so its message comes first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
-    replicas = Replicas(factory.host_agent, factory.address_of, budget, spec.weights.mover)
+    source = RayEngines(make_engine)
+    replicas = Replicas(factory.host_agent, factory.address_of, budget, spec.weights.mover, source.why_gone)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None
     checkpoint = start.checkpoint
@@ -329,7 +330,7 @@ async def _start(
         ranks=ranks,
         replicas=replicas,
         client=client,
-        engine_source=RayEngines(make_engine),
+        engine_source=source,
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
         episodes=episodes,

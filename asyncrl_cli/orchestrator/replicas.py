@@ -2,7 +2,8 @@
 
 An agent owns the memory that has weight versions on its host (``weights/replica.py``, decision 0038). What it held is
 gone when it dies. It is started again empty: an engine's host then pulls the version from others, and what no host has
-any more is written again by the trainer.
+any more is written again by the trainer. An agent that is lost with its node is not started again, and does not count
+as a restart; so it is with engines (engine_pool.py).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.engine_source import why_lost
+from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import Probe
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, ActorLost, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, ActorLost, Unreachable, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed, ReplicaGone
@@ -37,12 +39,18 @@ class AgentLost(RunError):
     """An agent died or did not answer, and what it held is gone; the next call starts another."""
 
 
+class HostGone(RunError):
+    """An agent is gone with its node; there will be no other one."""
+
+
 @dataclass(slots=True, eq=False)
 class _Agent:
-    """The agent of one node. ``held`` are the ranks whose shards it has, by version and checksum."""
+    """The agent of one node. ``held`` are the ranks whose shards it has, by version and checksum; ``gone`` is why there
+    will be no other one."""
 
     node: str
     process: SupervisedActor
+    gone: str = ""
     endpoint: Endpoint | None = None
     held: dict[tuple[int, str], frozenset[int]] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
@@ -75,10 +83,12 @@ class Replicas:
         address_of: Callable[[str], str],
         budget: RestartBudget,
         mover: str = "http",
+        why_gone: Callable[[str], str] = lambda _: "",
     ) -> None:
         """``make(name, node)`` asks Ray for an agent on a node, ``address_of(node)`` is the address that it serves.
-        ``mover`` is the spec's ``weights.mover``."""
+        ``mover`` is the spec's ``weights.mover``. ``why_gone``: as ``EngineSource`` has it."""
         self._make = make
+        self._why_gone = why_gone
         self._address_of = address_of
         self._budget = budget
         self._mover = mover
@@ -122,6 +132,8 @@ class Replicas:
             except RunError as error:
                 # A host that is gone has taken its ranks along, and Ray starts no agent there (decision 0038).
                 await ranks.check()
+                if isinstance(error, HostGone):
+                    raise TrainerLost(error.location, error.message) from error  # its ranks are about to follow it
                 if not isinstance(error, AgentLost):
                     raise
 
@@ -143,7 +155,7 @@ class Replicas:
     async def pull(self, node: str, manifest: Manifest) -> Pulled:
         """A version in the memory of a node, which gets it from the others if need be.
 
-        An agent that is lost meanwhile is made again, and pulls again. Raises ``PullFailed``.
+        An agent that is lost meanwhile is made again, and pulls again. Raises ``PullFailed`` and ``HostGone``.
         """
         agent = self._agent(node)
         pulled: Pulled | None = None
@@ -191,13 +203,17 @@ class Replicas:
         return self._agents[node]
 
     async def _call(self, node: str, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
-        agent = self._agent(node)
+        agent, name = self._agent(node), self._agent(node).process.name
+        if agent.gone:
+            raise HostGone(agent.gone, location=name)
         actor = await agent.process.running()
         try:
-            return await wait_for(getattr(actor, method).remote(*arguments), agent.process.name, limit_s)
+            return await wait_for(getattr(actor, method).remote(*arguments), name, limit_s)
         except ActorLost as lost:
-            await self._lose(agent, actor, lost.message)
-            raise AgentLost(lost.message, location=agent.process.name) from lost
+            await self._lose(agent, actor, lost)
+            if agent.gone:
+                raise HostGone(agent.gone, location=name) from lost
+            raise AgentLost(lost.message, location=name) from lost
 
     async def _look(self) -> None:
         """Find the agents that have died since they were called."""
@@ -209,15 +225,20 @@ class Replicas:
             try:
                 await wait_for(actor.report.remote(), agent.process.name, LOOK_S)
             except ActorDied as died:
-                await self._lose(agent, actor, died.message)
+                await self._lose(agent, actor, died)
             except RunError:
                 pass  # it may be cut off for a while: then it still has what it had
 
-    async def _lose(self, agent: _Agent, actor: Any, cause: str) -> None:
+    async def _lose(self, agent: _Agent, actor: Any, lost: ActorLost) -> None:
+        # Until it is known what became of the node the agent counts as there: a caller may stop waiting for it.
+        gone = await why_lost(lambda: self._why_gone(agent.node), isinstance(lost, Unreachable))
         if self._agents.get(agent.node) is agent and actor is agent.process.actor:  # else it is no longer needed
             self.losses += 1
-            agent.held, agent.endpoint = {}, None
-            await agent.process.lose(actor, cause)
+            agent.held, agent.endpoint, agent.gone = {}, None, gone
+            if gone:
+                agent.process.release()
+            else:
+                await agent.process.lose(actor, lost.message)
 
     def _note_held(self, agent: _Agent, manifest: Manifest, ranks: Collection[int]) -> None:
         if agent.endpoint is not None:  # else it was lost meanwhile

@@ -85,6 +85,7 @@ def probe(weights: Weights) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.random.default_rng(number(weights)).normal(-5.0, 1.0, 8).astype(np.float32)
 
 
+RANK_0 = "host-0"
 TRAINING_TURNS = 5
 """Turns of the event loop that a step takes: time enough for engines to generate meanwhile."""
 
@@ -238,6 +239,8 @@ class Engine(Actor):
     def _may_die(self, chance: float) -> None:
         if self._fate.strikes("node", chance):
             self._fate.gone.add(self._node)
+            if self._node != RANK_0:  # whose rank would be lost, too
+                self._hosts.lose(self._node)
             self.die()
         if self._fate.strikes("engine", chance):
             self.die()
@@ -578,6 +581,7 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.LOOK_S", 0.0),
+        patch("asyncrl_cli.orchestrator.engine_source.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.RETRY_S", 0.0),
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
         patch("asyncrl_cli.core.files.sync", lambda path: None),

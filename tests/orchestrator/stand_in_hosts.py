@@ -111,14 +111,15 @@ class StandInAgent(Actor):
 
 
 class StandInHosts:
-    """The memory of hosts by path, and the agents that were made, by node."""
+    """The memory of hosts by path, the agents that were made, by node, and the nodes that are gone."""
 
     def __init__(self, budget: RestartBudget | None = None) -> None:
+        self.gone: set[str] = set()
         self.memory: dict[str, Shards] = {}
         self.agents: dict[str, list[StandInAgent]] = {}
         self.paths = 0
         self.works: Callable[[StandInAgent], Awaitable[None]] = _at_once
-        self.replicas = Replicas(self._make, str, budget or Notes().budget(1000))
+        self.replicas = Replicas(self._make, str, budget or Notes().budget(1000), why_gone=self._why_gone)
 
     def write(self, path: str, rank: int, shard: Any) -> None:
         """A rank writes its shard. Raises ``ReplicaGone``."""
@@ -138,7 +139,18 @@ class StandInHosts:
                 if version == manifest.version and digests.get(rank) == manifest.digests[rank]:
                     yield self.memory[path][rank]
 
+    def lose(self, node: str) -> None:
+        """A node dies with its agent."""
+        self.gone.add(node)
+        if node in self.agents:
+            self.agent(node).die()
+
+    def _why_gone(self, node: str) -> str:
+        return "its node is gone" if node in self.gone else ""
+
     def _make(self, name: str, node: str) -> StandInAgent:
+        if node in self.gone:
+            raise RunError("ActorUnschedulableError: the node is gone")
         self.agents.setdefault(node, []).append(StandInAgent(self, node))
         return self.agent(node)
 

@@ -16,11 +16,13 @@ from stand_ins import LIMIT_S, Notes, run, spec, turns
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.publisher import Publisher
+from asyncrl_cli.orchestrator.replicas import HostGone
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
+from asyncrl_cli.system.remote import Unreachable
 from asyncrl_cli.weights.manifest import Overtaken, ReplicaGone
 
 PROBE = (1, 2, 3, 4)
@@ -423,7 +425,8 @@ def test_whichever_agent_dies_when_all_engines_serve_in_the_end(
         for engine in harness.engines:
             if not engine.serving:
                 coming = asyncio.create_task(harness.publisher.bring_up(engine))
-                await turns(100)
+                while harness.publisher.available and not coming.done():
+                    await asyncio.sleep(0)
                 if not harness.publisher.available:
                     await harness.serve(1)  # as the trainer does between steps
                 await coming
@@ -460,6 +463,57 @@ def test_a_host_that_is_gone_with_its_rank_loses_the_trainer_and_not_the_run(aga
     run(check())
 
 
+def test_an_agent_that_is_lost_with_its_node_is_not_made_again_and_costs_no_restart() -> None:
+    async def check() -> None:
+        harness = Harness(Engine(), Engine())
+        await harness.serve(0)
+        harness.hosts.lose("c1")
+        await harness.serve(1)
+        assert (list(harness.failed), loaded(harness)) == (["engine-1"], [0, 1])
+        assert "its node is gone" in harness.failed["engine-1"]
+        with pytest.raises(HostGone, match="its node is gone"):
+            await harness.publisher.bring_up(harness.engines[1])
+        assert len(harness.hosts.agents["c1"]) == 1
+        assert harness.notes == [], "no restart is counted"
+        del harness.engines[1]
+        await harness.serve(2)
+        assert loaded(harness) == [0, 1, 2]
+
+    run(check())
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_lost_connection_is_waited_for_until_it_is_known_what_became_of_the_node(
+    returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host is cut off: Ray notices after a while that it is gone, or it is there again."""
+    monkeypatch.setattr("asyncrl_cli.orchestrator.engine_source.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncrl_cli.orchestrator.engine_source.NODE_DEATH_S", 0.0 if returns else LIMIT_S)
+
+    async def check() -> None:
+        harness = Harness(Engine(), Engine())
+        await harness.serve(0)
+        cut_off = asyncio.Event()
+
+        async def works(agent: StandInAgent) -> None:
+            if agent._node == "c1" and agent is harness.hosts.agents["c1"][0]:
+                cut_off.set()
+                raise Unreachable("the connection is lost")
+
+        harness.hosts.works = works
+        publishing = asyncio.create_task(harness.serve(1))
+        await cut_off.wait()
+        await turns(50)
+        if not returns:
+            assert not publishing.done() and not harness.notes
+            harness.hosts.lose("c1")
+        await publishing
+        assert [kind for kind, *_ in harness.notes] == (["host-agent"] if returns else [])
+        assert list(harness.failed) == ([] if returns else ["engine-1"])
+
+    run(check())
+
+
 def test_what_no_host_has_any_more_is_written_again_while_others_serve() -> None:
     async def check() -> None:
         harness, engine = Harness(Engine()), Engine()
@@ -467,8 +521,9 @@ def test_what_no_host_has_any_more_is_written_again_while_others_serve() -> None
         for node in ("a", "b"):
             harness.hosts.agent(node).die()
         coming = asyncio.create_task(harness.bring_up(engine))
-        await turns(50)
-        assert (harness.publisher.available, harness.up) == (False, [])
+        while harness.publisher.available:
+            await asyncio.sleep(0)
+        assert harness.up == []
         assert not harness.publisher.missed, "an engine serves"
         harness.engines[0].serving = False
         assert harness.publisher.missed
