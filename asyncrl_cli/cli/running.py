@@ -17,7 +17,8 @@ from asyncrl_cli.core.terminal import printable
 if TYPE_CHECKING:
     from asyncrl_cli.monitors.outlet import Terminal
     from asyncrl_cli.orchestrator.checks.start import StartChecks
-    from asyncrl_cli.orchestrator.launch import Experiment, Outcome, Start
+    from asyncrl_cli.orchestrator.experiment import Experiment
+    from asyncrl_cli.orchestrator.launch import Outcome, Start
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
 

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import bundle_wants, engine_wants, rank_wants
-from asyncrl_cli.orchestrator.placement import BundlePart, EnginePlace, PlacementGroup
+from asyncrl_cli.orchestrator.placement import BundlePart, EnginePlace, Examiner, PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
@@ -37,6 +37,7 @@ class ActorFactory:
     run_path: Path
     search_path: Path
     log_folder: Path | None = None
+    examiner: Examiner | None = None
 
     @property
     def _logs(self) -> str:
@@ -48,13 +49,13 @@ class ActorFactory:
         wants = engine_wants(self.spec)
         if trainer is not None and shares_gpus(self.spec):
             return BundlePart(name, trainer, int(name.removeprefix("engine-")), wants)
-        return PlacementGroup(name, wants, self.spec.cluster.engines)
+        return PlacementGroup(name, wants, self.spec.cluster.engines, examiner=self.examiner)
 
     def trainer_group(self) -> PlacementGroup:
         """For the resources of all trainer ranks, and of the engines that share their GPUs."""
         spec = self.spec
         who = "the trainer and its engines" if shares_gpus(spec) else "the trainer"
-        return PlacementGroup(who, bundle_wants(spec), spec.cluster.trainer, spec.trainer.ranks)
+        return PlacementGroup(who, bundle_wants(spec), spec.cluster.trainer, spec.trainer.ranks, self.examiner)
 
     def engine(self, group: EnginePlace) -> Any:
         import ray

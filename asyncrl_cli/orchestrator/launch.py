@@ -16,11 +16,9 @@ from typing import Any, Literal
 
 from asyncrl_cli.core.errors import DataError, RunError, UserError
 from asyncrl_cli.core.secrets import hide
-from asyncrl_cli.core.user_code import CODE_S, user_code
-from asyncrl_cli.data.loader import PromptLoader, Stage, stages_of
+from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.monitors.base import Ending, Monitor
-from asyncrl_cli.monitors.load import load_monitors
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
@@ -28,11 +26,13 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import unrecorded
+from asyncrl_cli.orchestrator.checks.hosts.newcomers import Newcomers
 from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.orchestrator.engine_source import RayEngines
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
+from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
@@ -45,12 +45,8 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.runs.scaling import forget_requests
-from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
-from asyncrl_cli.tasks.base import Split, is_episodic
-from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.prompts import load_prompts
 from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
@@ -85,63 +81,6 @@ class Outcome:
     model: Path | None = None
     checkpoint: Path | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Experiment:
-    """A checked spec with its data, ready to run.
-
-    Args:
-        search_path: where the user's own modules lie.
-        stages: of the curriculum.
-        sets: the prompts of further evaluation sets, by name.
-        episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
-        monitors: that ``tracking`` names, TensorBoard for example; not started.
-    """
-
-    spec: ExperimentSpec
-    search_path: Path
-    train_prompts: Sequence[Prompt]
-    eval_prompts: Sequence[Prompt]
-    stages: Sequence[Stage] = ()
-    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
-    episodic: frozenset[str] = frozenset()
-    monitors: Sequence[Monitor] = ()
-
-    @classmethod
-    def load(
-        cls, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None] = lambda _: None
-    ) -> Experiment:
-        """Import the task and open the data; ``notice`` gets what takes long. Raises a ``UserError`` that names what
-        is wrong."""
-        with user_code("importing the task", notice, CODE_S):
-            task = load_task(spec.task, search_path)
-            tasks = {"": task} | {
-                name: task
-                if chosen.task is None
-                else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
-                for name, chosen in spec.evaluation.sets.items()
-            }
-        with user_code("importing the monitors", notice, CODE_S):
-            monitors = load_monitors(spec.tracking, search_path)
-        with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
-            train_prompts = load_prompts("train", spec.data.train, task, search_path)
-            eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
-            sets = {}
-            for name, chosen in spec.evaluation.sets.items():
-                split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
-                location = f"evaluation.sets.{name}.data"
-                sets[name] = load_prompts(split, chosen.data, tasks[name], search_path, location)
-            return cls(
-                spec,
-                search_path,
-                train_prompts,
-                eval_prompts,
-                stages_of(train_prompts, spec.data.curriculum),
-                sets,
-                frozenset(name for name, one in tasks.items() if is_episodic(one)),
-                monitors,
-            )
 
 
 def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, start: Start) -> Outcome:
@@ -249,7 +188,6 @@ async def _start(
 ) -> Orchestrator:
     """Start every part, and put them together. ``closing`` gets what stops them, each in bounded time."""
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
-    factory = ActorFactory(spec, run.path, experiment.search_path)
     forget_requests(run)
 
     async def record_fault(kind: str, part: str, message: str) -> None:
@@ -257,6 +195,12 @@ async def _start(
         await buffer.failed(kind, part, hide(message))
 
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
+    newcomers = None
+    if spec.cluster.address is not None:
+        newcomers = Newcomers(
+            *(spec, run.path, experiment.replica_bytes), lambda: ranks.nodes, budget.note, reporter.warn
+        )
+    factory = ActorFactory(spec, run.path, experiment.search_path, examiner=newcomers)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
     # Ray serves requests in their order: first what must fit together.
     trainer_group = factory.trainer_group()

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Protocol, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.nodes import Node, Resources, eligible, live_nodes, numbers_of, shortage
@@ -28,6 +28,26 @@ NODE_ID = "ray.io/node-id"
 
 
 T = TypeVar("T")
+
+
+class Examiner(Protocol):
+    """Looks at nodes before actors of a run start there."""
+
+    @property
+    def avoided(self) -> frozenset[str]:
+        """The ids of nodes that are not to be used now."""
+        ...
+
+    async def usable(self, nodes: Collection[str]) -> bool:
+        """Whether actors may start on all of these nodes. Those for which that is not so are ``avoided`` then."""
+        ...
+
+
+class _Trusting:
+    avoided = frozenset[str]()
+
+    async def usable(self, nodes: Collection[str]) -> bool:
+        return True
 
 
 def rank_order(seats: Sequence[Seat]) -> list[int]:
@@ -49,34 +69,45 @@ class PlacementGroup:
     Ray keeps them until ``remove`` or the run's end. If a node dies, Ray finds another place for its bundles.
     """
 
-    def __init__(self, who: str, bundle: Resources, selector: NodeSelector, count: int = 1) -> None:
+    def __init__(
+        self,
+        who: str,
+        bundle: Resources,
+        selector: NodeSelector,
+        count: int = 1,
+        examiner: Examiner | None = None,
+    ) -> None:
         """``who`` is the part's name in messages; ``bundle`` are the resources of each of the ``count`` actors."""
         self.who = who
         self._bundle = {kind: amount for kind, amount in bundle.items() if amount}
         self.count = count
         self._selector = selector
+        self._examiner = examiner or _Trusting()
         self._group: Any = None
-        self._named: frozenset[str] = frozenset()
+        self._asked: tuple[frozenset[str], frozenset[str]] | None = None  # nodes that are named, and avoided
 
     def ask(self) -> None:
         """Ask Ray for the resources, unless that is done; returns at once.
 
-        A group that waits for nodes that the spec names is replaced when others of them are there.
+        A group that waits is replaced when others of the nodes that the spec names are there, and when other nodes are
+        to be avoided.
         """
         from ray.util.placement_group import placement_group
 
-        labels, named = dict(self._selector.labels), frozenset[str]()
+        labels, named, avoided = dict(self._selector.labels), frozenset[str](), self._examiner.avoided
         if self._selector.nodes:
-            named = frozenset(node.node_id for node in eligible(live_nodes(), self._selector))
-            if named == self._named or (self._group is not None and self._table()["state"] == "CREATED"):
-                return
-            self.remove()
-            if not named:
-                return
-            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that comes back has another id
-        elif self._group is not None:
+            named = frozenset(node.node_id for node in eligible(live_nodes(), self._selector)) - avoided
+        asked = named, avoided
+        if self._group is not None and (asked == self._asked or self._table()["state"] == "CREATED"):
             return
-        self._named = named
+        self.remove()
+        if named:
+            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that comes back has another id
+        elif self._selector.nodes:
+            return
+        elif avoided:
+            labels[NODE_ID] = f"!in({','.join(sorted(avoided))})"
+        self._asked = asked
         selectors = [labels] * self.count if labels else None
         self._group = placement_group([self._bundle] * self.count, "PACK", bundle_label_selector=selectors)
 
@@ -92,12 +123,12 @@ class PlacementGroup:
         return True
 
     async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
-        """Wait until Ray holds the resources; ``warn`` gets what is missing. Raises ``RunError`` after ``limit_s``
-        seconds; None waits without a limit."""
+        """Wait until Ray holds the resources on usable nodes; ``warn`` gets what is missing. Raises ``RunError`` after
+        ``limit_s`` seconds; None waits without a limit."""
         started = time.monotonic()
         next_notice = started + FIRST_NOTICE_S
         self.ask()
-        while not await self.ready(LOOK_S):
+        while not await self._held_on_usable_nodes():
             if (now := time.monotonic()) >= next_notice:
                 waits = self.shortage(await asyncio.to_thread(live_nodes))
                 if limit_s is not None and now - started > limit_s:
@@ -109,6 +140,14 @@ class PlacementGroup:
                 warn(f"{self.who} waits until Ray has room for it: {waits}")
                 next_notice = now + NOTICE_S
             self.ask()
+
+    async def _held_on_usable_nodes(self) -> bool:
+        if not await self.ready(LOOK_S):
+            return False
+        if usable := await self._examiner.usable(self.nodes()):
+            return usable
+        self.remove()
+        return False
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
         """The first answer of actors in the group, with what is missing if their node dies before it.
@@ -125,7 +164,8 @@ class PlacementGroup:
 
     def shortage(self, nodes: Sequence[Node]) -> str:
         """What the group needs and what the nodes have."""
-        return shortage(self._bundle, self.count, eligible(nodes, self._selector))
+        usable = [node for node in nodes if node.node_id not in self._examiner.avoided]
+        return shortage(self._bundle, self.count, eligible(usable, self._selector))
 
     def options(self, index: int = 0, part: Resources | None = None) -> dict[str, Any]:
         """Options of the actor in a bundle: it runs with the bundle's resources, or with a ``part`` of them."""
@@ -150,7 +190,7 @@ class PlacementGroup:
         """Give the resources back; what runs in the group dies."""
         from ray.util.placement_group import remove_placement_group
 
-        group, self._group, self._named = self._group, None, frozenset()
+        group, self._group, self._asked = self._group, None, None
         if group is not None:
             remove_placement_group(group)
 

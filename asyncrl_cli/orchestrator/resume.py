@@ -22,7 +22,8 @@ from asyncrl_cli.journal.progress import loader_position, newest_prompts, steps_
 from asyncrl_cli.journal.rollout_rows import prompt_texts
 from asyncrl_cli.journal.schema import FILE, check, is_begun, reading
 from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.orchestrator.launch import Experiment, Start
+from asyncrl_cli.orchestrator.experiment import Experiment
+from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.runs.checkpoints import archive_later, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec

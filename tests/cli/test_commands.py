@@ -387,7 +387,7 @@ RESUMED = """
 import sys
 from asyncrl_cli.cli import app, running
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.orchestrator.launch import Experiment
+from asyncrl_cli.orchestrator.experiment import Experiment
 def drive(experiment, run, start, quiet):
     spec = experiment.spec
     print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.init import Template, templates
-from asyncrl_cli.orchestrator.launch import Experiment
+from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.schema import FILE, json_schema
 

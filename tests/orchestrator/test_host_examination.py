@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_a_cluster_of_three_nodes(cluster: str, tmp_path: Path) -> None:
     assert found["connections"].found.startswith("6 of 6 pairs: ")
     assert list(tmp_path.iterdir()) == []
     too_large = {one.check: one for one in examine_cluster(cluster, None, tmp_path, 10_000 * GIB)}["host memory"]
-    assert too_large.status == "failure" and too_large.found.count("GiB") == 4
+    assert too_large.status == "failure" and too_large.found.count("GiB") == 3
 
 
 @pytest.mark.stack
@@ -119,7 +120,7 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
 
     ray.init(cluster, log_to_driver=False, logging_level="ERROR")
     try:
-        first, second = (node for node in ray.nodes()[:2])
+        first, second, third = ray.nodes()
         hosts = [
             Host(first["NodeID"], "one", first["NodeManagerAddress"]),
             Host(second["NodeID"], "two", second["NodeManagerAddress"]),
@@ -127,6 +128,8 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
             Host(first["NodeID"], "elsewhere", "192.0.2.1"),
         ]
         findings = list(examine.examine_hosts(hosts, tmp_path, 0))
+        guest = Host(third["NodeID"], "guest", third["NodeManagerAddress"])
+        joined = asyncio.run(examine.examine_newcomer([*hosts[:3], guest], "guest", tmp_path, 0))
         alive = {actor for actor in _states() if actor != "DEAD"}
     finally:
         ray.shutdown()
@@ -135,6 +138,10 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
     assert "cannot listen there" in lost["elsewhere"].found and "--node-ip-address" in lost["elsewhere"].hint
     (pairs,) = (finding for finding in findings if finding.check == "connections")
     assert pairs.found.startswith("2 of 2 pairs") and not alive
+    # Only its own pairs, and of the other hosts' problems none.
+    found = {finding.check: finding for finding in joined}
+    assert "hosts" not in found and found["connections"].found.startswith("4 of 4 pairs: ")
+    assert {finding.status for finding in joined} <= {"ok", "warning"}
 
 
 def _states() -> list[str]:

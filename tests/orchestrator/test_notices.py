@@ -14,8 +14,9 @@ import pytest
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.console import PlainView
 from asyncrl_cli.orchestrator import launch
+from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted
-from asyncrl_cli.orchestrator.launch import Experiment, Outcome, Start, run_experiment
+from asyncrl_cli.orchestrator.launch import Outcome, Start, run_experiment
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import NotifySpec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,18 @@ def test_ranks_without_gpus_keep_the_order_of_their_bundles_on_a_node() -> None:
 
 
 # -- waiting
+
+
+class Suspicious:
+    """Refuses some nodes, one by one as it is asked about them."""
+
+    def __init__(self, bad: set[str]) -> None:
+        self.bad = bad
+        self.avoided = frozenset[str]()
+
+    async def usable(self, nodes: Collection[str]) -> bool:
+        self.avoided |= self.bad & set(nodes)
+        return not self.bad & set(nodes)
 
 
 class FullGroup(PlacementGroup):
@@ -201,6 +213,12 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         named._selector = NodeSelector(nodes=[address], labels={"role": "!rollout"})
         await named.held(pytest.fail, limit_s=60.0)
         assert named.nodes() == (head,)
+        named.remove()
+        # A node that an examiner refuses is given back, and another one is found.
+        elsewhere = PlacementGroup("engine-3", {"CPU": 1}, NodeSelector(), examiner=Suspicious({head}))
+        await elsewhere.held(pytest.fail, limit_s=60.0)
+        assert elsewhere.nodes() == (worker,)
+        elsewhere.remove()
         # A group whose wait is cancelled can be given back, and asked for again.
         full = PlacementGroup("engine-2", {"CPU": 3}, NodeSelector())
         full.ask()

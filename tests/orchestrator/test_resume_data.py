@@ -16,7 +16,8 @@ from asyncrl_cli.data.text_files import read_jsonl
 from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.orchestrator.launch import Experiment, Start
+from asyncrl_cli.orchestrator.experiment import Experiment
+from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.orchestrator.resume import Plan, check_data
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt

@@ -32,8 +32,8 @@ from asyncrl_cli.orchestrator.checks import model as model_checks
 from asyncrl_cli.orchestrator.checks import prompts as prompt_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster, refuse
+from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
-from asyncrl_cli.orchestrator.launch import Experiment
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
 from asyncrl_cli.sizing.host import version_bytes
@@ -116,6 +116,7 @@ class StartChecks:
                 self._notice(f"{found.check}: {found.found}. {found.hint}")
         refuse(self._hosts(), self._notice)
         assert self._experiment is not None
+        self._experiment.replica_bytes = self._replica_bytes
         return self._experiment
 
     def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
@@ -264,8 +265,11 @@ class StartChecks:
         memory depends on the model."""
         if self._spec.cluster.address is None:
             return
-        replica_bytes = version_bytes(self._spec, self._sized) if self._sized is not None else 0
-        yield from examine_cluster(self._spec.cluster.address, self._spec, self._spec.runs_dir, replica_bytes)
+        yield from examine_cluster(self._spec.cluster.address, self._spec, self._spec.runs_dir, self._replica_bytes)
+
+    @property
+    def _replica_bytes(self) -> int:
+        return version_bytes(self._spec, self._sized) if self._sized is not None else 0
 
     def _engine(self) -> str:
         """Have vLLM check its settings, in a process of its own: importing it here would take 700 MB until the end."""

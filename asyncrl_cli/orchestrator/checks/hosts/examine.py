@@ -63,8 +63,10 @@ class Host:
 
 @dataclass(slots=True)
 class Measured:
-    """What is known of the hosts, by their names. ``lost``: what happened, and a hint."""
+    """What is known of the hosts, by their names. ``lost``: what happened, and a hint. ``newcomer``: the host whose
+    pairs were measured; without one all pairs were."""
 
+    newcomer: str | None = None
     lost: dict[str, tuple[str, str]] = field(default_factory=dict)
     facts: dict[str, Facts] = field(default_factory=dict)
     offsets: dict[str, verdicts.Offset] = field(default_factory=dict)
@@ -143,7 +145,20 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
         measured = asyncio.run(_measure(hosts, runs_dir))
     except ConfigError as error:
         yield Finding("shared folder", "failure", error.message, error.hint)
-        return
+    else:
+        yield from _judged(hosts, measured, runs_dir, replica_bytes)
+
+
+async def examine_newcomer(hosts: Sequence[Host], name: str, folder: Path, replica_bytes: int) -> list[Finding]:
+    """The checks of the host with this name, which has joined, and between it and each of the others, the driver's
+    first. What is wrong with the others is omitted."""
+    measured = await _measure(hosts, folder, name)
+    measured.lost = {host: lost for host, lost in measured.lost.items() if host == name}
+    measured.unshared = {host: problem for host, problem in measured.unshared.items() if host == name}
+    return await asyncio.to_thread(lambda: list(_judged(hosts, measured, folder, replica_bytes)))
+
+
+def _judged(hosts: Sequence[Host], measured: Measured, runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
     alive = {node.node_id for node in live_nodes()}
     yield from verdicts.judge_lost(measured.lost, {host.name for host in hosts if host.node_id not in alive})
     facts = {host.name: measured.facts[host.name] for host in hosts if host.name in measured.facts}
@@ -153,7 +168,7 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
     yield from verdicts.judge_versions(facts)
     yield verdicts.judge_clocks(measured.offsets)
     failures = {pair: failure for pair, failure in measured.failures.items() if facts.keys() >= set(pair)}
-    yield from verdicts.judge_pairs(list(facts), failures, measured.speeds)
+    yield from verdicts.judge_pairs(list(facts), failures, measured.speeds, measured.newcomer)
     memory = {host.name: facts[host.name].memory for host in hosts if host.share and host.name in facts}
     needed = {host.name: round(2 * replica_bytes * host.share) for host in hosts}
     yield verdicts.judge_memory(memory, needed)
@@ -169,7 +184,8 @@ def refuse(findings: Iterator[Finding], notice: Callable[[str], None]) -> None:
             notice(f"{finding.check}: {finding.found}. {finding.hint}")
 
 
-async def _measure(hosts: Sequence[Host], runs_dir: Path) -> Measured:
+async def _measure(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = None) -> Measured:
+    """``newcomer``: the host whose pairs are measured; without it all pairs."""
     import ray
 
     secret = secrets.token_hex(16)
@@ -178,7 +194,7 @@ async def _measure(hosts: Sequence[Host], runs_dir: Path) -> Measured:
     for host in hosts:
         there = on_node(host.node_id)
         probes[host.name] = remote.options(num_cpus=0, scheduling_strategy=there).remote(host.node_id, secret)
-    measurement = _Measurement({host.name: host for host in hosts}, probes)
+    measurement = _Measurement({host.name: host for host in hosts}, probes, newcomer)
     try:
         with shared_folder.marked(runs_dir) as mark:
             await measurement.make(mark)
@@ -191,10 +207,10 @@ async def _measure(hosts: Sequence[Host], runs_dir: Path) -> Measured:
 class _Measurement:
     """Asks the probes; what does not answer is lost, and not asked again."""
 
-    def __init__(self, hosts: Mapping[str, Host], probes: Mapping[str, Any]) -> None:
+    def __init__(self, hosts: Mapping[str, Host], probes: Mapping[str, Any], newcomer: str | None) -> None:
         self._hosts = hosts
         self._probes = probes
-        self.found = Measured()
+        self.found = Measured(newcomer)
 
     async def make(self, mark: shared_folder.Mark) -> None:
         await self._of_all(self._open)
@@ -205,7 +221,11 @@ class _Measurement:
         names = list(self.found.facts)
         for pairs in rounds(len(names)):
             if time.monotonic() < deadline:
-                await asyncio.gather(*(self._measure_pair(names[a], names[b]) for a, b in pairs))
+                named = [(names[a], names[b]) for a, b in pairs]
+                await asyncio.gather(*(self._measure_pair(*pair) for pair in named if self._concerned(*pair)))
+
+    def _concerned(self, a: str, b: str) -> bool:
+        return self.found.newcomer in (None, a, b)
 
     async def _of_all(self, ask: Callable[[str], Awaitable[None]]) -> None:
         await asyncio.gather(*(ask(name) for name in self._hosts if name not in self.found.lost))
@@ -244,7 +264,7 @@ class _Measurement:
             self.found.unshared[name] = problem
 
     async def _reach(self, name: str) -> None:
-        others = [other for other in self.found.facts if other != name]
+        others = [other for other in self.found.facts if other != name and self._concerned(name, other)]
         targets = [self._target(other) for other in others]
         failures = await self._ask(name, self._probes[name].reach.remote(targets), CONNECT_S + ANSWER_S)
         for other in others:

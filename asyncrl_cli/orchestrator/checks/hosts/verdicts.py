@@ -127,11 +127,15 @@ def judge_clocks(offsets: Mapping[str, Offset]) -> Finding:
 
 
 def judge_pairs(
-    hosts: Sequence[str], failures: Mapping[tuple[str, str], Failure], speeds: Mapping[tuple[str, str], Speed]
+    hosts: Sequence[str],
+    failures: Mapping[tuple[str, str], Failure],
+    speeds: Mapping[tuple[str, str], Speed],
+    newcomer: str | None = None,
 ) -> list[Finding]:
     """Every host reaches every other. Pairs are (from, to): ``from`` connects; bytes come back from ``to``.
 
-    A pair that is in neither mapping was not measured in time.
+    A pair that is in neither mapping was not measured in time. ``newcomer``: the host whose pairs were to be measured,
+    if not all were.
     """
     findings = _failed_pairs(hosts, failures)
     slow = sorted((speed.bytes_per_s, pair) for pair, speed in speeds.items() if speed.bytes_per_s < SLOW_BYTES_S)
@@ -145,7 +149,7 @@ def judge_pairs(
         listed = _some([f"{_arrow(pair)}: {-latency * 1e3:.0f} ms" for latency, pair in far])
         hint = "use hosts of one place for the trainer's ranks: each of their steps waits for many round trips"
         findings.append(Finding("connections", "warning", f"long round trips: {listed}", hint))
-    pairs = list(permutations(hosts, 2))
+    pairs = [pair for pair in permutations(hosts, 2) if newcomer is None or newcomer in pair]
     if missing := [pair for pair in pairs if pair not in failures and pair not in speeds]:
         found = f"{len(missing)} of {len(pairs)} pairs were not measured in time"
         findings.append(Finding("connections", "warning", found, "correct the other pairs, and check again"))

@@ -1,0 +1,101 @@
+"""Nodes that join the cluster during a run: they are examined before an actor of the run starts there.
+
+The others were examined before the run began. A bad one is named, and not used for a while: Ray is asked for room on
+other nodes (placement.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.orchestrator.checks.hosts.examine import examine_newcomer, hosts_for
+from asyncrl_cli.orchestrator.nodes import live_nodes
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+AVOID_S = 600.0
+"""Seconds until a bad node may be examined again: a firewall may have been opened meanwhile."""
+
+
+class Newcomers:
+    """As ``placement.Examiner``."""
+
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        folder: Path,
+        replica_bytes: int,
+        rank_nodes: Callable[[], Collection[str]],
+        note: Callable[[str, str, str], Awaitable[None]],
+        warn: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Those that are there now count as examined. ``folder`` is the run's, ``replica_bytes`` the size of a weight
+        version, ``rank_nodes()`` are the nodes of the trainer ranks, from which a host gets its weights. ``note`` gets
+        what is wrong with a node, as a fault's kind, part and message, ``warn`` gets warnings; ``now()`` is in
+        seconds."""
+        self._spec = spec
+        self._folder = folder
+        self._replica_bytes = replica_bytes
+        self._rank_nodes = rank_nodes
+        self._note = note
+        self._warn = warn
+        self._now = now
+        self._good = {node.node_id for node in live_nodes()}
+        self._bad: dict[str, float] = {}  # until when it is avoided
+        self._lock = asyncio.Lock()
+
+    @property
+    def avoided(self) -> frozenset[str]:
+        """The nodes that are not to be used now."""
+        return frozenset(node for node, until in self._bad.items() if self._now() < until)
+
+    async def usable(self, nodes: Collection[str]) -> bool:
+        """Whether actors of the run may start on all of these nodes; new ones are examined, one after another."""
+        if self._good.issuperset(nodes):
+            return True
+        async with self._lock:
+            for node in dict.fromkeys(nodes):
+                if node in self.avoided or (node not in self._good and not await self._examine(node)):
+                    return False
+        return True
+
+    async def _examine(self, node: str) -> bool:
+        here = _here()
+        others = {here, *self._rank_nodes()}
+        hosts = [
+            # What the others need of their memory they have already.
+            host if host.node_id == node else replace(host, share=0.0)
+            for host in hosts_for(self._spec, await asyncio.to_thread(live_nodes), here)
+            if host.node_id == node or host.node_id in others
+        ]
+        name = next((host.name for host in hosts if host.node_id == node), None)
+        if name is None:
+            return True  # it has left already, and Ray finds another one
+        try:
+            found = await examine_newcomer(hosts, name, self._folder, self._replica_bytes)
+        except UserError as error:  # of the driver's side, such as a full disk; not the host's
+            self._warn(f"{name} has joined, and could not be examined: {error.message}")
+            return True
+        for finding in found:
+            if finding.status == "warning":
+                self._warn(f"{name} has joined: {finding.check}: {finding.found}. {finding.hint}")
+        failures = [finding for finding in found if finding.status == "failure"]
+        if not failures:
+            self._good.add(node)
+            return True
+        self._bad[node] = self._now() + AVOID_S
+        why = "; ".join(f"{finding.check}: {finding.found} ({finding.hint})" for finding in failures)
+        await self._note("hosts", name, f"the run does not use this host for {AVOID_S / 60:.0f} minutes: {why}")
+        return False
+
+
+def _here() -> str:
+    """The driver's node."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,0 +1,76 @@
+"""A checked spec with its data, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl_cli.core.user_code import CODE_S, user_code
+from asyncrl_cli.data.loader import Stage, stages_of
+from asyncrl_cli.monitors.base import Monitor
+from asyncrl_cli.monitors.load import load_monitors
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.base import Split, is_episodic
+from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.prompts import load_prompts
+
+
+@dataclass(slots=True)
+class Experiment:
+    """A checked spec with its data, ready to run.
+
+    Args:
+        search_path: where the user's own modules lie.
+        stages: of the curriculum.
+        sets: the prompts of further evaluation sets, by name.
+        episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
+        monitors: that ``tracking`` names, TensorBoard for example; not started.
+        replica_bytes: the size of one weight version; 0 where it is not known.
+    """
+
+    spec: ExperimentSpec
+    search_path: Path
+    train_prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    stages: Sequence[Stage] = ()
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    episodic: frozenset[str] = frozenset()
+    monitors: Sequence[Monitor] = ()
+    replica_bytes: int = 0
+
+    @classmethod
+    def load(
+        cls, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None] = lambda _: None
+    ) -> Experiment:
+        """Import the task and open the data; ``notice`` gets what takes long. Raises a ``UserError`` that names what
+        is wrong."""
+        with user_code("importing the task", notice, CODE_S):
+            task = load_task(spec.task, search_path)
+            tasks = {"": task} | {
+                name: task
+                if chosen.task is None
+                else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
+                for name, chosen in spec.evaluation.sets.items()
+            }
+        with user_code("importing the monitors", notice, CODE_S):
+            monitors = load_monitors(spec.tracking, search_path)
+        with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
+            train_prompts = load_prompts("train", spec.data.train, task, search_path)
+            eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
+            sets = {}
+            for name, chosen in spec.evaluation.sets.items():
+                split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
+                location = f"evaluation.sets.{name}.data"
+                sets[name] = load_prompts(split, chosen.data, tasks[name], search_path, location)
+            return cls(
+                spec,
+                search_path,
+                train_prompts,
+                eval_prompts,
+                stages_of(train_prompts, spec.data.curriculum),
+                sets,
+                frozenset(name for name, one in tasks.items() if is_episodic(one)),
+                monitors,
+            )

@@ -1,0 +1,103 @@
+"""Nodes that join during a run are examined once, and a bad one is not used for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from stand_ins import Notes, run, spec
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.hosts import newcomers
+from asyncrl_cli.orchestrator.checks.hosts.examine import Host
+from asyncrl_cli.orchestrator.checks.hosts.newcomers import Newcomers
+from asyncrl_cli.orchestrator.nodes import Node
+
+SILENT = Finding("connections", "failure", "new -> head: head gave no answer", "open the ports")
+SLOW = Finding("connections", "warning", "slow: 3 MB/s", "use the faster network")
+
+
+class Scene:
+    """A run on the nodes ``head`` and ``ranks``, while others join. ``found`` is what each examination finds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes = [self.node("head"), self.node("ranks")]
+        self.found: list[Finding] | Exception = []
+        self.examined: list[tuple[str, list[tuple[str, float]], int]] = []
+        self.notes = Notes()
+        monkeypatch.setattr(newcomers, "live_nodes", lambda: tuple(self.nodes))
+        monkeypatch.setattr(newcomers, "_here", lambda: "head")
+        monkeypatch.setattr(newcomers, "examine_newcomer", self._examine)
+        budget = self.notes.budget()
+        self.now = 0.0
+        self.newcomers = Newcomers(
+            *(spec(), Path("run"), 7), lambda: ("ranks", "ranks"), budget.note, budget.warn, lambda: self.now
+        )
+
+    def node(self, name: str) -> Node:
+        return Node(name, f"10.0.0.{len(name)}", name, {}, {"CPU": 8.0})
+
+    def join(self, name: str) -> None:
+        self.nodes.append(self.node(name))
+
+    async def _examine(self, hosts: Sequence[Host], name: str, folder: Path, replica_bytes: int) -> list[Finding]:
+        self.examined.append((name, [(host.node_id, host.share) for host in hosts], replica_bytes))
+        await asyncio.sleep(0)
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_only_a_node_that_has_joined_is_examined_and_only_once(scene: Scene) -> None:
+    async def check() -> None:
+        usable = scene.newcomers.usable
+        assert await usable(["head", "ranks"]) and not scene.examined
+        scene.join("guest")
+        scene.join("other")
+        scene.found = [SLOW]
+        assert await asyncio.gather(usable(["guest"]), usable(["guest", "head"])) == [True, True]
+        # With the driver's host and the ranks', whose memory has its weights already.
+        assert scene.examined == [("guest (10.0.0.5)", [("head", 0.0), ("ranks", 0.0), ("guest", 1.0)], 7)]
+        assert len(scene.notes.warnings) == 1 and "slow: 3 MB/s" in scene.notes.warnings[0]
+        assert scene.notes == []
+
+    run(check())
+
+
+def test_a_bad_node_is_named_and_avoided_for_a_while(scene: Scene) -> None:
+    async def check() -> None:
+        usable = scene.newcomers.usable
+        scene.join("guest")
+        scene.found = [SILENT]
+        assert await asyncio.gather(usable(["guest"]), usable(["head", "guest"])) == [False, False]
+        assert (scene.newcomers.avoided, len(scene.examined)) == ({"guest"}, 1)
+        ((kind, part, message),) = scene.notes
+        assert (kind, part) == ("hosts", "guest (10.0.0.5)")
+        assert "not use this host for 10 minutes" in message and "new -> head: head gave no answer" in message
+        assert await usable(["ranks"])
+        scene.now = 600.0
+        scene.found = []
+        assert scene.newcomers.avoided == frozenset()
+        assert await usable(["guest"]) and len(scene.examined) == 2
+
+    run(check())
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_not_the_hosts_fault_does_not_exclude_it(scene: Scene, gone: bool) -> None:
+    async def check() -> None:
+        scene.found = ConfigError("No space left on device", location="runs_dir", hint="free some")
+        if not gone:
+            scene.join("guest")
+        assert await scene.newcomers.usable(["guest"])
+        assert len(scene.notes.warnings) == (not gone) and not scene.newcomers.avoided
+
+    run(check())
