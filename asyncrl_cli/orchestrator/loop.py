@@ -126,8 +126,8 @@ class Orchestrator:
                     tasks.create_task(self._scheduler.keep_full()),
                     tasks.create_task(self._watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
+                    tasks.create_task(answer_scale_requests(self._run, self._pool)),  # first: it knows how many
                     tasks.create_task(self._pool.run()),
-                    tasks.create_task(answer_scale_requests(self._run, self._pool)),
                 ]
                 await self._loop()
                 for task in endless:

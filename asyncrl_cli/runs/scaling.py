@@ -1,7 +1,8 @@
 """How many engines a live run is to have: a request from outside, and its answer, as files in the run's folder.
 
-The folder is the only thing that a command and the run's driver surely share. Both files are replaced atomically. A
-request is answered once; the answer carries the request's id.
+The folder is the only thing that a command and the run's driver surely share. The files are replaced atomically. A
+request is answered once; the answer carries the request's id. The number itself outlives the driver: it is written
+before the answer, and the next driver of the run begins with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
-REQUEST, ANSWER = "scale.json", "scale-answer.json"
+REQUEST, ANSWER, WANTED = "scale.json", "scale-answer.json", "engines.json"
 ANSWER_S = 60.0
 """Seconds that a request waits for its answer: a run that starts answers when its engines serve."""
 POLL_S = 0.2
@@ -42,6 +43,19 @@ def forget_requests(run: RunDirectory) -> None:
     """Remove what an earlier driver left unanswered."""
     for name in (REQUEST, ANSWER):
         (run.path / name).unlink(missing_ok=True)
+
+
+def remember_wanted(run: RunDirectory, engines: int, bounds: tuple[int, int]) -> None:
+    """Keep the number that was asked for, within these bounds, for later drivers. Raises ``OSError``."""
+    run.write_json(WANTED, {"engines": engines, "bounds": bounds})
+
+
+def wanted_engines(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
+    """The number that was last asked for; None without one, and when the spec has had other bounds since then."""
+    match _read(run, WANTED):
+        case {"engines": int(engines), "bounds": [int(least), int(most)]} if (least, most) == bounds:
+            return engines if least <= engines <= most else None
+    return None
 
 
 def pending_request(run: RunDirectory) -> ScaleRequest | None:

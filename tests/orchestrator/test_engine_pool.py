@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from stand_ins import Notes, StandInEngine, StandInProcess, request, run, segment, turns
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator import engine_pool
+from asyncrl_cli.orchestrator import engine_pool, scaling
 from asyncrl_cli.orchestrator.engine_pool import EnginePool, Phase, PoolEvents, changes
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.rollout.client import EngineState, GenerationClient
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.scaling import request_engines
 
 PHASES: tuple[Phase, ...] = ("joining", "serving", "leaving")
 phases_by_number = st.dictionaries(st.integers(0, 9), st.sampled_from(PHASES), max_size=8)
@@ -151,6 +154,32 @@ def test_engines_join_as_there_is_room_and_the_wait_is_reported_once() -> None:
         assert [(name, change) for name, change, _ in scene.changes] == [(f"engine-{n}", "join") for n in range(4)]
 
     play(check, 1, 4, room=1)
+
+
+def test_what_a_run_was_scaled_to_is_what_its_next_driver_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "LOOK_S", 0.001)
+    folder = RunDirectory.create(tmp_path, "run")
+    folder.update(phase="running")
+
+    async def first(scene: Scene) -> None:
+        answering = asyncio.create_task(scaling.answer_scale_requests(folder, scene.pool))
+        answer = await asyncio.to_thread(request_engines, folder, 2)
+        assert answer.accepted and scene.pool.wanted == 2
+        assert not (await asyncio.to_thread(request_engines, folder, 5)).accepted
+        answering.cancel()
+
+    async def resumed(scene: Scene) -> None:
+        assert scene.pool.wanted == scene.pool.bounds[1]
+        answering = asyncio.create_task(scaling.answer_scale_requests(folder, scene.pool))
+        wanted = 2 if scene.pool.bounds == (1, 4) else scene.pool.bounds[1]
+        await scene.until(lambda: scene.counts[-1] == (wanted, wanted))
+        answering.cancel()
+
+    play(first, 1, 4)
+    play(resumed, 1, 4)
+    play(resumed, 1, 3)
 
 
 def test_scaled_down_the_last_engine_hands_its_rollouts_over_with_their_tokens() -> None:

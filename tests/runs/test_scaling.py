@@ -15,11 +15,14 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.scaling import (
     ANSWER,
     REQUEST,
+    WANTED,
     ScaleAnswer,
     answer_request,
     forget_requests,
     pending_request,
+    remember_wanted,
     request_engines,
+    wanted_engines,
 )
 
 
@@ -89,3 +92,15 @@ def test_a_damaged_file_is_not_a_request(run: RunDirectory, text: str) -> None:
     (run.path / ANSWER).write_text(text)
     (run.path / REQUEST).write_text(json.dumps({"id": "a", "engines": 2}))
     assert pending_request(run) is not None
+
+
+def test_the_number_asked_for_last_outlives_the_driver_unless_the_bounds_change(run: RunDirectory) -> None:
+    assert wanted_engines(run, (1, 4)) is None
+    for engines in (3, 2):
+        remember_wanted(run, engines, (1, 4))
+    forget_requests(run)  # as the next driver does
+    assert wanted_engines(run, (1, 4)) == 2
+    assert wanted_engines(run, (1, 8)) is None
+    for text in ("", "[]", '{"engines": 9, "bounds": [1, 4]}', '{"engines": "2", "bounds": [1, 4]}'):
+        (run.path / WANTED).write_text(text)
+        assert wanted_engines(run, (1, 4)) is None
