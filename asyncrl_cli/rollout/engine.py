@@ -56,6 +56,7 @@ class Engine:
         # chosen when vLLM gets it, names the version that it starts under (decision 0005).
         self._slots = PrioritySemaphore(spec.rollout.max_running_rollouts)
         self._loading = True
+        self._draining = False  # an update waits for running requests
         self._aborts = 0
         self._changed = asyncio.Condition()  # _loading, _aborts or _version
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
@@ -87,7 +88,10 @@ class Engine:
 
     async def abort(self) -> None:
         """End every request that runs or waits: it raises ``Aborted``. When this returns, none of them is generated."""
-        core = self._vllm.engine_core
+        # An update that drains holds the lock until these very requests end, which would be too late for an engine that
+        # has to leave: its node may be gone by then, and tokens that are not recorded with it. ``_load`` resumes vLLM.
+        while self._draining and self._in_vllm:
+            await self._abort_in_vllm()
         async with self._scheduler:
             # Requests that wait for a slot or for a version first: none of them may reach vLLM during the abort.
             self._aborts += 1
@@ -95,11 +99,15 @@ class Engine:
             await self._wake()
             try:
                 while self._in_vllm:  # again: vLLM may get one that was on its way (decision 0015)
-                    await core.pause_scheduler_async(mode="abort", clear_cache=False)
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._all_returned.wait(), ABORT_POLL_S)
+                    await self._abort_in_vllm()
             finally:
-                await core.resume_scheduler_async()
+                await self._vllm.engine_core.resume_scheduler_async()
+
+    async def _abort_in_vllm(self) -> None:
+        """Abort what vLLM has, and give it a moment to return."""
+        await self._vllm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_returned.wait(), ABORT_POLL_S)
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
         """New tokens of running rollouts, from the index that ``since`` has for a rollout's id; others are skipped.
@@ -159,7 +167,11 @@ class Engine:
         # Before the pause: a request submitted from now on waits, or its salt would name the old version.
         self._loading = True
         if policy == "drain":
-            await core.pause_scheduler_async(mode="wait", clear_cache=True)
+            self._draining = True
+            try:
+                await core.pause_scheduler_async(mode="wait", clear_cache=True)
+            finally:
+                self._draining = False
         else:
             await core.pause_scheduler_async(mode="keep", clear_cache=policy == "recompute")
         started = time.monotonic()

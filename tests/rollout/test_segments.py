@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.priority_semaphore import PrioritySemaphore
+from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -216,6 +216,28 @@ def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, runner
         return await task
 
     assert set(runner.run(generate()).versions.tolist()) == {14}
+
+
+def test_an_abort_does_not_wait_for_the_requests_that_an_update_drains(bench: Bench, runner: asyncio.Runner) -> None:
+    """As when an engine has to leave during a publish: its requests return with what they have."""
+
+    async def check() -> None:
+        await bench.publish(40, "keep", endless=True)
+        names = ["40-0", "40-1"]
+        asked = [RolloutRequest(name, (3 + n, 40, 50), Sampling(0.0, TOKENS)) for n, name in enumerate(names)]
+        running = [asyncio.create_task(bench.engine.generate(one)) for one in asked]
+        await until(lambda: len(bench.engine.segments(dict.fromkeys(names, 0))) == 2)
+        updating = asyncio.create_task(bench.engine.update_weights(40, bench.path, bench.slots, "drain"))
+        await until(lambda: bench.engine._draining)
+        await bench.engine.abort()
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(ended, Aborted), ended
+            (segment,) = ended.segments
+            assert (segment.start, segment.version) == (0, 40) and 0 < segment.end < TOKENS
+        await updating
+        assert len((await bench.engine.generate(asked[0])).ids) == TOKENS, "it generates again"
+
+    runner.run(check())
 
 
 class LocalEngine(Actor):
