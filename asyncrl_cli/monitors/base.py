@@ -83,6 +83,9 @@ class Monitor:
     def doing(self, text: str, counts: Counts) -> None:
         """What the loop is doing, and how many groups are in the buffer by state."""
 
+    def engines(self, serving: int, wanted: int) -> None:
+        """So many engines serve, and so many are wanted; after every change."""
+
     def warn(self, text: str) -> None:
         """Something failed or takes long, and the run continues."""
 

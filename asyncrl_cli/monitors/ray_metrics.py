@@ -89,6 +89,11 @@ class RayMetrics(Monitor):
             for state, groups in asdict(counts).items():
                 self._set(f"buffer/groups_{state}", groups)
 
+    def engines(self, serving: int, wanted: int) -> None:
+        with self._tried():
+            self._set("engines/serving", serving)
+            self._set("engines/wanted", wanted)
+
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         with self._tried():
             self._set("step", step)

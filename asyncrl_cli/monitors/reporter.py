@@ -146,6 +146,7 @@ class Reporter:
     def engines(self, serving: int, wanted: int, wait: str) -> None:
         """So many engines serve, so many are wanted; ``wait``: what those that are missing wait for."""
         self._recorder.update(engines={"serving": serving, "wanted": wanted}, engines_wait=wait)
+        self._tell(lambda monitor: monitor.engines(serving, wanted))
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""

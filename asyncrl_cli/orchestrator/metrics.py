@@ -51,6 +51,7 @@ class StepClock:
             "share/engines_busy": (busy - paused) / wall if wall else 0.0,
             "share/engines_paused": paused / wall if wall else 0.0,
             "share/journal_busy": written / seconds,
+            "engines/serving": float(len(self._client.serving())),
         }
 
     def _read(self) -> tuple[float, float, float, float]:

@@ -100,6 +100,7 @@ def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -
     reporter.evaluated(EvaluationResult("chain:greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
     for kind in ("engine", "engine", "weights"):
         reporter.faulted(kind)
+    reporter.engines(1, 2, "no room")
     assert noted.values == {
         "asyncrl_stop_steps": 40,
         "asyncrl_max_staleness": 2,
@@ -115,6 +116,8 @@ def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -
         "asyncrl_eval_tokens_mean chain:greedy": 9.0,
         "asyncrl_faults engine total": 2,
         "asyncrl_faults weights total": 1,
+        "asyncrl_engines_serving": 1,
+        "asyncrl_engines_wanted": 2,
     }
 
 

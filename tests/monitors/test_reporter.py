@@ -131,6 +131,7 @@ def tell_everything(reporter: Reporter) -> None:
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(RESULT)
     reporter.faulted("engine")
+    reporter.engines(1, 2, "no room")
     reporter.stalled("the trainer waits")
 
 

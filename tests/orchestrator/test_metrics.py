@@ -29,9 +29,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def window(
-    seconds: float, tokens: float, train_s: float, trainer: float, engines: float, paused: float, journal: float
+    seconds: float,
+    tokens: float,
+    train_s: float,
+    trainer: float,
+    engines: float,
+    paused: float,
+    journal: float,
+    serving: float,
 ) -> dict[str, float]:
-    """Metrics of a window; the last four are shares."""
+    """Metrics of a window; the four before the last are shares."""
     return {
         "tokens/generated": tokens,
         "tokens/generated_per_s": tokens / seconds,
@@ -41,6 +48,7 @@ def window(
         "share/engines_busy": engines,
         "share/engines_paused": paused,
         "share/journal_busy": journal,
+        "engines/serving": serving,
     }
 
 
@@ -54,10 +62,11 @@ def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
     other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
     engines = (6.0 - 1.0 + 4.0 - 1.0) / 20.0
     found = steps.lap(StepReport(seconds=2.5), 3.0)
-    assert found == pytest.approx(window(10.0, 150, 2.5, 0.25, engines, 2.0 / 20.0, 0.3))
+    assert found == pytest.approx(window(10.0, 150, 2.5, 0.25, engines, 2.0 / 20.0, 0.3, 2))
     clock.now += 4.0
+    one.serving = False
     other.activity = EngineActivity(60, 8.0, 1.0, 14.0)
-    assert steps.lap(StepReport(seconds=5.0), 4.0) == window(4.0, 10, 5.0, 1.0, 1.0, 0.0, 0.25)
+    assert steps.lap(StepReport(seconds=5.0), 4.0) == window(4.0, 10, 5.0, 1.0, 1.0, 0.0, 0.25, 1)
 
 
 def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
@@ -72,7 +81,7 @@ def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
 def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
     steps = StepClock(client_over(1))
     clock.now += 1.0
-    assert steps.lap(StepReport(seconds=0.5), 0.0) == window(1.0, 0, 0.5, 0.5, 0.0, 0.0, 0.0)
+    assert steps.lap(StepReport(seconds=0.5), 0.0) == window(1.0, 0, 0.5, 0.5, 0.0, 0.0, 0.0, 1)
 
 
 GROUPS = (
@@ -80,7 +89,7 @@ GROUPS = (
     TrainingGroup(6, "b", 2, (rollout("6-0", (3,)), rollout("6-1", (2, 2, 2))), (0.0, 1.5)),
 )
 BATCH = TrainingBatch(7, 3, GROUPS)
-WINDOW = window(2.0, 500.0, 1.5, 0.5, 0.25, 0.125, 0.0625)
+WINDOW = window(2.0, 500.0, 1.5, 0.5, 0.25, 0.125, 0.0625, 2.0)
 
 
 COUNTS = Counts(0, 0, 0, 0, 0, 0)
@@ -114,6 +123,7 @@ def test_the_numbers_of_a_step() -> None:
         "share/engines_busy": 0.25,
         "share/engines_paused": 0.125,
         "share/journal_busy": 0.0625,
+        "engines/serving": 2,
         "buffer/groups_running": 1,
         "buffer/groups_finished": 2,
         "buffer/groups_taken": 16,
