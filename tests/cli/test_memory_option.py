@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from asyncrl_cli.cli.app import app
 
+pytestmark = pytest.mark.slow  # models of real sizes
+
 ROOT = Path(__file__).parents[2]
 GPU_SPECS = ("qwen3-0.6b-1gpu", "qwen3-4b-8gpu", "qwen3-30b-a3b-4x8gpu")
 
