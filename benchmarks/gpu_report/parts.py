@@ -214,7 +214,7 @@ def _timed_spec(device: str, mode: str) -> dict[str, Any]:
     spec = _untrained("bfloat16" if gpu else "float32")
     spec["model"]["init"]["config"] |= MODEL[device]
     spec["model"]["max_length"] = 1100 if gpu else 160
-    spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": 512 if gpu else 64}
+    spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": 256 if gpu else 64}
     # On a GPU of 24 GB, too.
     spec["trainer"] |= {"tokens_per_microbatch": 16384 if gpu else 2048, "gradient_checkpointing": gpu}
     spec["trainer"]["optimizer"]["learning_rate"] = 1e-7
