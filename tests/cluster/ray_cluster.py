@@ -1,7 +1,7 @@
 """A Ray cluster over test hosts: a node on each, with token authentication and pinned ports.
 
 ray = RayCluster(network)
-head, other = ray.host("head", cpus=2), ray.host("other", cpus=1, labels={"role": "rollout"})
+head, other = ray.hosts(head=2, other=1)
 head.python("import ray; ray.init(address='auto')")
 """
 
@@ -61,6 +61,14 @@ class RayCluster:
         self.wait_for(host)
         return host
 
+    def hosts(self, **cpus: float) -> list[Host]:
+        """New hosts by name, with a node of so many CPUs each; they start at the same time."""
+        hosts = [self.network.host(name) for name in cpus]
+        for host in hosts:
+            self.start(host, cpus[host.name])
+        self.wait_for(*hosts)
+        return hosts
+
     def start(self, host: Host, cpus: float = 1, labels: dict[str, str] | None = None) -> None:
         """Start Ray's node on a host, and go on. Its labels are ``host=NAME`` and those given.
 
@@ -83,13 +91,14 @@ class RayCluster:
         """Wait until the cluster has a living node on each of these hosts. Raises ``HostError``."""
         for host in hosts:
 
-            def there(host: Host = host) -> bool:
-                command = self.commands[host.name]
+            def started(command: Command = self.commands[host.name], name: str = host.name) -> bool:
                 if command.code is not None:
-                    raise HostError(f"Ray ended on {host.name}\n{command.said()[-3000:]}")
-                return host.address in self.nodes()
+                    raise HostError(f"Ray ended on {name}\n{command.said()[-3000:]}")
+                return "Ray runtime started" in command.said()
 
-            until(there, f"Ray's node on {host.name}", START_S)
+            until(started, f"Ray to start on {host.name}", START_S)
+        # Only now: each question is a process that imports Ray, and would delay those that start.
+        until(lambda: {host.address for host in hosts} <= set(self.nodes()), "Ray's nodes", START_S)
 
     def ended(self, host: Host) -> bool:
         """Whether Ray's node on a host has ended, or was never started."""

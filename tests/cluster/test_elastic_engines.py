@@ -33,8 +33,7 @@ while said != "its node is gone":
 
 
 def test_a_drain_notice_and_a_death_are_heard(ray_cluster: RayCluster) -> None:
-    head = ray_cluster.host("head", cpus=1)
-    other = ray_cluster.host("other", cpus=1)
+    head, other = ray_cluster.hosts(head=1, other=1)
     watching = head.start(sys.executable, "-c", WATCHES, ray_cluster.address)
 
     def heard() -> list[str]:

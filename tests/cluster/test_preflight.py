@@ -21,8 +21,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     if reason := why_not():
         pytest.skip(reason)
     with Network(tmp_path_factory.mktemp("shared")) as network:
-        ray = RayCluster(network)
-        yield [ray.host("head", cpus=2), ray.host("second"), ray.host("third", labels={"role": "rollout"})]
+        yield RayCluster(network).hosts(head=2, second=1, third=1)
 
 
 def doctor(host: Host, *options: str) -> dict[str, list[dict[str, Any]]]:

@@ -42,7 +42,7 @@ def interface(host: Host, address: str) -> str:
 
 @pytest.mark.stack
 def test_two_ranks_on_two_hosts_train_the_weights_of_two_ranks_on_one(ray_cluster: RayCluster) -> None:
-    head, other = ray_cluster.host("head", cpus=2), ray_cluster.host("other", cpus=1)
+    head, other = ray_cluster.hosts(head=2, other=1)
     addresses, one_host = trained(ray_cluster, held=0)
     assert addresses == [head.address, head.address], "they are packed"
     addresses, two_hosts = trained(ray_cluster, held=1)
