@@ -17,6 +17,8 @@ ADAM_BYTES = 8
 REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
 """DeepSpeed's defaults for ZeRO-3: a gathered weight that is used again within so many numbers stays; so many are
 gathered ahead; the optimizer works on so many at a time."""
+KEPT = 0.35
+"""Of a CPU rank's activations, what the C library keeps when they are freed: fitted to measured ranks."""
 SUM_NUMBERS = 5 * 10**8
 """Numbers of gradients that DeepSpeed copies into one tensor to add them up over the ranks, without ZeRO."""
 
@@ -35,13 +37,13 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     critic = _critic(spec, model)
     gathered = gathered_numbers(model, trainer.ranks, trainer.zero_stage) * NUMBER_BYTES[trainer.dtype]
     rows, length, positions = largest_microbatch(spec)
+    activations = model.activations(rows, length, positions, trainer.gradient_checkpointing)
+    activations += _packed_mask(spec, length)
+    recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
     passes = (
         Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
-        Part(
-            "activations",
-            model.activations(rows, length, positions, trainer.gradient_checkpointing) + _packed_mask(spec, length),
-            f"{rows} × {length:,} tokens{', recomputed' if trainer.gradient_checkpointing else ''}",
-        ),
+        Part("activations", activations, f"{rows} × {length:,} tokens{recomputed}"),
+        Part("freed memory", 0 if trainer.gpus_per_rank else int(KEPT * activations), "that the C library keeps"),
         Part("reduce buckets", _buckets(spec), "gradients on their way"),
     )
     step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)

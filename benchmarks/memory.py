@@ -1,0 +1,302 @@
+"""The memory estimate of `asyncrl validate-spec --memory` beside what ranks and engines take on a CPU.
+
+    python benchmarks/memory.py [--only NAME ...] [--engine]
+
+Each case is a DeepSpeed rank (two, where the case says so) in a process of its own, with gloo: it loads the model, and
+trains two updates of two micro-batches of the largest size. Measured is the peak of its resident memory (VmHWM), less
+what it had after its imports and one pass of a tiny model, which loads the libraries' kernels. The start is measured
+apart: transformers reads the model's file, whose pages count while they are mapped. An engine (`--engine`) is started
+on a model of 100 M weights, without a publish: what its processes take more than those of an engine on a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+MB = 10**6
+GOAL = 0.15
+"""Of what is measured, what an estimate may be off by."""
+TINY = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+DENSE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quickstart": ("qwen3", TINY),
+    "dense": ("qwen3", DENSE),
+    "experts": ("qwen3_moe", EXPERTS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, and the settings of the trainer that its memory depends on."""
+
+    model: str
+    stage: int
+    ranks: int = 1
+    dtype: str = "float32"
+    tokens: int = 1024
+    recompute: bool = False
+    lora: bool = False
+
+    @property
+    def name(self) -> str:
+        extra = [self.dtype, *(["recompute"] if self.recompute else []), *(["lora"] if self.lora else [])]
+        return f"{self.model}, ZeRO {self.stage}, {self.ranks} rank{'s' if self.ranks > 1 else ''}, {', '.join(extra)}"
+
+    def spec(self, folder: Path) -> ExperimentSpec:
+        """The spec of the case, whose model is in ``folder``."""
+        overrides = [
+            "model.warm_start=null",
+            "model.init=null",
+            f"model.path={folder}",
+            f"trainer.zero_stage={self.stage}",
+            f"trainer.ranks={self.ranks}",
+            f"trainer.dtype={self.dtype}",
+            f"rollout.dtype={self.dtype}",
+            f"trainer.tokens_per_microbatch={self.tokens}",
+            f"trainer.gradient_checkpointing={str(self.recompute).lower()}",
+        ]
+        return load_spec(QUICKSTART, [*overrides, *(["model.lora.rank=16"] if self.lora else [])]).spec
+
+
+CASES = [
+    *(Case("dense", stage) for stage in range(4)),
+    *(Case("dense", stage, ranks=2) for stage in range(4)),
+    Case("dense", 3, recompute=True),
+    Case("dense", 3, lora=True),
+    Case("dense", 2, ranks=2, lora=True),
+    *(Case("dense", stage, dtype="bfloat16") for stage in (0, 1, 2, 3)),
+    *(Case("experts", stage) for stage in range(4)),
+    Case("experts", 3, ranks=2),
+    Case("quickstart", 0),
+    Case("quickstart", 3),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="cases whose name has one of these")
+    parser.add_argument("--engine", action="store_true", help="the engine instead of trainer ranks")
+    parser.add_argument("--rank", metavar="JSON", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        run_rank(**json.loads(options.rank))
+        return
+    if options.engine:
+        measure_engines()
+        return
+    print("| case | estimated MB | measured MB | off by | at the start MB |\n|-|-|-|-|-|")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in MODELS:
+            write_model(name, Path(folder) / name)
+        for case in CASES:
+            if not options.only or any(word in case.name for word in options.only):
+                print(row(case, Path(folder)), flush=True)
+
+
+def row(case: Case, folder: Path) -> str:
+    """A row of the table: of several ranks, the one that takes most."""
+    from transformers import AutoConfig
+
+    from asyncrl_cli.sizing.model import size_model
+    from asyncrl_cli.sizing.trainer import rank_parts
+
+    spec = case.spec(folder / case.model)
+    config = AutoConfig.from_pretrained(folder / case.model)
+    estimated = sum(part.bytes for part in rank_parts(spec, size_model(spec, config)).device)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = []
+    for rank in range(case.ranks):
+        told = json.dumps({"case": asdict(case), "folder": str(folder), "rank": rank, "port": port})
+        command = [sys.executable, "-W", "ignore", __file__, "--rank", told]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+    answers = [process.communicate()[0] for process in processes]
+    try:
+        found = [json.loads(answer.splitlines()[-1]) for answer in answers]
+    except (IndexError, ValueError):
+        return f"| {case.name} | {estimated / MB:,.0f} | failed | | |"
+    measured, start = max(one["peak"] for one in found), max(one["start"] for one in found)
+    off = estimated / measured - 1
+    mark = "" if abs(off) <= GOAL else " (outside)"
+    return f"| {case.name} | {estimated / MB:,.0f} | {measured / MB:,.0f} | {off:+.0%}{mark} | {start / MB:,.0f} |"
+
+
+def run_rank(case: dict[str, Any], folder: str, rank: int, port: int) -> None:
+    """Be one rank of a case, and print what it took."""
+    made = Case(**case)
+    spec = made.spec(Path(folder) / made.model)
+    from asyncrl_cli.train.deepspeed_engine import trainer_environment
+
+    os.environ.update(trainer_environment(spec))
+    import deepspeed  # noqa: F401
+    import torch
+
+    from asyncrl_cli.train import deepspeed_engine as ds
+    from asyncrl_cli.train.nonfinite_guard import backward, step
+
+    torch.set_num_threads(1)
+    load_kernels(Path(folder) / "quickstart", made.dtype)
+    before = memory("VmRSS")
+    listener = socket.create_server(("127.0.0.1", port)) if rank == 0 else None
+    ds.join_process_group(rank, made.ranks, "127.0.0.1", port, False, listener)
+    engine = ds.start_engine(spec, str(Path(folder) / made.model))
+    started = memory("VmHWM")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    ids, mask = largest(spec, engine.module.model.config.vocab_size)
+    for _ in range(2):  # Adam's moments are made by the first
+        for last in (False, True):
+            engine.set_gradient_accumulation_boundary(last)
+            logprobs, _ = engine(ids, mask, "measure")
+            backward(engine, -logprobs.sum() / ids.numel())
+            del logprobs, _
+        step(engine)
+    print(json.dumps({"peak": memory("VmHWM") - before, "start": started - before}), flush=True)
+    os._exit(0)  # gloo's threads of a rank that ends first would end the others
+
+
+def largest(spec: ExperimentSpec, vocabulary: int) -> tuple[Any, Any]:
+    """Ids and mask of the largest micro-batch that a run of the spec can have."""
+    import torch
+
+    from asyncrl_cli.sizing.trainer import largest_microbatch
+
+    rows, length, positions = largest_microbatch(spec)
+    ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(rows, length, dtype=torch.bool)
+    mask[:, length - positions // rows :] = True
+    return ids, mask
+
+
+def load_kernels(folder: Path, dtype: str) -> None:
+    """Train a tiny model once: libraries load their kernels and make their threads."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(input_ids=torch.ones(2, 16, dtype=torch.long)).logits.float().log_softmax(-1).sum().backward()
+    optimizer.step()
+
+
+def write_model(name: str, folder: Path) -> None:
+    """A model of random weights, with a tokenizer."""
+    from asyncrl_cli.spec.inputs import ModelInit
+    from asyncrl_cli.train.model.initial import write_model_stub, write_weights
+
+    architecture, config = MODELS[name]
+    folder.mkdir(parents=True)
+    write_model_stub(ModelInit(architecture=architecture, config=config), 256, folder)
+    write_weights(folder, seed=0)
+
+
+def memory(what: str, process: int | str = "self") -> int:
+    """Bytes of a line of /proc/PID/status."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{what}:"))
+
+
+def measure_engines() -> None:
+    """Print what engines on models of different size take, by the proportional sets of their processes."""
+    from transformers import AutoConfig
+
+    from asyncrl_cli.sizing.engine import engine_parts
+    from asyncrl_cli.sizing.host import cpu_cache_bytes
+    from asyncrl_cli.sizing.model import size_model
+
+    with tempfile.TemporaryDirectory() as name:
+        found = {}
+        for model in ("quickstart", "dense", "experts"):
+            folder = Path(name) / model
+            write_model(model, folder)
+            spec = Case(model, 3).spec(folder)
+            sized = size_model(spec, AutoConfig.from_pretrained(folder))
+            # Without a publish there is no next version.
+            parts = [part.bytes for part in engine_parts(spec, sized) if part.name != "next version"]
+            found[model] = sum(parts) + cpu_cache_bytes(spec, sized), engine_memory(spec, str(folder))
+        least, base = found.pop("quickstart")
+        print(f"an engine of the quickstart's model: {base / MB:,.0f} MB")
+        for model, (estimated, measured) in found.items():
+            off = (estimated - least) / (measured - base) - 1
+            print(
+                f"{model}: {(measured - base) / MB:,.0f} MB more, estimated {(estimated - least) / MB:,.0f}, {off:+.0%}"
+            )
+
+
+def engine_memory(spec: ExperimentSpec, folder: str) -> int:
+    """Bytes of an engine's processes after rollouts in all its places."""
+    program = (
+        "import asyncio, json, sys, psutil; from pathlib import Path\n"
+        "from asyncrl_cli.rollout.engine import Engine; from asyncrl_cli.spec.load import load_spec\n"
+        "async def main():\n"
+        "    from vllm import SamplingParams\n"
+        "    spec = load_spec(Path(sys.argv[1]), json.loads(sys.argv[2])).spec\n"
+        "    engine = Engine(spec, sys.argv[3], own_weights=True)\n"
+        "    async def one(n):\n"
+        "        params = SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0, seed=n)\n"
+        "        prompt = {'prompt_token_ids': [3] * 32}\n"
+        "        async for _ in engine._vllm.generate(prompt, params, request_id=str(n)): pass\n"
+        "    await asyncio.gather(*map(one, range(spec.rollout.max_running_rollouts)))\n"
+        "    me = psutil.Process()\n"
+        "    print(sum(p.memory_full_info().pss for p in [me, *me.children(recursive=True)]), flush=True)\n"
+        "    engine.shutdown()\n"
+        "if __name__ == '__main__': asyncio.run(main())\n"
+    )
+    from asyncrl_cli.rollout.engine_settings import engine_environment
+
+    overrides = [
+        "model.warm_start=null",
+        "model.init=null",
+        f"model.path={folder}",
+        f"rollout.dtype={spec.rollout.dtype}",
+    ]
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(program)
+        file.flush()
+        command = [sys.executable, "-W", "ignore", file.name, str(QUICKSTART), json.dumps(overrides), folder]
+        environment = os.environ | engine_environment(spec) | {"PYTHONPATH": str(QUICKSTART.parents[1])}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return int(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
