@@ -17,8 +17,10 @@ ADAM_BYTES = 8
 REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
 """DeepSpeed's defaults for ZeRO-3: a gathered weight that is used again within so many numbers stays; so many are
 gathered ahead; the optimizer works on so many at a time."""
-KEPT = 0.35
-"""Of a CPU rank's activations, what the C library keeps when they are freed: fitted to measured ranks."""
+KEPT, KEPT_RECOMPUTED = 0.55, 1.0
+"""Of a CPU rank's activations, what the C library keeps beside them when they are freed: fitted to measured ranks."""
+CPU_RANK_BYTES = 50 * 10**6
+"""What DeepSpeed and gloo take on a CPU beside the parts, fitted to measured ranks."""
 SUM_NUMBERS = 5 * 10**8
 """Numbers of gradients that DeepSpeed copies into one tensor to add them up over the ranks, without ZeRO."""
 
@@ -40,14 +42,18 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     activations = model.activations(rows, length, positions, trainer.gradient_checkpointing)
     activations += _packed_mask(spec, length)
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
+    kept_share = KEPT_RECOMPUTED if trainer.gradient_checkpointing else KEPT
     passes = (
         Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
         Part("activations", activations, f"{rows} × {length:,} tokens{recomputed}"),
-        Part("freed memory", 0 if trainer.gpus_per_rank else int(KEPT * activations), "that the C library keeps"),
-        Part("reduce buckets", _buckets(spec), "gradients on their way"),
+        Part("freed memory", 0 if trainer.gpus_per_rank else int(kept_share * activations), "that the C library keeps"),
+        Part("reduce buckets", _buckets(spec, model.trained), "gradients on their way"),
     )
     step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
-    largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
+    if trainer.gpus_per_rank:
+        largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
+    else:  # what a pass frees does not go back to the system before the step
+        largest = (*passes, *step, Part("DeepSpeed", CPU_RANK_BYTES, "of its own, and gloo's"))
     reference = Part("reference model", _reference(spec, model), "whole on every rank")
     offloaded: list[Part] = []
     if trainer.gpus_per_rank and trainer.offload != "none":
@@ -120,12 +126,17 @@ def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
     return model.parameters * NUMBER_BYTES[spec.trainer.dtype]
 
 
-def _buckets(spec: ExperimentSpec) -> int:
-    """Of gradients that are added up over the ranks; ZeRO 2 and 3 have them on one rank as well."""
+def _buckets(spec: ExperimentSpec, trained: int) -> int:
+    """Of gradients that are added up over the ranks; ZeRO 2 and 3 have them on one rank as well.
+
+    A host gives memory to the part that is written alone, a GPU to all of it.
+    """
     from asyncrl_cli.train.deepspeed_engine import REDUCE_NUMBERS
 
-    number = NUMBER_BYTES[spec.trainer.dtype]
-    return REDUCE_NUMBERS * number if spec.trainer.zero_stage >= 2 else 0
+    if spec.trainer.zero_stage < 2:
+        return 0
+    numbers = REDUCE_NUMBERS if spec.trainer.gpus_per_rank else min(REDUCE_NUMBERS, trained)
+    return numbers * NUMBER_BYTES[spec.trainer.dtype]
 
 
 def _step(spec: ExperimentSpec, trained: int) -> int:

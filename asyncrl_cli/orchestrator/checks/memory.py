@@ -19,8 +19,6 @@ from asyncrl_cli.sizing.remedies import remedies
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 CHECK = "memory with weights"
-SECTIONS = {"trainer": "trainer", "engine": "rollout", "host": "this machine"}
-"""The location of an error that no change of the spec corrects, by the role of its device."""
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> str | Finding:
@@ -56,8 +54,11 @@ def refuse(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> N
     """Raise ``ConfigError`` for the first problem with which no run can work; its hint says what to change."""
     for problem in problems:
         if problem.cannot:
-            hint = _hint(spec, model, problem) or "use a smaller model, or GPUs and hosts with more memory"
-            key = hint.partition(" ")[2].partition(" ")[0] if hint.startswith("set ") else SECTIONS[problem.device.role]
+            key, advice = _advice(spec, problem.device)
+            found = _hint(spec, model, problem)
+            hint = "; ".join(filter(None, [advice if problem.device.role == "host" or not found else "", found]))
+            if problem.device.role != "host" and found:
+                key = found.split()[1]  # of the first change
             raise ConfigError(f"the run does not fit into memory: {problem.message}", location=key, hint=hint)
 
 
@@ -88,3 +89,20 @@ def _hint(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> str:
     capacity = problem.device.capacity if problem.device.role != "host" else None
     found = remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity))
     return f"set {', or '.join(found)}" if found else ""
+
+
+def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
+    """The key that decides on the largest part of a device, and what to do with it."""
+    rollout = spec.rollout
+    model = "model.init.config" if spec.model.init is not None else "model.path"
+    largest = max(device.parts, key=lambda part: part.bytes).name
+    if largest == "key-value caches":
+        if rollout.kv_cache_mb is not None:
+            return "rollout.kv_cache_mb", "lower it, or leave it out"
+        average = (rollout.max_prompt_tokens + rollout.max_response_tokens) // 2
+        if spec.model.max_length > rollout.max_running_rollouts * average:
+            return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"
+        return "rollout.max_running_rollouts", "lower it, or set rollout.kv_cache_mb"
+    if largest == "processes":
+        return "this machine", "stop other programs, or lower rollout.engines or trainer.ranks"
+    return model, "use a smaller model, adapters (model.lora), a higher trainer.zero_stage, or fewer engines"
