@@ -90,14 +90,14 @@ class Runs:
             env=os.environ | {"COLUMNS": "120"},
         )
 
-    def run(self, *arguments: str | Path) -> Ended:
+    def run(self, *arguments: str | Path, limit_s: float = LIMIT_S) -> Ended:
         """Run `asyncrl ARGUMENTS` to its end."""
-        return self.wait(self.start(*arguments))
+        return self.wait(self.start(*arguments), limit_s)
 
-    def wait(self, process: subprocess.Popen[str]) -> Ended:
+    def wait(self, process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
         """Wait for a command; one that hangs is interrupted and fails the test."""
         try:
-            out, err = process.communicate(timeout=LIMIT_S)
+            out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)
