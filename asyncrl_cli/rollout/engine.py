@@ -153,7 +153,7 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if slots != self._layout:
-            layout = [asdict(slot) for slot in slots]
+            layout = [asdict(part) for slot in slots for part in slot.parts or (slot,)]
             await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest({"slots": layout}))
             self._layout = slots
         if all(await self._vllm.collective_rpc("prepare_weights", args=(version, path))):

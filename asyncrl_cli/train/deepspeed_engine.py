@@ -201,13 +201,13 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate
 
 
-def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """The full parameter's shape, also while ZeRO-3 has only a shard of it here."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
-def gathered(parameters: list[torch.nn.Parameter], zero_stage: int) -> Iterator[None]:
+def gathered(parameters: list[torch.Tensor], zero_stage: int) -> Iterator[None]:
     """Full parameters inside the block; a collective call under ZeRO-3."""
     if zero_stage < 3 or not parameters:
         yield

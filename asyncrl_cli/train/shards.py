@@ -13,13 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.train.deepspeed_engine import full_shape, gathered
+from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
 from asyncrl_cli.train.model.lora import plain_weights
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
 
 
 def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
-    """The layout of the weights that engines get; the same on every rank."""
-    return plan_slots((weight.name, dtype, full_shape(weight.parameter)) for weight in plain_weights(model))
+    """The layout of the weights that engines get; the same on every rank. Raises ``PolicyError``."""
+    weights = [(weight.name, weight.parameter) for weight in plain_weights(model)]
+    slots = plan_slots(
+        # Buffers keep their dtype, in engines as in the trainer.
+        (name, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype, full_shape(tensor))
+        for name, tensor in weights
+    )
+    return with_checkpoint_parts(model, slots)
 
 
 def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
@@ -42,8 +49,8 @@ def write_shard(target: Tensor, begin: int, own: Tensor) -> None:
     target.view(-1)[begin : begin + own.numel()].copy_(own)
 
 
-def _own(parameter: nn.Parameter, begin: int, end: int, zero_stage: int) -> Tensor:
-    if zero_stage == 3:
+def _own(parameter: Tensor, begin: int, end: int, zero_stage: int) -> Tensor:
+    if zero_stage == 3 and isinstance(parameter, nn.Parameter):  # buffers are whole on every rank
         partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # padded at its end
         return partition.detach()[: end - begin]
     return parameter.detach().reshape(-1)[begin:end]

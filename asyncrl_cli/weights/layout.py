@@ -23,13 +23,18 @@ CHUNK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """The position of one named tensor; ``offset`` and ``itemsize`` in bytes, ``dtype`` as torch names it."""
+    """The position of one named tensor; ``offset`` and ``itemsize`` in bytes, ``dtype`` as torch names it.
+
+    ``parts``: the tensors by whose names engines load its bytes, where that is not the tensor itself: together they are
+    all of it, and have no parts.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     itemsize: int
+    parts: tuple[TensorSlot, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.weights.layout import TensorSlot, chunks_of
@@ -90,7 +90,7 @@ class Manifest:
         same number of ranks, whichever version, and whichever hosts have them."""
         from blake3 import blake3
 
-        layout = [astuple(slot) for slot in self.slots]
+        layout = [(slot.name, slot.dtype, slot.shape, slot.offset, slot.itemsize) for slot in self.slots]
         text = json.dumps([layout, self.ranks, self.digests], separators=(",", ":"))
         return f"{KIND}:{blake3(text.encode()).hexdigest()}"
 

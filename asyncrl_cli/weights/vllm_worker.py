@@ -35,7 +35,7 @@ BACKEND = "asyncrl_replica"
 
 @dataclass
 class ReplicaInitInfo(WeightTransferInitInfo):
-    """The layout: what ``TensorSlot`` has, of each tensor."""
+    """The layout: what ``TensorSlot`` has, of each tensor that vLLM loads."""
 
     slots: list[dict[str, Any]]
 

@@ -34,14 +34,14 @@ class LoraError(ConfigError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainWeight:
-    """One weight as the model without adapters has it."""
+    """One weight as the model without adapters has it: a parameter, or a buffer that checkpoints have, too."""
 
     name: str  # in that model
-    parameter: nn.Parameter  # the trainer's own, without what an adapter adds to it
+    parameter: Tensor  # the trainer's own, without what an adapter adds to it
     adapter: Any | None  # the adapted layer; None without an adapter
 
     @property
-    def adapter_parts(self) -> list[nn.Parameter]:
+    def adapter_parts(self) -> list[Tensor]:
         """What must be gathered for ``delta``."""
         if self.adapter is None:
             return []
@@ -49,7 +49,7 @@ class PlainWeight:
         return [parameter for module in adapter for parameter in module.parameters()]
 
     @property
-    def parts(self) -> list[nn.Parameter]:
+    def parts(self) -> list[Tensor]:
         """What must be gathered for ``merged``."""
         return [self.parameter, *self.adapter_parts]
 
@@ -109,10 +109,16 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_weights(model: nn.Module) -> list[PlainWeight]:
-    """All weights of a model, with adapters or without, by the names of the model without."""
+    """All weights of a model, with adapters or without, by the names of the model without.
+
+    Persistent buffers are among them, such as DeepSeek-V3's correction of its router: without it an engine would choose
+    other experts than the trainer.
+    """
     layers = _layers(model)
     weights = []
-    for name, parameter in model.named_parameters():
+    persistent = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    for name, parameter in (*model.named_parameters(), *buffers):
         owner, _, leaf = name.rpartition(".")
         if owner.endswith(f".{BASE}"):
             owner = owner.removesuffix(f".{BASE}")

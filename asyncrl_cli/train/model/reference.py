@@ -56,7 +56,7 @@ class Copy:
         """Become the policy if it is due before ``step``; collective. ``model`` is the policy's."""
         if not self._every or step % self._every or not step:
             return
-        own = dict(self._policy.model.named_parameters())
+        own = self._policy.model.state_dict()  # the same memory
         for weight in full_weights(model, zero_stage):
             own[weight.name].copy_(weight.merged())
 
