@@ -24,7 +24,7 @@ from asyncrl_cli.spec.sharing import engines_sleep, memory_share, tensor_paralle
 from asyncrl_cli.system.remote import ActorDied
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -188,14 +188,17 @@ def _statements(path: str) -> list[ast.stmt]:
 
 
 def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tuple[AsyncEngineArgs, VllmConfig]:
-    """vLLM's arguments and configuration for a spec. Raises ``ConfigError`` when vLLM refuses them."""
+    """vLLM's arguments and configuration for a spec.
+
+    Raises ``ConfigError`` when vLLM refuses them, or would not survive its first request.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     own = spec.rollout.engine_args
     check_engine_arguments(own, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     try:
         args = engine_args(spec, model_dir, load_format)
-        return args, args.create_engine_config()
+        config = args.create_engine_config()
     except Exception as error:  # of pydantic, transformers or vLLM
         raise ConfigError(
             f"vLLM refuses the engine's settings: {_refusal(error)}",
@@ -204,6 +207,22 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
             if own
             else "change the setting that it names, or use a model that vLLM serves",
         ) from error
+    if spec.rollout.gpus_per_engine == 0:
+        _check_head_size(config.model_config)
+    return args, config
+
+
+def _check_head_size(model: ModelConfig) -> None:
+    """vLLM looks at it no earlier than at an engine's first request, and the engine dies of it."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model.get_head_size()
+    if size not in sizes and not model.use_mla:
+        raise ConfigError(
+            f"attention heads have {size} dimensions; vLLM's CPU engine takes {', '.join(map(str, sizes))}",
+            location="model",
+            hint="use a model with such heads, or engines on GPUs (rollout.gpus_per_engine)",
+        )
 
 
 def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path | None = None) -> AsyncLLM:

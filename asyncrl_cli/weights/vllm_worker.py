@@ -79,6 +79,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if self.next is None:
+            if self.device.type == "cpu":
+                self._forget_expert_kernels()
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -114,6 +116,14 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
         with self.replica.open(path, version) as tensors:
             return NextLayers(self.model, self.model_config, tensors.items())
+
+    def _forget_expert_kernels(self) -> None:
+        # vLLM packs the weights of experts for its CPU kernel only while it has none; later it would load them as they
+        # are into the packed ones, and the experts would compute with numbers in the wrong order.
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _repack_tied_head(self) -> None:
         # vLLM's CPU linear keeps a packed copy of lm_head that the layerwise reload does not see when the

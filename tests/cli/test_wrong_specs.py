@@ -278,3 +278,13 @@ def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
         engine_config(wrong, str(tmp_path), "dummy")
     assert refused.value.location == "rollout.engine_args"
     assert next(iter(argument)) in refused.value.hint
+
+
+@pytest.mark.slow
+def test_heads_that_a_cpu_engine_would_die_of_are_refused_before(tmp_path: Path) -> None:
+    spec = small_spec(gpu=False)
+    assert spec.model.init is not None
+    init = spec.model.init.model_copy(update={"config": {**spec.model.init.config, "head_dim": 24}})
+    write_model_stub(init, spec.model.max_length, tmp_path)
+    with pytest.raises(ConfigError, match="attention heads have 24 dimensions; vLLM's CPU engine takes 32, 64"):
+        engine_config(spec, str(tmp_path), "dummy")

@@ -1,0 +1,32 @@
+"""A model with experts trains: each version that an engine serves is proved, under the names of its checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import Runs, rows
+
+pytestmark = pytest.mark.stack
+
+MIXTRAL = {
+    "architecture": "mixtral",
+    "config": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "tokenizer": "characters",
+}
+
+
+def test_a_model_with_experts_trains(shared_runs: Runs) -> None:
+    model = {"init": MIXTRAL, "warm_start": None}
+    # With such a rate each version differs from the last by more than the probe's tolerance.
+    run = shared_runs.train(model=model, trainer={"optimizer": {"learning_rate": 5e-3}}, stop={"steps": 3})
+    metrics = rows(run, "metrics.jsonl")
+    assert len(metrics) == 3
+    assert all(row["publish/probe_gap"] < 1e-3 < row["publish/probe_change"] for row in metrics)
