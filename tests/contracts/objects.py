@@ -17,6 +17,10 @@ OBJECTS: dict[str, dict[str, str]] = {
         "last": "vllm.outputs.RequestOutput()",
         "span": "vllm.outputs.WeightVersionSpan()",
     },
+    "rollout/engine_settings.py": {
+        "config": "vllm.config.vllm.VllmConfig()",
+        "config.model_config": "vllm.config.model.ModelConfig()",
+    },
     "rollout/vllm_inflight.py": {
         "vllm": LLM,
         "vllm.output_processor": "vllm.v1.engine.output_processor.OutputProcessor()",

@@ -24,9 +24,8 @@ MIXTRAL = {
 
 
 def test_a_model_with_experts_trains(shared_runs: Runs) -> None:
-    model = {"init": MIXTRAL, "warm_start": None}
-    # With such a rate each version differs from the last by more than the probe's tolerance.
-    run = shared_runs.train(model=model, trainer={"optimizer": {"learning_rate": 5e-3}}, stop={"steps": 3})
+    run = shared_runs.train(model={"init": MIXTRAL, "warm_start": None}, stop={"steps": 3})
     metrics = rows(run, "metrics.jsonl")
     assert len(metrics) == 3
-    assert all(row["publish/probe_gap"] < 1e-3 < row["publish/probe_change"] for row in metrics)
+    # Experts that an engine loads in the wrong order are 0.01 nats off and more.
+    assert all(row["publish/probe_gap"] < 1e-3 for row in metrics)
