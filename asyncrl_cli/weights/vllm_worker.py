@@ -121,8 +121,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         # vLLM packs the weights of experts for its CPU kernel only while it has none; later it would load them as they
         # are into the packed ones, and the experts would compute with numbers in the wrong order.
         for layer in self.model.modules():
-            method = getattr(layer, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
 
     def _repack_tied_head(self) -> None:
