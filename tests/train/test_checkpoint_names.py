@@ -86,5 +86,5 @@ def test_a_tensor_that_is_computed_from_others_is_refused(monkeypatch: pytest.Mo
     slots = plan_slots([("weight", torch.float32, (3, 4, 5))])
     model = torch.nn.Module()
     model.config = type("Config", (), {"model_type": "strange"})()  # type: ignore[assignment]
-    with pytest.raises(PolicyError, match="the checkpoint's other is no part of the model's weight"):
+    with pytest.raises(PolicyError, match="the checkpoint's other is not a part of the model's weight"):
         with_checkpoint_parts(model, slots)

@@ -25,7 +25,7 @@ def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[Tens
     """``slots`` with the tensors of the model's checkpoint as their parts, where these are not the slots themselves.
 
     ``slots`` have the weights of ``model``, a transformers model, by its own names. Raises ``PolicyError`` when a
-    checkpoint has a tensor whose bytes are no part of a slot.
+    checkpoint has a tensor whose bytes are not a part of a slot.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -43,7 +43,7 @@ def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[Tens
         shape = tuple(part.shape) if len(slot.shape) < 2 else (*part.shape[:-1], width)
         if row + _rows(shape) > _rows(slot.shape) or not torch.equal(part, _row_numbers(begin, shape)):
             raise PolicyError(
-                f"the checkpoint's {name} is no part of the model's {slot.name} but computed from it",
+                f"the checkpoint's {name} is not a part of the model's {slot.name} but computed from it",
                 hint=f"use another model: engines cannot read the weights of a {model.config.model_type} in place",
             )
         offset = slot.offset + row * width * slot.itemsize
