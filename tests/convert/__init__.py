@@ -1,1 +1,1 @@
-"""What asyncrl calls of vLLM, DeepSpeed, Ray and torch, held against their signatures."""
+"""Configurations of other trainers, converted."""
