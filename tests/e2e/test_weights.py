@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,14 @@ class Bench:
         self.engine = Engine(spec, str(folder))
         self._requests = 0
 
-    async def publish(self, version: int, policy: str, endless: bool = False) -> None:
-        """Give the engine new random weights as ``version``; ``endless`` ones never say the end token greedily."""
+    async def publish(
+        self, version: int, policy: str, endless: bool = False, prepared: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Give the engine new random weights as ``version``; ``endless`` ones never say the end token greedily.
+
+        ``prepared`` is awaited when the engine has prepared them, before its pause: rollouts that begin there are not
+        finished by then, however long the preparation takes.
+        """
         generator = torch.Generator().manual_seed(version)
         model = self._load()
         parameters = dict(model.named_parameters())
@@ -60,7 +66,16 @@ class Bench:
                     parameters[name][model.config.eos_token_id] = 0.0
                 target.copy_(parameters[name])
         self.models[version] = model
-        await self.engine.update_weights(version, path, self.slots, policy)
+        prepare = self.engine._prepare
+
+        async def prepare_first(*arguments: Any) -> None:
+            await prepare(*arguments)
+            if prepared is not None:
+                await prepared()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.engine, "_prepare", prepare_first)
+            await self.engine.update_weights(version, path, self.slots, policy)
         self.path = path
 
     async def generate(self, prompt: list[int], tokens: int) -> Rollout:
@@ -114,11 +129,15 @@ def started(loop: asyncio.AbstractEventLoop, folder: Path, **model: Any) -> Benc
 def crossing(bench: Bench, version: int, policy: str) -> list[Rollout]:
     """Rollouts that run while version ``version`` replaces ``version - 1``."""
 
+    running: list[asyncio.Task[Rollout]] = []
+
+    async def begin() -> None:
+        running.extend(asyncio.create_task(bench.generate([3 + i, 40, 50], 48)) for i in range(16))
+        await bench.engine.attest((3, 4, 5), 0.0)  # a probe that is answered: by then the rollouts run
+
     async def generate() -> list[Rollout]:
         await bench.publish(version - 1, policy)
-        running = [asyncio.create_task(bench.generate([3 + i, 40, 50], 48)) for i in range(16)]
-        await bench.engine.attest((3, 4, 5), 0.0)  # a probe that is answered: by then the rollouts run
-        await bench.publish(version, policy)
+        await bench.publish(version, policy, prepared=begin)
         return list(await asyncio.gather(*running))
 
     return asyncio.get_event_loop_policy().get_event_loop().run_until_complete(generate())

@@ -132,14 +132,18 @@ def test_segments_are_the_beginning_of_the_final_rollout(
 
     names = [f"{version}-{number}" for number in range(32)]
 
+    running: list[asyncio.Task[Rollout]] = []
+
+    async def begin() -> None:
+        requests = [request(name, stop=stop) for name in [*names, "unnamed"]]
+        running.extend(asyncio.create_task(bench.engine.generate(entry)) for entry in requests)
+        add(taken, await until(lambda: bench.engine.segments(since())))
+
     async def generate() -> list[Rollout]:
         await bench.publish(version - 1, policy)
-        requests = [request(name, stop=stop) for name in [*names, "unnamed"]]
-        running = [asyncio.create_task(bench.engine.generate(entry)) for entry in requests]
-        add(taken, await until(lambda: bench.engine.segments(since())))
         with monkeypatch.context() as patch:
             patch.setattr(bench.engine, "update_weights", partial(bench.engine.update_weights, on_pause=on_pause))
-            await bench.publish(version, policy)
+            await bench.publish(version, policy, prepared=begin)
         while not all(task.done() for task in running):
             add(taken, bench.engine.segments(since()))
             await asyncio.sleep(0)
