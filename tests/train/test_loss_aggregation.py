@@ -117,7 +117,8 @@ def test_order_of_rows_padding_and_garbage_in_it_change_nothing(
     assert again == pytest.approx(whole, rel=1e-6, abs=1e-6 * size)
     assert summary_again == pytest.approx(summary, rel=1e-6)
     for name, gradient in gradients.items():
-        np.testing.assert_allclose(gradients_again[name][:, :tokens], gradient[order], rtol=1e-6, atol=1e-9)
+        # Sums of float32 in another order: a dozen roundings of the largest part were seen.
+        np.testing.assert_allclose(gradients_again[name][:, :tokens], gradient[order], rtol=1e-5, atol=1e-9)
         assert not gradients_again[name][~dirty["mask"]].any()
 
 
