@@ -203,7 +203,8 @@ class Replicas:
         return self._agents[node]
 
     async def _call(self, node: str, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
-        agent, name = self._agent(node), self._agent(node).process.name
+        agent = self._agent(node)
+        name = agent.process.name
         if agent.gone:
             raise HostGone(agent.gone, location=name)
         actor = await agent.process.running()

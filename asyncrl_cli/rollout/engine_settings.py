@@ -78,7 +78,7 @@ def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
 def kv_cache_blocks(spec: ExperimentSpec) -> int:
     """Blocks for ``max_running_rollouts`` sequences of half the longest length, and for at least one of
     ``model.max_length``, without which vLLM does not start."""
-    longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
+    longest = spec.rollout.longest_rollout
     blocks_each = -(-longest // (2 * BLOCK_SIZE)) + 1
     least = -(-max(longest, spec.model.max_length) // BLOCK_SIZE) + 1
     return max(spec.rollout.max_running_rollouts * blocks_each, least)

@@ -80,7 +80,7 @@ def gpu_share(spec: ExperimentSpec) -> float:
 def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:
     rollout = spec.rollout
     blocks = nbytes // (BLOCK_SIZE * per_token)
-    longest = min(spec.model.max_length, rollout.max_prompt_tokens + rollout.max_response_tokens)
+    longest = min(spec.model.max_length, rollout.longest_rollout)
     of_longest, of_average = -(-longest // BLOCK_SIZE), -(-longest // (2 * BLOCK_SIZE))
     return Cache(nbytes, blocks * BLOCK_SIZE, max(0, blocks // of_longest), max(0, blocks // of_average))
 

@@ -43,15 +43,16 @@ def host_kinds(spec: ExperimentSpec) -> tuple[HostKind, ...]:
     of_engines = float(rollout.max_engines * rollout.gpus_per_engine)
     if cluster.address is None or of_ranks + of_engines <= cluster.gpus_per_host:
         return (HostKind("host", 1, trainer.ranks, rollout.max_engines),)
-    kinds = []
-    for name, number, gpus in (
-        ("host of trainer ranks", trainer.ranks, trainer.gpus_per_rank),
-        ("host of engines", rollout.max_engines, rollout.gpus_per_engine),
-    ):
-        on_one = min(number, max(1, int(cluster.gpus_per_host / gpus))) if gpus else number
-        ranks = name == "host of trainer ranks"
-        kinds.append(HostKind(name, math.ceil(number / on_one), on_one if ranks else 0, 0 if ranks else on_one))
-    return tuple(kinds)
+
+    def on_one(number: int, gpus: float) -> int:
+        return min(number, max(1, int(cluster.gpus_per_host / gpus))) if gpus else number
+
+    ranks = on_one(trainer.ranks, trainer.gpus_per_rank)
+    engines = on_one(rollout.max_engines, rollout.gpus_per_engine)
+    return (
+        HostKind("host of trainer ranks", math.ceil(trainer.ranks / ranks), ranks, 0),
+        HostKind("host of engines", math.ceil(rollout.max_engines / engines), 0, engines),
+    )
 
 
 def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple[Part, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.sizing.estimate import Estimate, Excess, excesses
@@ -21,7 +22,18 @@ class Change(dict[str, Any]):
         return " and ".join(f"{key} to {_yaml(value)}" for key, value in self.items())
 
 
-def remedies(spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that makes a device fit; ``nbytes``: what it then takes, None for an engine's GPU, which is filled."""
+
+    change: Change
+    nbytes: int | None
+
+    def __str__(self) -> str:
+        return f"{self.change} ({self.nbytes / GB:.1f} GB)" if self.nbytes is not None else str(self.change)
+
+
+def remedies(spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate]) -> list[Remedy]:
     """Changes, each of which alone makes the device fit, best first; ``again`` makes an estimate.
 
     Where none is enough by itself, those that help a rank are tried together.
@@ -30,9 +42,9 @@ def remedies(spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSp
     tried = Change()
     for change in _changes(spec, excess.device.role):
         for attempt in (change, Change(tried | change)):
-            left = _of(excess, attempt, spec, again)
-            if left is not None:
-                found.append(left)
+            remedy = _tried(excess, attempt, spec, again)
+            if remedy is not None:
+                found.append(remedy)
                 break
         else:
             tried |= change
@@ -41,9 +53,9 @@ def remedies(spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSp
     return found
 
 
-def _of(
+def _tried(
     excess: Excess, change: Change, spec: ExperimentSpec, again: Callable[[ExperimentSpec], Estimate]
-) -> str | None:
+) -> Remedy | None:
     changed = with_changes(spec, change)
     result = again(changed)
     if any(
@@ -52,8 +64,7 @@ def _of(
     ):
         return None
     device = next((device for device in result.devices if device.name == excess.device.name), None)
-    size = f" ({device.total / GB:.1f} GB)" if device is not None and device.role != "engine" else ""
-    return f"{change}{size}"
+    return Remedy(change, device.total if device is not None and device.role != "engine" else None)
 
 
 def _changes(spec: ExperimentSpec, role: str) -> Iterator[Change]:
@@ -87,9 +98,8 @@ def _trainer_changes(spec: ExperimentSpec) -> Iterator[Change]:
 
 def _engine_changes(spec: ExperimentSpec) -> Iterator[Change]:
     rollout = spec.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if spec.model.max_length > longest:
-        yield Change({"model.max_length": longest})
+    if spec.model.max_length > rollout.longest_rollout:
+        yield Change({"model.max_length": rollout.longest_rollout})
     for factor in (2, 4, 8):
         if rollout.gpus_per_engine >= 1 and rollout.gpus_per_engine * factor <= spec.cluster.gpus_per_host:
             yield Change({"rollout.gpus_per_engine": int(rollout.gpus_per_engine) * factor})
@@ -102,8 +112,8 @@ def _engine_changes(spec: ExperimentSpec) -> Iterator[Change]:
 def _host_changes(spec: ExperimentSpec) -> Iterator[Change]:
     rollout, trainer = spec.rollout, spec.trainer
     if not rollout.gpus_per_engine:
-        if spec.model.max_length > rollout.max_prompt_tokens + rollout.max_response_tokens:
-            yield Change({"model.max_length": rollout.max_prompt_tokens + rollout.max_response_tokens})
+        if spec.model.max_length > rollout.longest_rollout:
+            yield Change({"model.max_length": rollout.longest_rollout})
         running = rollout.max_running_rollouts
         while running > rollout.group_size and rollout.kv_cache_mb is None:
             running //= 2

@@ -84,7 +84,7 @@ def gathered_numbers(model: SizedModel, ranks: int, zero_stage: int) -> int:
 def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
     """Rows, tokens of a row, and positions that predict a response token, of the largest micro-batch of a run."""
     rollout, trainer = spec.rollout, spec.trainer
-    longest = min(spec.model.max_length, rollout.max_prompt_tokens + rollout.max_response_tokens)
+    longest = min(spec.model.max_length, rollout.longest_rollout)
     if trainer.packing:
         length = max(trainer.tokens_per_microbatch, longest)
         return 1, length, length - 1

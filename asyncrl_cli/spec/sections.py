@@ -128,6 +128,11 @@ class RolloutSpec(Section):
     """Further arguments of the vLLM engine, passed on unchanged."""
 
     @property
+    def longest_rollout(self) -> int:
+        """Tokens of a longest prompt with a longest response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
     def min_engines(self) -> int:
         """Engines that the run starts with."""
         return self.engines.min if isinstance(self.engines, EngineRange) else self.engines

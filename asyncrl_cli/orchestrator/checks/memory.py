@@ -7,6 +7,7 @@ take seconds to find out: that is a lower bound, and what is clearly above canno
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncrl_cli.core.errors import ConfigError
@@ -15,7 +16,7 @@ from asyncrl_cli.orchestrator.checks.machine import available_memory
 from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, shown
-from asyncrl_cli.sizing.remedies import remedies
+from asyncrl_cli.sizing.remedies import Remedy, remedies
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 CHECK = "memory with weights"
@@ -34,7 +35,7 @@ def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: boo
     refuse(spec, model, problems)
     if not problems:
         return text
-    hint = "; ".join(filter(None, (_hint(spec, model, problem) for problem in problems)))
+    hint = "; ".join(filter(None, (_set(_remedies(spec, model, problem)) for problem in problems)))
     return Finding(CHECK, "warning", "\n".join([text, *(problem.message for problem in problems)]), hint)
 
 
@@ -55,16 +56,18 @@ def refuse(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> N
     for problem in problems:
         if problem.cannot:
             key, advice = _advice(spec, problem.device)
-            found = _hint(spec, model, problem)
-            hint = "; ".join(filter(None, [advice if problem.device.role == "host" or not found else "", found]))
-            if problem.device.role != "host" and found:
-                key = found.split()[1]  # of the first change
+            found = _remedies(spec, model, problem)
+            hint = _set(found)
+            if problem.device.role == "host" or not found:
+                hint = "; ".join(filter(None, [advice, hint]))
+            else:
+                key = next(iter(found[0].change))
             raise ConfigError(f"the run does not fit into memory: {problem.message}", location=key, hint=hint)
 
 
 def warnings(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> list[tuple[str, str]]:
     """The message and the hint of each problem that a run may have."""
-    return [(problem.message, _hint(spec, model, problem)) for problem in problems if not problem.cannot]
+    return [(problem.message, _set(_remedies(spec, model, problem))) for problem in problems if not problem.cannot]
 
 
 def device_line(device: Device) -> str:
@@ -85,10 +88,13 @@ def installed_gpu_memory() -> int | None:
         return None
 
 
-def _hint(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> str:
+def _remedies(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> list[Remedy]:
     capacity = problem.device.capacity if problem.device.role != "host" else None
-    found = remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity))
-    return f"set {', or '.join(found)}" if found else ""
+    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity))
+
+
+def _set(found: Sequence[Remedy]) -> str:
+    return f"set {', or '.join(map(str, found))}" if found else ""
 
 
 def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
@@ -99,7 +105,7 @@ def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
     if largest == "key-value caches":
         if rollout.kv_cache_mb is not None:
             return "rollout.kv_cache_mb", "lower it, or leave it out"
-        average = (rollout.max_prompt_tokens + rollout.max_response_tokens) // 2
+        average = rollout.longest_rollout // 2
         if spec.model.max_length > rollout.max_running_rollouts * average:
             return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"
         return "rollout.max_running_rollouts", "lower it, or set rollout.kv_cache_mb"

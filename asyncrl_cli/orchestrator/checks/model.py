@@ -171,8 +171,7 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
             location="rollout.kv_cache_mb",
             hint="raise it, or leave it out",
         )
-    longest = spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
-    if tokens < spec.rollout.group_size * longest:
+    if tokens < spec.rollout.group_size * spec.rollout.longest_rollout:
         return Finding(
             "engine cache", "warning", f"{found}: less than a group of longest rollouts", "raise rollout.kv_cache_mb"
         )

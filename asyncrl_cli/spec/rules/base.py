@@ -22,11 +22,6 @@ def warning(path: str, message: str, hint: str = "") -> Problem:
     return Problem(path, message, hint, "warning")
 
 
-def longest_rollout(spec: ExperimentSpec) -> int:
-    """Tokens of a longest prompt with a longest response."""
-    return spec.rollout.max_prompt_tokens + spec.rollout.max_response_tokens
-
-
 def divisors(number: int) -> str:
     """The divisors of a number as text; the largest twelve of many."""
     found = [part for part in range(1, min(number, 100_000) + 1) if number % part == 0]

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.rules.base import divisors, longest_rollout, rule, warning
+from asyncrl_cli.spec.rules.base import divisors, rule, warning
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 @rule
 def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
     """The longest prompt and the longest response together fit into `model.max_length`."""
-    rollout, limit, total = spec.rollout, spec.model.max_length, longest_rollout(spec)
+    rollout, limit, total = spec.rollout, spec.model.max_length, spec.rollout.longest_rollout
     if total > limit:
         sum_ = f"{rollout.max_prompt_tokens} prompt + {rollout.max_response_tokens} response tokens"
         hint = f"raise model.max_length to {total}"
@@ -25,7 +25,7 @@ def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
     """`trainer.tokens_per_microbatch` has room for the longest rollout."""
-    total, budget = longest_rollout(spec), spec.trainer.tokens_per_microbatch
+    total, budget = spec.rollout.longest_rollout, spec.trainer.tokens_per_microbatch
     if total > budget:
         message = f"{budget} is less than the {total} tokens that a rollout may have"
         yield warning("trainer.tokens_per_microbatch", message, f"raise it to {total} or more")
