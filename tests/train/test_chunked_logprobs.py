@@ -91,6 +91,26 @@ def test_chunks_change_nothing(entropy: chunked_logprobs.Entropy) -> None:
             torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunks", [1, 64])
+def test_in_bfloat16_the_gradient_of_the_head_is_rounded_once(chunks: int) -> None:
+    """Against a float64 model of the same weights: what remains is bfloat16's own rounding, 2^-8 of a number at most,
+    however many chunks it is the sum of."""
+    torch.manual_seed(0)
+    positions, vocabulary = 512, 50
+    layer = nn.Linear(16, vocabulary, dtype=torch.bfloat16)
+    hidden = torch.randn(positions, 16, dtype=torch.bfloat16)
+    targets, weights = torch.randint(vocabulary, (positions,)), torch.rand(positions, dtype=torch.float64)
+    (score(layer, hidden, targets, 1.0, numbers=positions * vocabulary // chunks)[0] @ weights.float()).backward()
+    exact = nn.Linear(16, vocabulary, dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    logs = exact(hidden.double()).log_softmax(-1)
+    (logs.gather(-1, targets[:, None])[:, 0] @ weights).backward()
+    for found, wanted in ((layer.weight, exact.weight), (layer.bias, exact.bias)):
+        assert found.grad.dtype == torch.bfloat16
+        error = (found.grad.double() - wanted.grad).norm() / wanted.grad.norm()
+        assert error < 2**-8, f"{error:.2%}"
+
+
 def test_the_layer_is_called_once_and_a_frozen_one_gets_no_gradient() -> None:
     layer, calls = nn.Linear(6, 20).requires_grad_(False), []
     layer.register_forward_pre_hook(lambda *_: calls.append("forward"))

@@ -67,8 +67,7 @@ class _Scores(torch.autograd.Function):
         temperature: float,
         entropy: Entropy,
     ) -> Any:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=dtype, device=hidden.device)
+        logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
         chunks = _chunks(hidden.shape[0], weight.shape[0], CHUNK_NUMBERS)
         logs = None
         for chunk in chunks:
@@ -91,8 +90,9 @@ class _Scores(torch.autograd.Function):
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs[0] else None
-        of_weight = torch.zeros_like(weight) if needs[1] else None
-        of_bias = torch.zeros_like(bias) if needs[2] else None
+        # Sums over chunks, in float32 at least: in bfloat16 they lose half a percent over 32 chunks.
+        of_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs[1] else None
+        of_bias = torch.zeros_like(bias, dtype=_wide(bias)) if needs[2] else None
         by_logprob, by_entropy = by_logprob / ctx.temperature, by_entropy / ctx.temperature
         for chunk in ctx.chunks:
             logs = _logs(hidden[chunk], weight, bias, ctx.temperature) if kept is None else kept
@@ -104,15 +104,36 @@ class _Scores(torch.autograd.Function):
                     some.exp_().mul_(factor.add_(by_logprob[chunk][block, None])).neg_()
             else:
                 logs.exp_().mul_(-by_logprob[chunk, None])
-            gradient = logs.scatter_add_(-1, targets[chunk, None], by_logprob[chunk, None]).to(hidden.dtype)
+            logs.scatter_add_(-1, targets[chunk, None], by_logprob[chunk, None])
+            gradient = logs.to(hidden.dtype)
             if of_hidden is not None:
                 of_hidden[chunk] = gradient @ weight
             if of_weight is not None:
-                of_weight.addmm_(gradient.T, hidden[chunk])
+                _add_product(of_weight, gradient, logs, hidden[chunk])
             if of_bias is not None:
-                of_bias.add_(gradient.sum(0))
+                of_bias.add_(logs.sum(0))
             del logs, gradient
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        of_bias = None if of_bias is None else of_bias.to(weight.dtype)
         return of_hidden, of_weight, of_bias, None, None, None
+
+
+def _add_product(total: Tensor, gradient: Tensor, exact: Tensor, hidden: Tensor) -> None:
+    """Add gradientᵀ · hidden to ``total``, [vocabulary, width], in its dtype.
+
+    ``exact`` is ``gradient`` before it was rounded to the dtype of ``hidden``, in the dtype of ``total``.
+    """
+    if hidden.dtype == total.dtype:
+        total.addmm_(gradient.T, hidden)
+    elif hidden.is_cuda:  # by its bfloat16 units, which add in float32
+        for rows in _chunks(len(total), total.shape[1], CHUNK_NUMBERS):
+            total[rows].add_(torch.mm(gradient[:, rows].T, hidden, out_dtype=torch.float32))
+    else:
+        total.addmm_(exact.T, hidden.float())
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _logs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
