@@ -1,12 +1,13 @@
 """The memory estimate of `asyncrl validate-spec --memory` beside what ranks and engines take on a CPU.
 
-    python benchmarks/memory.py [--only NAME ...] [--engine]
+    python benchmarks/memory.py [--only NAME ...] [--engine] [--record FILE]
 
 Each case is a DeepSpeed rank (two, where the case says so) in a process of its own, with gloo: it loads the model, and
 trains two updates of two micro-batches of the largest size. Measured is the peak of its resident memory (VmHWM), less
 what it had after its imports and one pass of a tiny model, which loads the libraries' kernels. The start is measured
 apart: transformers reads the model's file, whose pages count while they are mapped. An engine (`--engine`) is started
-on a model of 100 M weights, without a publish: what its processes take more than those of an engine on a tiny model.
+on each model, without a publish: what its processes take more than those of an engine on the tiny one. `--record`
+writes what was measured into a JSON file, beside its other cases: tests/sizing/measured.json is such a file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,16 +101,16 @@ class Case:
 
 
 CASES = [
-    *(Case("dense", stage) for stage in range(4)),
+    *(Case(model, stage) for model in MODELS for stage in range(4)),
+    *(Case(model, stage, lora=True) for model in ("dense", "experts") for stage in range(4)),
     *(Case("dense", stage, ranks=2) for stage in range(4)),
-    Case("dense", 3, recompute=True),
-    Case("dense", 3, lora=True),
+    *(Case("experts", stage, ranks=2) for stage in range(4)),
     Case("dense", 2, ranks=2, lora=True),
-    *(Case("dense", stage, dtype="bfloat16") for stage in (0, 1, 2, 3)),
-    *(Case("experts", stage) for stage in range(4)),
-    Case("experts", 3, ranks=2),
-    Case("quickstart", 0),
-    Case("quickstart", 3),
+    Case("dense", 3, ranks=2, lora=True),
+    *(Case("dense", stage, dtype="bfloat16") for stage in range(4)),
+    Case("dense", 3, ranks=2, dtype="bfloat16"),
+    Case("dense", 3, recompute=True),
+    Case("experts", 3, recompute=True),
 ]
 
 
@@ -116,33 +118,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="cases whose name has one of these")
     parser.add_argument("--engine", action="store_true", help="the engine instead of trainer ranks")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was measured into this JSON file")
     parser.add_argument("--rank", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         run_rank(**json.loads(options.rank))
         return
-    if options.engine:
-        measure_engines()
-        return
-    print("| case | estimated MB | measured MB | off by | at the start MB |\n|-|-|-|-|-|")
+    measured = json.loads(options.record.read_text()) if options.record and options.record.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in MODELS:
             write_model(name, Path(folder) / name)
-        for case in CASES:
-            if not options.only or any(word in case.name for word in options.only):
-                print(row(case, Path(folder)), flush=True)
+        for kind, results in engines(Path(folder)) if options.engine else ranks(Path(folder), options.only):
+            if options.record:
+                measured.setdefault(kind, {}).update(results)
+                options.record.write_text(json.dumps(measured, indent=1) + "\n")
 
 
-def row(case: Case, folder: Path) -> str:
-    """A row of the table: of several ranks, the one that takes most."""
+Result = tuple[str, dict[str, dict[str, Any]]]
+"""A part of the record, and new values in it by the name of a case."""
+
+
+def ranks(folder: Path, only: Sequence[str]) -> Iterator[Result]:
+    """Measure the cases whose names have one of the words, and print a row of the table for each."""
+    print("| case | estimated MB | measured MB | off by | at the start MB |\n|-|-|-|-|-|")
+    for case in CASES:
+        if only and not any(word in case.name for word in only):
+            continue
+        estimated, activations = estimate(case, folder)
+        try:
+            peak, start = measure(case, folder)
+        except (IndexError, ValueError):
+            print(f"| {case.name} | {estimated / MB:,.0f} | failed | | |", flush=True)
+            continue
+        print(f"| {case.name} | {compared(estimated, peak)} | {start / MB:,.0f} |", flush=True)
+        yield "ranks", {case.name: asdict(case) | {"activations": activations, "peak": peak, "start": start}}
+
+
+def estimate(case: Case, folder: Path) -> tuple[int, int]:
+    """Bytes of a rank, and of its activations, by the estimate."""
     from transformers import AutoConfig
 
     from asyncrl_cli.sizing.model import size_model
-    from asyncrl_cli.sizing.trainer import rank_parts
+    from asyncrl_cli.sizing.trainer import largest_microbatch, rank_parts
 
     spec = case.spec(folder / case.model)
-    config = AutoConfig.from_pretrained(folder / case.model)
-    estimated = sum(part.bytes for part in rank_parts(spec, size_model(spec, config)).device)
+    model = size_model(spec, AutoConfig.from_pretrained(folder / case.model))
+    estimated = sum(part.bytes for part in rank_parts(spec, model).device)
+    return estimated, model.activations(*largest_microbatch(spec), spec.trainer.gradient_checkpointing)
+
+
+def measure(case: Case, folder: Path) -> tuple[int, int]:
+    """Bytes that a rank has at its peak and at its start: of several ranks, the one that takes most.
+
+    Raises ``IndexError`` or ``ValueError`` when one has failed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = []
@@ -151,14 +180,15 @@ def row(case: Case, folder: Path) -> str:
         command = [sys.executable, "-W", "ignore", __file__, "--rank", told]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
     answers = [process.communicate()[0] for process in processes]
-    try:
-        found = [json.loads(answer.splitlines()[-1]) for answer in answers]
-    except (IndexError, ValueError):
-        return f"| {case.name} | {estimated / MB:,.0f} | failed | | |"
-    measured, start = max(one["peak"] for one in found), max(one["start"] for one in found)
+    found = [json.loads(answer.splitlines()[-1]) for answer in answers]
+    return max(one["peak"] for one in found), max(one["start"] for one in found)
+
+
+def compared(estimated: int, measured: int) -> str:
+    """Cells of a table: both in MB, and by how much the first is off."""
     off = estimated / measured - 1
     mark = "" if abs(off) <= GOAL else " (outside)"
-    return f"| {case.name} | {estimated / MB:,.0f} | {measured / MB:,.0f} | {off:+.0%}{mark} | {start / MB:,.0f} |"
+    return f"{estimated / MB:,.0f} | {measured / MB:,.0f} | {off:+.0%}{mark}"
 
 
 def run_rank(case: dict[str, Any], folder: str, rank: int, port: int) -> None:
@@ -235,31 +265,31 @@ def memory(what: str, process: int | str = "self") -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{what}:"))
 
 
-def measure_engines() -> None:
-    """Print what engines on models of different size take, by the proportional sets of their processes."""
+def engines(folder: Path) -> Iterator[Result]:
+    """Measure an engine on each model by the proportional sets of its processes, and print a row of the table for each.
+
+    They are compared as what they take more than the engine on the first model.
+    """
     from transformers import AutoConfig
 
     from asyncrl_cli.sizing.engine import engine_parts
     from asyncrl_cli.sizing.host import cpu_cache_bytes
     from asyncrl_cli.sizing.model import size_model
 
-    with tempfile.TemporaryDirectory() as name:
-        found = {}
-        for model in ("quickstart", "dense", "experts"):
-            folder = Path(name) / model
-            write_model(model, folder)
-            spec = Case(model, 3).spec(folder)
-            sized = size_model(spec, AutoConfig.from_pretrained(folder))
-            # Without a publish there is no next version.
-            parts = [part.bytes for part in engine_parts(spec, sized) if part.name != "next version"]
-            found[model] = sum(parts) + cpu_cache_bytes(spec, sized), engine_memory(spec, str(folder))
-        least, base = found.pop("quickstart")
-        print(f"an engine of the quickstart's model: {base / MB:,.0f} MB")
-        for model, (estimated, measured) in found.items():
-            off = (estimated - least) / (measured - base) - 1
-            print(
-                f"{model}: {(measured - base) / MB:,.0f} MB more, estimated {(estimated - least) / MB:,.0f}, {off:+.0%}"
-            )
+    print("| engine | estimated MB | measured MB | off by |\n|-|-|-|-|")
+    least = base = 0
+    for name in MODELS:
+        spec = Case(name, 3).spec(folder / name)
+        sized = size_model(spec, AutoConfig.from_pretrained(folder / name))
+        # Without a publish there is no next version.
+        parts = [part.bytes for part in engine_parts(spec, sized) if part.name != "next version"]
+        estimated, measured = sum(parts) + cpu_cache_bytes(spec, sized), engine_memory(spec, str(folder / name))
+        if not base:
+            least, base = estimated, measured
+            print(f"| {name} | | {measured / MB:,.0f} in all | |", flush=True)
+        else:
+            print(f"| {name}, above the first | {compared(estimated - least, measured - base)} |", flush=True)
+        yield "engines", {name: {"peak": measured}}
 
 
 def engine_memory(spec: ExperimentSpec, folder: str) -> int:

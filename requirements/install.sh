@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv} device=${2:-cpu}
 supported=(3.11 3.12 3.13)
+torch_index=https://download.pytorch.org/whl/cpu
 
 fail() {
   printf 'error: %s\n --> %s\nhint: %s\n' "$@" >&2
@@ -55,7 +56,9 @@ if [ "$device" = cpu ]; then
   torch=$(grep '^torch==' requirements/cpu.lock)
   # Whatever index or folder pip is set up with may have the CPU build; PyTorch's own index certainly has.
   pip install --no-deps "$torch" 2>/dev/null ||
-    pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+    pip install --no-deps --extra-index-url "$torch_index" "$torch" ||
+    fail "pip finds no $torch for $("$venv/bin/python" --version)" "pip's indexes and $torch_index" \
+      "open a way to that index, or set PIP_FIND_LINKS to a folder with the wheel"
   absent=(requirements/absent/*)
 fi
 pip install --no-deps --requirement "requirements/$device.lock"

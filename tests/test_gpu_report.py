@@ -37,7 +37,8 @@ def test_a_part_that_fails_is_reported_and_stops_no_other(tmp_path: Path) -> Non
         raise RuntimeError("out of memory")
 
     def fine(bench: Bench) -> dict[str, Any]:
-        return {"tokens/s": 12345, "equal to the bit": True, "MFU": None, "links": ["GPU0 X"], "versions": []}
+        figures = {"tokens/s": 12345, "equal to the bit": True, "MFU": None, "links": ["GPU0 X"], "versions": []}
+        return figures | {"seconds": 0.012345}
 
     notes: list[str] = []
     kept: list[list[str]] = []
@@ -51,9 +52,17 @@ def test_a_part_that_fails_is_reported_and_stops_no_other(tmp_path: Path) -> Non
     assert notes == ["trainer ...", "trainer FAILED: RuntimeError: out of memory", "engine ...", "engine done"]
     report = json.loads(json.dumps({"device": "cpu", "gpus": [], "parts": results}))
     text = page(report)
+    assert results["engine"]["figures"]["seconds"] == 0.012345, "a figure is not the time that the part took"
     assert "# asyncrl on no GPU" in text and "1 of 2 parts passed" in text
     assert "| The trainer's speed | FAILED |" in text and "RuntimeError: out of memory" in text
-    for line in ("- tokens/s: 12,345", "- equal to the bit: yes", "- MFU: –", "GPU0 X", "- versions: none"):
+    for line in (
+        "- tokens/s: 12,345",
+        "- equal to the bit: yes",
+        "- MFU: –",
+        "GPU0 X",
+        "- versions: none",
+        "- seconds: 0.0123",
+    ):
         assert line in text.splitlines()
 
 

@@ -74,7 +74,8 @@ def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[F
         problems, checked = loaded.warnings, loaded.spec
     for problem in problems:
         status: Status = "failure" if problem.severity == "error" else "warning"
-        yield Finding("spec", status, str(replace(problem, hint="")), problem.hint)
+        found = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status says that already
+        yield Finding("spec", status, found, problem.hint)
     if checked is not None:
         if not problems:
             yield Finding("spec", "ok", str(spec))

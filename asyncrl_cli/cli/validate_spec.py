@@ -164,7 +164,7 @@ def summary(loaded: LoadedSpec) -> str:
     ranks = f"{_count(trainer.ranks, 'trainer rank')} on {'GPU' if trainer.gpus_per_rank else 'CPU'}"
     return (
         f"{spec.name} runs {_count(spec.stop.steps, 'step')} of {_count(pipeline.groups_per_step, 'group')} of "
-        f"{rollout.group_size} rollouts, {pipeline.mode} with staleness of at most {pipeline.max_staleness}, "
+        f"{_count(rollout.group_size, 'rollout')}, {pipeline.mode} with staleness of at most {pipeline.max_staleness}, "
         f"with {engines} and {ranks}"
     )
 

@@ -43,14 +43,14 @@ Results = dict[str, dict[str, Any]]
 def carry_out(
     bench: Bench, chosen: Mapping[str, Part], note: Callable[[str], None], keep: Callable[[Results], None]
 ) -> Results:
-    """The result of each part; of one that failed, the error and where it came from. ``keep`` gets all results so far
+    """The figures of each part; of one that failed, the error and where it came from. ``keep`` gets all results so far
     after each."""
     results: Results = {}
     for name, part in chosen.items():
         note(f"{name} ...")
         started = time.monotonic()
         try:
-            result: dict[str, Any] = {"ok": True, **part(bench)}
+            result: dict[str, Any] = {"ok": True, "figures": part(bench)}
         except Exception as error:
             result = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         results[name] = result | {"seconds": round(time.monotonic() - started, 1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-HIDDEN = frozenset({"ok", "seconds", "error", "traceback"})
+SMALL = "On CPUs everything is small and short: this says that the parts work, and not how fast or how well they learn."
 TITLES = {
     "environment": "Environment",
     "doctor": "`asyncrl doctor`",
@@ -29,6 +29,7 @@ def page(report: Mapping[str, Any]) -> str:
         f"# asyncrl on {gpus}",
         "",
         f"Device `{report['device']}`. {passed} of {len(parts)} parts passed. `report.json` has the same figures.",
+        *([SMALL] if report["device"] == "cpu" else []),
         "",
         "| part | result | seconds |",
         "|-|-|-|",
@@ -46,9 +47,7 @@ def _section(part: Mapping[str, Any]) -> Iterator[str]:
     if not part["ok"]:
         yield from ("```", part["error"], "", part["traceback"].rstrip(), "```")
         return
-    for name, value in part.items():
-        if name in HIDDEN:
-            continue
+    for name, value in part["figures"].items():
         if isinstance(value, Mapping):
             yield f"- {name}: " + ", ".join(f"{key} {_text(one)}" for key, one in value.items())
         elif isinstance(value, list) and value and isinstance(value[0], str):
@@ -62,4 +61,4 @@ def _text(value: Any) -> str:
         return {True: "yes", False: "no", None: "–"}[value]
     if isinstance(value, list):
         return ", ".join(map(_text, value)) or "none"
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -76,8 +76,8 @@ def publish(bench: Bench) -> dict[str, Any]:
         "seconds": seconds,
         "trainer writes s": _median(found, "publish/write_s"),
         "engines stall s": _median(found, "publish/stall_s"),
-        "GB/s": round(size / 1e9 / seconds, 2),
-        "GB/s while engines stall": round(size / 1e9 / max(_median(found, "publish/stall_s"), 1e-9), 2),
+        "GB/s": size / 1e9 / seconds,
+        "GB/s while engines stall": size / 1e9 / max(_median(found, "publish/stall_s"), 1e-9),
         "probe gap max (nats)": max(row["publish/probe_gap"] for row in found),
     }
 
@@ -146,13 +146,13 @@ def kill_and_resume(bench: Bench) -> dict[str, Any]:
 def memory(bench: Bench) -> dict[str, Any]:
     """The most memory of the timed run, and what the estimate says of its spec."""
     run = _timed(bench, "async")
-    peaks = {name: round(size / 1e9, 2) for name, size in bench.peaks["timed-async"].items()}
+    peaks = {name: size / 1e9 for name, size in bench.peaks["timed-async"].items()}
     if not peaks:
         raise RuntimeError("nothing was measured: nvidia-smi gave no answer")
     arguments = ("validate-spec", str(run.parent / "spec.yaml"), "--memory", "--json")
     estimate = json.loads(bench.cli(*arguments, limit_s=120))["memory"]
     estimated = {
-        f"{one['count']} × {one['name']}": round(sum(part["bytes"] for part in one["parts"]) / 1e9, 2)
+        f"{one['count']} × {one['name']}": sum(part["bytes"] for part in one["parts"]) / 1e9
         for one in estimate["devices"]
     }
     return {"measured peak GB": peaks, "estimated GB": estimated}
