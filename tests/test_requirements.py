@@ -85,6 +85,14 @@ def test_the_installer_knows_its_devices(tmp_path: Path) -> None:
     assert _install(tmp_path, "tpu")[0] == "error: there is no lock for the device tpu"
 
 
+@pytest.mark.slow
+def test_the_installer_says_that_pytorch_cannot_be_had(tmp_path: Path) -> None:
+    done = _run_installer(tmp_path, "cpu", PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE="/dev/null")
+    *_, error, location, hint = done.stderr.splitlines()
+    assert done.returncode == 2 and error.startswith("error: pip finds no torch==") and "for Python 3." in error
+    assert location.startswith(" --> ") and "PIP_FIND_LINKS" in hint
+
+
 def _python(folder: Path, body: str) -> str:
     """Stands for a Python that answers some questions by failing."""
     script = folder / "python"
@@ -95,16 +103,19 @@ def _python(folder: Path, body: str) -> str:
 
 def _install(folder: Path, device: str = "cpu", **environment: str) -> list[str]:
     """The lines of an error; nothing was made."""
-    target = folder / "environment"
-    done = subprocess.run(
-        ["bash", str(ROOT / "requirements/install.sh"), str(target), device],
+    done = _run_installer(folder, device, **environment)
+    assert done.returncode == 2 and not (folder / "environment").exists()
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3, done.stderr
+    return lines
+
+
+def _run_installer(folder: Path, device: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "requirements/install.sh"), str(folder / "environment"), device],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert done.returncode == 2 and not target.exists()
-    lines = done.stderr.splitlines()
-    assert len(lines) == 3, done.stderr
-    return lines

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.convert.conftest import Command
 
@@ -60,3 +64,25 @@ def test_mistakes_end_with_2(home: Path, asyncrl: Command) -> None:
         code, _, err = asyncrl("convert", "verl", *arguments)
         assert code == 2 and message in err
     assert not Path("converted").exists()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "files"), [("verl", ["verl/fully_async_ppo_trainer.yaml"]), ("trl", ["trl/open_r1_math.yaml"])]
+)
+def test_the_documented_change_for_two_cores_is_valid(
+    home: Path, asyncrl: Command, trainer: str, files: list[str]
+) -> None:
+    """docs/from-verl.md and docs/from-trl.md: two steps of a converted spec, on the template's model and data."""
+    shutil.copytree(DATA.parents[1] / "templates/saved-model", home / "my-task")
+    (home / "my-task/model").mkdir(exist_ok=True)
+    arguments = ["grpo", "--num_processes", "8"] if trainer == "trl" else []
+    paths = [str(DATA / file) for file in files]
+    asyncrl("convert", trainer, *arguments[:1], *paths, *arguments[1:], "-o", f"my-task/{trainer}.yaml")
+    page = (DATA.parents[1] / "docs/from-verl.md").read_text(encoding="utf-8")
+    small = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "extends:" in block)
+    if trainer == "trl":
+        small = small.replace("verl.yaml", "trl.yaml").replace('"{question}"}', '"{question}", split: null}')
+    (home / "my-task/small.yaml").write_text(small)
+    code, out, err = asyncrl("validate-spec", "my-task/small.yaml")
+    assert code == 0, err
+    assert "runs 2 steps of 8 groups" in out and "on CPU and 1 trainer rank on CPU" in out
