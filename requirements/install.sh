@@ -51,17 +51,33 @@ fi
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
+# uv downloads and unpacks packages side by side and compiles them on all cores; pip does one after the other.
+pip install --no-deps "$(grep '^uv==' "requirements/$device.lock")" || true
+# uv reads none of pip's settings: where packages are, and whose certificates are trusted.
+while IFS='=' read -r key value; do
+  value=${value:1:-1}
+  case "${key##*.}" in
+    index-url) export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$value}" ;;
+    find-links) export UV_FIND_LINKS="${UV_FIND_LINKS:-$value}" ;;
+    cert) export SSL_CERT_FILE="${SSL_CERT_FILE:-$value}" ;;
+  esac
+done < <("$venv/bin/python" -m pip config list)
+# What uv cannot get, pip gets or names.
+packages() {
+  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --compile-bytecode "$@" 2>/dev/null ||
+    pip install --no-deps "$@"
+}
+
 absent=()
 if [ "$device" = cpu ]; then
   torch=$(grep '^torch==' requirements/cpu.lock)
   # Whatever index or folder pip is set up with may have the CPU build; PyTorch's own index certainly has.
-  pip install --no-deps "$torch" 2>/dev/null ||
-    pip install --no-deps --extra-index-url "$torch_index" "$torch" ||
+  packages "$torch" 2>/dev/null || packages --extra-index-url "$torch_index" "$torch" ||
     fail "pip finds no $torch for $("$venv/bin/python" --version)" "pip's indexes and $torch_index" \
       "open a way to that index, or set PIP_FIND_LINKS to a folder with the wheel"
   absent=(requirements/absent/*)
 fi
-pip install --no-deps --requirement "requirements/$device.lock"
+packages --requirement "requirements/$device.lock"
 pip install --no-deps --no-build-isolation "${absent[@]}" --editable .
 # vLLM's wheel is for every Python, and its file WHEEL names 3.12 alone: newer releases of pip report that.
 problems=$("$venv/bin/python" -m pip --disable-pip-version-check check |
