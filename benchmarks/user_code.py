@@ -21,9 +21,10 @@ from typing import Any
 from unittest.mock import patch
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.workers.reward_actor import RewardActor
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 
 REWARD = """
 import time

@@ -30,6 +30,7 @@ from asyncrl_cli.records.groups import (
     Waiting,
 )
 from asyncrl_cli.records.prompt import prompt_from
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.records.training import CORRECT, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
@@ -167,11 +168,11 @@ class DurableLedger:
             if outcome.rollout_id not in recorded:
                 self.journal.scored(outcome)
             self._finished.discard((group_id, index))
-            if outcome.reward is None:
+            if isinstance(outcome.score, RewardFailure):
                 self._reject(group_id, "failed")
                 rejected.append((group_id, "failed"))
                 continue
-            rewards[index] = outcome.reward
+            rewards[index] = outcome.score.reward
             if len(rewards) < self._settings.group_size:
                 continue
             if min(rewards.values()) >= CORRECT:

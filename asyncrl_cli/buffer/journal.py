@@ -40,6 +40,7 @@ from asyncrl_cli.records.groups import (
     PublishRecord,
     StepRecord,
 )
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 _TABLE = re.compile(r"(?:INTO|UPDATE|FROM) (\w+)")
 _SEGMENT = """
@@ -163,7 +164,7 @@ class Journal(JournalFile):
         group_id, index = group_and_index(rollout.rollout_id)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
-        verdict = _verdict(outcome) if outcome else (None, None, None)
+        verdict = _verdict(outcome.score) if outcome else (None, None, None)
         columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
         self._note_rollout(columns, now if outcome else None, now)  # before the segments: it may be refused
         if self._in_part.get(group_id, {}).pop(index, None):  # its pieces begin at other tokens
@@ -176,7 +177,7 @@ class Journal(JournalFile):
     def scored(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
         group_id, index = group_and_index(outcome.rollout_id)
-        verdict = _verdict(outcome)
+        verdict = _verdict(outcome.score)
         self._note(
             "INSERT INTO rollouts "
             "(group_id, rollout_index, tokens, reward, failure, metrics, scored_at, recorded_at, crc) "
@@ -311,11 +312,12 @@ class Journal(JournalFile):
         self._noted.append((sql, parameters))
 
 
-def _verdict(outcome: Outcome) -> tuple[float | None, str | None, str | None]:
+def _verdict(score: Scored | RewardFailure) -> tuple[float | None, str | None, str | None]:
     """The columns ``reward``, ``failure`` and ``metrics``."""
-    metrics = json.dumps(dict(outcome.metrics)) if outcome.metrics else None
-    reward = None if outcome.reward is None else float(outcome.reward) + 0.0  # SQLite has no -0.0
-    return reward, _storable(outcome.failure) or None, metrics
+    if isinstance(score, RewardFailure):
+        return None, _storable(score.reason) or None, None
+    metrics = json.dumps(dict(score.metrics)) if score.metrics else None
+    return float(score.reward) + 0.0, None, metrics  # SQLite has no -0.0
 
 
 # -- what SQLite can store: a value that it cannot store would fail the commit, and with it the rows of other callers

@@ -13,13 +13,13 @@ from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.spec.inputs import EpisodeSpec
 from asyncrl_cli.system.remote import ActorLost, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.process import START_S
-from asyncrl_cli.workers.scoring import RewardFailure
 
 APART = 2
 """Processes of one worker in which episodes under suspicion are played, one at a time in each."""

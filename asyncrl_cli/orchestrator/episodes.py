@@ -26,12 +26,12 @@ from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, 
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.workers.messages import Played, Retry
-from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
 OnSegments = Callable[[list[Segment]], None]
 Recorded = Mapping[int, tuple[Segment, ...]]

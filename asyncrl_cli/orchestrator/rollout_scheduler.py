@@ -29,9 +29,9 @@ from asyncrl_cli.records.generation import (
     training_rollout_id,
 )
 from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup, Opening, Outcome, Settled
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 Spawn = Callable[[Coroutine[Any, Any, object]], object]
@@ -252,7 +252,7 @@ class RolloutScheduler:
             del self._episode_tasks[rollout_id]
         if group_id in self._open:
             finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
-            await self._conclude(finished, [_outcome(rollout_id, score)])
+            await self._conclude(finished, [Outcome(rollout_id, score)])
 
     def _record_soon(self, segments: list[Segment]) -> None:
         if not self._unrecorded:
@@ -265,7 +265,9 @@ class RolloutScheduler:
 
     def _on_end(self, ended: Ended) -> None:
         if failed := [result for _, result in ended if isinstance(result, RolloutFailure)]:
-            self._spawn(self._conclude([], [Outcome(failure.rollout_id, None, failure.reason) for failure in failed]))
+            self._spawn(
+                self._conclude([], [Outcome(failure.rollout_id, RewardFailure(failure.reason)) for failure in failed])
+            )
         self._settle_soon([result for _, result in ended if isinstance(result, Rollout)])
 
     def _settle_soon(self, finished: list[Rollout]) -> None:
@@ -296,7 +298,7 @@ class RolloutScheduler:
             # Rewards take long: record the tokens now, so that a kill loses none of them (decision 0025).
             await self._record(rollouts)
         scores = zip(rollouts, await scoring, strict=True)
-        await self._conclude(rollouts, [_outcome(rollout.rollout_id, score) for rollout, score in scores])
+        await self._conclude(rollouts, [Outcome(rollout.rollout_id, score) for rollout, score in scores])
 
     async def _record(
         self,
@@ -311,7 +313,11 @@ class RolloutScheduler:
         """Record what became of rollouts, and do what follows for their groups."""
         # Before anything follows from it: the buffer decides which groups have ended (decision 0013).
         settled = await self._record(rollouts, outcomes=outcomes)
-        reasons = {group_and_index(outcome.rollout_id)[0]: outcome.failure for outcome in outcomes if outcome.failure}
+        reasons = {
+            group_and_index(outcome.rollout_id)[0]: outcome.score.reason
+            for outcome in outcomes
+            if isinstance(outcome.score, RewardFailure)
+        }
         for group_id in settled.finished:
             self._visited(group_id, settled)
             self.failures.finished()
@@ -355,9 +361,3 @@ class RolloutScheduler:
                 hint="use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
                 "pipeline.max_rejected_in_a_row",
             )
-
-
-def _outcome(rollout_id: str, score: Scored | RewardFailure) -> Outcome:
-    if isinstance(score, RewardFailure):
-        return Outcome(rollout_id, None, score.reason)
-    return Outcome(rollout_id, score.reward, metrics=score.metrics)

@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.remote import ActorDied, ActorLost, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 
 SCORER = "scorer"
 """Its name, which is that of its log file."""

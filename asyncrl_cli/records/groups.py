@@ -8,6 +8,7 @@ from typing import Literal
 
 from asyncrl_cli.records.generation import Rollout, Segment
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
 
 OnStale = Literal["wait", "requeue", "train"]
@@ -141,13 +142,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one finished or failed rollout: its reward, or (None) why it has none, and what else the task
-    measured of it."""
+    """What became of one finished or failed rollout: its reward, or why it has none."""
 
     rollout_id: str
-    reward: float | None
-    failure: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    score: Scored | RewardFailure
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,21 +19,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.system.process_tree import adopt_orphans, descendants, die_with, reap
 from asyncrl_cli.tasks.base import SPEC_FOLDER
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mix import MixTask
 from asyncrl_cli.workers.episode_player import EpisodePlayer, Pulse, task_name
 from asyncrl_cli.workers.messages import Cancel, Load, Loaded, Play, Score, Work
-from asyncrl_cli.workers.scoring import (
-    Response,
-    RewardFailure,
-    awaits,
-    reward_name,
-    score,
-    score_async,
-    took_too_long,
-)
+from asyncrl_cli.workers.scoring import Response, awaits, reward_name, score, score_async, took_too_long
 
 ORPHANS_S = 60.0
 """Seconds that a child which has ended must have been waiting to be taken for an adopted one."""

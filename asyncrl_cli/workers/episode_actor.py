@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.actor import WorkerActor
 from asyncrl_cli.workers.messages import Played, Retry, Work
 from asyncrl_cli.workers.process import WorkerProcess
-from asyncrl_cli.workers.scoring import RewardFailure
 
 
 class EpisodeActor(WorkerActor):

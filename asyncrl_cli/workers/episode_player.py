@@ -21,10 +21,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, task_of
 from asyncrl_cli.tasks.play import play
 from asyncrl_cli.workers.messages import BEAT, BEAT_S, BLOCKED, GRACE_S, Play, Played, Retry
-from asyncrl_cli.workers.scoring import RewardFailure, Scored, checked, failed
+from asyncrl_cli.workers.scoring import checked, failed
 
 THREADS = 512
 """Threads at most, for environments and agents together; they are made as they are needed."""

@@ -17,9 +17,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 
 GRACE_S = 5.0
 """Seconds that a cancelled episode gets to clean up."""

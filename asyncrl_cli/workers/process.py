@@ -33,6 +33,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.tasks.mix import task_name
 from asyncrl_cli.workers.folder import WorkerFolder
@@ -49,7 +50,7 @@ from asyncrl_cli.workers.messages import (
     Score,
     Work,
 )
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored, took_too_long
+from asyncrl_cli.workers.scoring import Response, took_too_long
 
 CHILD = "asyncrl_cli.workers.child"
 START_S = 600.0

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.mix import reward_limit_s, task_name
 from asyncrl_cli.workers.actor import WorkerActor
 from asyncrl_cli.workers.messages import Work
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 
 
 class RewardActor(WorkerActor):

@@ -13,10 +13,10 @@ import numbers
 import resource
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import RewardResult, Task
 from asyncrl_cli.tasks.function_task import FunctionTask
 
@@ -25,21 +25,6 @@ Response = tuple[Prompt, str, bool]
 
 SHOWN = 200
 """Characters of a value or of an exception's message that a reason shows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A response's reward, and what its task measured beside it. All numbers are finite."""
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RewardFailure:
-    """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong."""
-
-    reason: str
 
 
 def score(task: Task, response: Response) -> Scored | RewardFailure:

@@ -14,6 +14,7 @@ from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, OnStale, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import TrainingBatch
 
 PROMPT_IDS = (7, 2**31 - 1)
@@ -135,7 +136,7 @@ def group_rollouts(group_id: int, versions: Sequence[int] = (0, 0)) -> list[Roll
 
 def group_outcomes(group_id: int) -> list[Outcome]:
     """Rewards that differ, so that the group is finished."""
-    return [Outcome(training_rollout_id(group_id, index), float(index)) for index in range(SETTINGS.group_size)]
+    return [Outcome(training_rollout_id(group_id, index), Scored(float(index))) for index in range(SETTINGS.group_size)]
 
 
 def commit(book: DurableLedger) -> None:

@@ -16,6 +16,7 @@ from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.records.generation import CONTEXT, Rollout, branch_id, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.directory import RunDirectory
 
 STARTED = 1_790_000_000.0
@@ -153,7 +154,7 @@ class RecordedRun:
         indices = range(self.settings.group_size)
         self.book.record(self.rollout(group_id, index) for index in indices)
         self.book.score(
-            Outcome(training_rollout_id(group_id, index), float(index % 2), metrics=self.metrics) for index in indices
+            Outcome(training_rollout_id(group_id, index), Scored(float(index % 2), self.metrics)) for index in indices
         )
         self.fill()
 

@@ -33,6 +33,7 @@ from asyncrl_cli.buffer.journal_file import Statement
 from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
+from asyncrl_cli.records.rewards import RewardFailure
 
 LIMIT_S = 120.0
 """Seconds after which a test that should have ended counts as hung."""
@@ -324,7 +325,7 @@ def test_without_a_batch_there_is_a_reason(tmp_path: Path) -> None:
         assert (waiting.reason, waiting.overdue) == ("only 0 of 2 groups have finished", ())
         await with_one_step(buffer)
         (taking,) = await started(buffer.take(1, NEVER_S))
-        await buffer.record([], [], [Outcome("2-0", None, "the engine refused")])
+        await buffer.record([], [], [Outcome("2-0", RewardFailure("the engine refused"))])
         assert not taking.done()
         assert (await buffer.admit(candidates(5, 3))).serial == 7
         for group_id in (3, 4):

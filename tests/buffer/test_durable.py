@@ -33,6 +33,7 @@ from asyncrl_cli.buffer.ledger import LedgerError
 from asyncrl_cli.records.generation import CONTEXT, Segment
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_finish
     assert prefix(opening, 0, 1) == ()
     assert contents(opening.groups[0].unscored[1]) == contents(one)
     assert opening.groups[1].unscored == opening.groups[1].prefixes == {}
-    book.score([Outcome("0-1", 0.5)])
+    book.score([Outcome("0-1", Scored(0.5))])
     book, opening = reopened(book, path)
     assert opening.groups[0].scored == {1}
     assert opening.groups[0].unscored == {}
@@ -123,13 +124,13 @@ def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:
     assert book.journal._connection.execute(row).fetchone() == (4, 0, 3), "given tokens have no version"
 
     ended = episode([root, branch])
-    book.record([ended], [Outcome("0-1", 0.5, metrics={"turns": 2.0, "tool_errors": 0.0})])
+    book.record([ended], [Outcome("0-1", Scored(0.5, {"turns": 2.0, "tool_errors": 0.0}))])
     book.grown(pieces(dropped))  # too late
     book, opening = reopened(book, path)
     assert opening.groups[0].scored == {1}
     assert book.journal._connection.execute(row).fetchone() == (6, 0, 2)
     assert book.journal._connection.execute("SELECT count(*) FROM segments WHERE branch = 2").fetchone() == (0,)
-    book.record([rollout("0-0", [CONTEXT, 0])], [Outcome("0-0", 1.0)])
+    book.record([rollout("0-0", [CONTEXT, 0])], [Outcome("0-0", Scored(1.0))])
     finish(book, 1)
     assert book.take(0) is None
     commit(book)
@@ -150,7 +151,7 @@ def test_an_episode_waits_for_its_reward_with_all_its_sequences(path: Path) -> N
     book, opening = reopened(book, path)
     assert contents(opening.groups[0].unscored[0]) == contents(ended)
     book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # delivered again
-    book.score([Outcome("0-0", 1.0, metrics={"turns": 3.0})])
+    book.score([Outcome("0-0", Scored(1.0, {"turns": 3.0}))])
     commit(book)
     found = book.journal._connection.execute("SELECT tokens, reward, metrics FROM rollouts").fetchall()
     assert found == [(4, 1.0, '{"turns": 3.0}')]
@@ -173,18 +174,18 @@ def test_late_arrivals_change_nothing(path: Path) -> None:
     book.admit(candidates(1, 3))
     one = rollout("0-0", [0] * 6)
     book.record([one])
-    book.score([Outcome("0-0", 1.0)])
+    book.score([Outcome("0-0", Scored(1.0))])
     book.grown(pieces(one, 0, 3))
     book.record([rollout("0-0", [0, 0], seed=1)])
-    book.score([Outcome("0-0", 0.0), Outcome("0-0", None, "too late")])
+    book.score([Outcome("0-0", Scored(0.0)), Outcome("0-0", RewardFailure("too late"))])
     finish(book, 1)
-    book.score([Outcome("2-1", None, "the engine refused")])
-    settled = book.score([Outcome("2-0", 1.0), Outcome("1-0", None, "too late")])
+    book.score([Outcome("2-1", RewardFailure("the engine refused"))])
+    settled = book.score([Outcome("2-0", Scored(1.0)), Outcome("1-0", RewardFailure("too late"))])
     assert (settled.finished, settled.rejected) == ((), ())
     book.record([rollout("2-0"), rollout("1-0", seed=1), rollout("7-0")])
     book.grown([*pieces(rollout("2-0")), *pieces(rollout("1-0")), *pieces(rollout("7-0"))])
     book.record([rollout("0-1")])
-    book.score([Outcome("0-1", 0.0)])
+    book.score([Outcome("0-1", Scored(0.0))])
     assert book.take(0) is None
     commit(book)
     (group, other) = book.journal.batch(0).groups
@@ -219,7 +220,7 @@ def test_a_prompt_is_admitted_once(path: Path) -> None:
     book, opening = reopened(book, path)
     assert (opening.serial, opening.loader) == (4, {"epoch": 0, "position": 4})
     assert book.admit(offered).serial == 4
-    book.score([Outcome("1-0", None, "no")])
+    book.score([Outcome("1-0", RewardFailure("no"))])
     assert [a.prompt.uid for a in book.admit(offered).admissions] == ["p5"]
 
 
@@ -415,8 +416,8 @@ def test_solved_prompts_are_known_after_a_restart(path: Path) -> None:
     for group_id, (_, pair) in enumerate(visits):
         for index, reward in enumerate(pair):
             name = f"{group_id}-{index}"
-            solved |= set(book.record([rollout(name)], [Outcome(name, reward)]).solved)
-    solved |= set(book.record([], [Outcome(f"{len(visits)}-0", None, "no memory")]).solved)
+            solved |= set(book.record([rollout(name)], [Outcome(name, Scored(reward))]).solved)
+    solved |= set(book.record([], [Outcome(f"{len(visits)}-0", RewardFailure("no memory"))]).solved)
     assert solved == {group_id for group_id, (_, pair) in enumerate(visits) if min(pair) >= 1.0}
     book.journal.commit(book.journal.noted())
     assert DurableLedger(path, settings).opening().solved == {"once": 1, "twice": 2}

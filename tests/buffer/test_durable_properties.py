@@ -48,6 +48,7 @@ from asyncrl_cli.records.generation import (
     training_rollout_id,
 )
 from asyncrl_cli.records.groups import BufferSettings, Candidate, LedgerState, OnStale, Outcome, Settled
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 
@@ -59,7 +60,7 @@ class Known:
     serial: int = 0
     recorded: dict[str, Rollout] = field(default_factory=dict)
     prefixes: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    scores: dict[str, Scored] = field(default_factory=dict)
     uids: dict[int, str] = field(default_factory=dict)
     batches: dict[int, tuple[Batch, TrainingBatch]] = field(default_factory=dict)
 
@@ -68,7 +69,7 @@ class Known:
             self,
             recorded=dict(self.recorded),
             prefixes=dict(self.prefixes),
-            outcomes=dict(self.outcomes),
+            scores=dict(self.scores),
             uids=dict(self.uids),
             batches=dict(self.batches),
         )
@@ -169,13 +170,13 @@ class Crashes(RuleBasedStateMachine):
         names = data.draw(st.permutations(self._unscored()))
         metrics = [{"turns": float(at)} if at % 2 else {} for at in range(len(names))]
         judged = zip(names, rewards, metrics, strict=False)
-        self._call("score", [Outcome(name, reward, metrics=measured) for name, reward, measured in judged])
+        self._call("score", [Outcome(name, Scored(reward, measured)) for name, reward, measured in judged])
 
     @precondition(lambda self: self._running() or self._unscored())
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self._running() + self._unscored()))
-        settled = self._call("score", [Outcome(name, None, "the engine refused")])
+        settled = self._call("score", [Outcome(name, RewardFailure("the engine refused"))])
         assert settled.rejected == ((group_and_index(name)[0], "failed"),)
 
     @precondition(lambda self: isinstance(self.book.ledger.next_batch(), Batch))
@@ -216,7 +217,7 @@ class Crashes(RuleBasedStateMachine):
             for group_id in reversed(self.book.ledger.running[1:]):
                 names = self._names(group_id)
                 self._call("record", [rollout(name, [self.book.ledger.version]) for name in names])
-                self._call("score", [Outcome(name, float(i)) for i, name in enumerate(names)])
+                self._call("score", [Outcome(name, Scored(float(i))) for i, name in enumerate(names)])
             if self.book.ledger.overdue():
                 self.requeue()
             if isinstance(self.book.ledger.next_batch(), Batch):
@@ -304,8 +305,8 @@ class Crashes(RuleBasedStateMachine):
             group_id = group.admission.group_id
             assert group.admission.prompt.uid == known.uids[group_id]
             for index, name in enumerate(self._names(group_id)):
-                assert (index in group.scored) == (name in known.outcomes)
-                assert (index in group.unscored) == (name in known.recorded and name not in known.outcomes)
+                assert (index in group.scored) == (name in known.scores)
+                assert (index in group.unscored) == (name in known.recorded and name not in known.scores)
                 if index in group.unscored:
                     assert contents(group.unscored[index]) == contents(known.recorded[name])
                 found = group.prefixes.get(index, {})
@@ -317,8 +318,8 @@ class Crashes(RuleBasedStateMachine):
                     if _rollout_of(one) == name
                 }
             assert self.book._recorded_rewards(group_id) == {
-                group_and_index(name)[1]: outcome.reward
-                for name, outcome in known.outcomes.items()
+                group_and_index(name)[1]: scored.reward
+                for name, scored in known.scores.items()
                 if group_and_index(name)[0] == group_id
             }
         for step, (_, batch) in known.batches.items():
@@ -393,13 +394,17 @@ class Crashes(RuleBasedStateMachine):
 
     def _judged(self, outcomes: list[Outcome], settled: Settled) -> None:
         for outcome in outcomes:
-            if outcome.reward is not None:
-                self.known.outcomes.setdefault(outcome.rollout_id, outcome)
-        rejected = {group_and_index(outcome.rollout_id)[0]: "failed" for outcome in outcomes if outcome.reward is None}
+            if isinstance(outcome.score, Scored):
+                self.known.scores.setdefault(outcome.rollout_id, outcome.score)
+        rejected = {
+            group_and_index(outcome.rollout_id)[0]: "failed"
+            for outcome in outcomes
+            if isinstance(outcome.score, RewardFailure)
+        }
         finished = set()
         for group_id in {group_and_index(outcome.rollout_id)[0] for outcome in outcomes} - rejected.keys():
-            outcomes = [self.known.outcomes.get(name) for name in self._names(group_id)]
-            rewards = [outcome and outcome.reward for outcome in outcomes]
+            scores = [self.known.scores.get(name) for name in self._names(group_id)]
+            rewards = [score and score.reward for score in scores]
             if self.settings.reject_uniform and None not in rewards and len(set(rewards)) == 1:
                 rejected[group_id] = "uniform"
             elif None not in rewards:
@@ -410,9 +415,9 @@ class Crashes(RuleBasedStateMachine):
         groups = []
         for group_id, version in zip(batch.group_ids, batch.group_versions, strict=True):
             rollouts = tuple(self.known.recorded[name] for name in self._names(group_id))
-            outcomes = [self.known.outcomes[name] for name in self._names(group_id)]
-            rewards = tuple(outcome.reward for outcome in outcomes if outcome.reward is not None)
-            metrics = tuple(outcome.metrics for outcome in outcomes)
+            scores = [self.known.scores[name] for name in self._names(group_id)]
+            rewards = tuple(score.reward for score in scores)
+            metrics = tuple(score.metrics for score in scores)
             uid = self.known.uids[group_id]
             groups.append(TrainingGroup(group_id, uid, version, rollouts, rewards, metrics if any(metrics) else ()))
         return TrainingBatch(batch.step, batch.version, tuple(groups))
@@ -427,7 +432,7 @@ class Crashes(RuleBasedStateMachine):
 
     def _unscored(self) -> list[str]:
         recorded = [name for name in self._names(*self.book.ledger.running) if name in self.known.recorded]
-        return [name for name in recorded if name not in self.known.outcomes]
+        return [name for name in recorded if name not in self.known.scores]
 
 
 def _rollout_of(sequence_id: str) -> str:

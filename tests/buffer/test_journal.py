@@ -37,6 +37,7 @@ from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, 
 from asyncrl_cli.journal.staleness import staleness_report
 from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.records.training import TrainingBatch
 
 
@@ -183,7 +184,7 @@ def test_pruning_takes_small_commits(path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
     book = book_with_steps(path, 1)
-    book.score([Outcome(f"{book.ledger.running[0]}-1", None, "the engine refused")])
+    book.score([Outcome(f"{book.ledger.running[0]}-1", RewardFailure("the engine refused"))])
     commit(book)
     rows = "SELECT DISTINCT group_id FROM segments ORDER BY group_id"
     assert [g for (g,) in book.journal._connection.execute(rows)] == [0, 1, 2, 3]

@@ -23,6 +23,7 @@ from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
 from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check, open_for_writing
 from asyncrl_cli.records.groups import Candidate, Outcome
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 HALF_A_PAIR = "caf\ud83d"
 
@@ -151,7 +152,7 @@ def test_a_prompt_that_cannot_be_stored_is_named_and_harms_no_other(path: Path) 
     [
         lambda book: book.publish(replace(publish_record(1, 1), change=float("nan"))),
         lambda book: book.publish(replace(publish_record(1, 1), checksum=HALF_A_PAIR)),
-        lambda book: book.score([Outcome("2-0", float("nan"))]),
+        lambda book: book.score([Outcome("2-0", Scored(float("nan")))]),
         lambda book: book.record([replace(rollout("2-0"), finish_reason=HALF_A_PAIR)]),
         lambda book: book.journal.evaluated(
             {"step": 1, "kind": "greedy", "accuracy": float("nan")}
@@ -180,7 +181,7 @@ def test_a_message_loses_no_more_than_what_cannot_be_stored(path: Path) -> None:
     book = opened(path)
     book.admit(candidates(1, 1))
     book.journal.failed("engine", HALF_A_PAIR, f"é {HALF_A_PAIR}")
-    book.score([Outcome("0-0", None, HALF_A_PAIR)])
+    book.score([Outcome("0-0", RewardFailure(HALF_A_PAIR))])
     commit(book)
     with queries.snapshot(path) as connection:
         (failure,) = history(connection).failures
@@ -234,7 +235,7 @@ def test_changed_values_are_found_as_damage(path: Path, sql: str, fault: str) ->
 def test_damage_to_running_groups_is_found_at_the_resume(path: Path, sql: str, fault: str) -> None:
     book = opened(path)
     one_step(book)
-    book.record([rollout("2-0"), rollout("2-1")], [Outcome("2-0", 1.0)])
+    book.record([rollout("2-0"), rollout("2-1")], [Outcome("2-0", Scored(1.0))])
     commit(book)
     book.journal._connection.execute(sql)
     with pytest.raises(JournalError, match=fault) as caught:
@@ -350,7 +351,8 @@ def test_rewards_that_differ_by_rounding_are_uniform(path: Path) -> None:
     book = opened(path)
     book.admit([*candidates(1, 1), Candidate(2, Prompt("p2", "x"), (1,), {"epoch": 0, "position": 2})])
     book.record([rollout(f"{group}-{index}") for group in (0, 1) for index in (0, 1)])
-    settled = book.score([Outcome("0-0", 0.1 + 0.2), Outcome("0-1", 0.3), Outcome("1-0", 0.3), Outcome("1-1", 0.31)])
+    rewards = {"0-0": 0.1 + 0.2, "0-1": 0.3, "1-0": 0.3, "1-1": 0.31}
+    settled = book.score([Outcome(name, Scored(reward)) for name, reward in rewards.items()])
     assert (settled.rejected, settled.finished) == (((0, "uniform"),), (1,))
 
 
@@ -383,7 +385,8 @@ def test_whatever_is_stored_reads_back_with_its_checksum(
 ) -> None:
     book = opened(tmp_path_factory.mktemp("journal") / FILE)
     book.admit([Candidate(1, Prompt(uid, content, {"answer": reason}), (1,), {"epoch": 0, "position": 1})])
-    rewarded, failed = Outcome("0-0", reward, metrics={"measured": metrics}), Outcome("0-1", None, reason)
+    rewarded = Outcome("0-0", Scored(reward, {"measured": metrics}))
+    failed = Outcome("0-1", RewardFailure(reason))
     book.record([rollout("0-0"), rollout("0-1")], () if later else (rewarded, failed))
     commit(book)
     if later:
@@ -408,7 +411,7 @@ def test_a_prompt_that_runs_again_keeps_any_text(path: Path) -> None:
 def test_a_row_with_the_checksum_of_minus_zero_is_accepted(path: Path) -> None:
     book = opened(path)
     book.admit(candidates(1, 1))
-    book.record([rollout("0-0")], [Outcome("0-0", -0.0)])
+    book.record([rollout("0-0")], [Outcome("0-0", Scored(-0.0))])
     commit(book)
     connection = book.journal._connection
     (row,) = connection.execute(

@@ -21,6 +21,7 @@ from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, seal
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
@@ -285,7 +286,8 @@ def record(run: RunDirectory, steps: int) -> None:
         name = training_rollout_id(admission.group_id, 0)
         arrays = np.ones(2, np.int32), np.zeros(2, np.float32), np.full(2, step, np.int32)
         book.record(
-            [Rollout(*arrays, rollout_id=name, prompt_ids=(9,), text="", finish_reason="stop")], [Outcome(name, 1.0)]
+            [Rollout(*arrays, rollout_id=name, prompt_ids=(9,), text="", finish_reason="stop")],
+            [Outcome(name, Scored(1.0))],
         )
         assert book.take(step) is None
         book.journal.trained(StepRecord(step, "digest", {}))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.records.groups import Outcome
+from asyncrl_cli.records.rewards import RewardFailure
 from tests.buffer.recorded_run import RecordedRun, make_run, settings
 
 HOSTILE = "\x1b]0;title\x07\x9b2J\x1b[1A\r\x00"
@@ -42,7 +43,7 @@ def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run.metrics = {f"metric {HOSTILE}": 0.5}
     run.step()
     failing = run.book.ledger.running[-1]
-    run.book.score([Outcome(f"{failing}-0", None, f"KeyError: {HOSTILE}")])
+    run.book.score([Outcome(f"{failing}-0", RewardFailure(f"KeyError: {HOSTILE}"))])
     run.book.journal.failed("engine", f"engine {HOSTILE}", f"died {HOSTILE}")
     run.commit()
     columns = {"uid": HOSTILE, "prompt": json.dumps(HOSTILE)}

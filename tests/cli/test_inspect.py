@@ -20,6 +20,7 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.pages import WIDTH, duration, number, paragraph, table
 from asyncrl_cli.records.groups import Outcome
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, EOS, PAD, UNK
 from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
@@ -94,7 +95,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
         run.step()
     run.take()
     failed, growing = run.book.ledger.running[-2:]
-    run.book.score([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'answer'")])
+    run.book.score([Outcome(f"{failed}-0", RewardFailure("the reward raised KeyError: 'answer'"))])
     begun = run.rollout(growing, 0)
     run.book.grown(begun.segments(begun.rollout_id)[:1])
     run.commit()

@@ -15,6 +15,7 @@ from asyncrl_cli.inspect.report.bottleneck import Part
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Outcome
+from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer import recorded_run
 from tests.buffer.recorded_run import RecordedRun, make_run, settings
@@ -63,7 +64,7 @@ class ScoredRun(RecordedRun):
                 self._scorer_free_at = max(self._scorer_free_at, self.now) + self._reward_s
                 heappush(self._ends, (self._scorer_free_at, group_id))
                 return
-        self.book.score(Outcome(training_rollout_id(group_id, index), float(index % 2)) for index in indices)
+        self.book.score(Outcome(training_rollout_id(group_id, index), Scored(float(index % 2))) for index in indices)
         self.fill()
 
 

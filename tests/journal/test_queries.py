@@ -17,6 +17,7 @@ from asyncrl_cli.journal.staleness import StepStaleness, in_ranges, staleness_re
 from asyncrl_cli.journal.step_timeline import recording
 from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, EpisodeRun, RecordedRun, settings
 
 
@@ -106,8 +107,8 @@ def test_rejected_by_reason_and_requeued(path: Path, monkeypatch: pytest.MonkeyP
     run.step()
     run.step()
     failed, uniform = [group for group in run.book.ledger.running if group != 0][:2]
-    run.book.score([Outcome(f"{failed}-0", None, "the reward raised KeyError: 'x'")])
-    run.book.score([Outcome(f"{uniform}-0", 1.0), Outcome(f"{uniform}-1", 1.0)])
+    run.book.score([Outcome(f"{failed}-0", RewardFailure("the reward raised KeyError: 'x'"))])
+    run.book.score([Outcome(f"{uniform}-0", Scored(1.0)), Outcome(f"{uniform}-1", Scored(1.0))])
     run.commit()
     with queries.snapshot(path) as connection:
         found = overview(connection)

@@ -48,6 +48,7 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
@@ -57,7 +58,7 @@ from asyncrl_cli.spec.sharing import engines_sleep
 from asyncrl_cli.system.remote import ActorLost
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.weights.manifest import ReplicaGone
-from asyncrl_cli.workers.scoring import Response, Scored
+from asyncrl_cli.workers.scoring import Response
 
 Weights = tuple[str, ...]
 PROMPTS = 40

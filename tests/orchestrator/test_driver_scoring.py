@@ -22,9 +22,10 @@ from asyncrl_cli.core.errors import RunError, TaskError
 from asyncrl_cli.orchestrator import scoring
 from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.workers.reward_actor import RewardActor
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 
 SPEC = TaskSpec(use="user_rewards:reward")
 

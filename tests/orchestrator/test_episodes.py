@@ -23,12 +23,13 @@ from asyncrl_cli.orchestrator.episodes import Episodes, _KnownTokens
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.workers.messages import Played, Retry
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 from tests.gateway.conversation_stand_ins import end_of
 
 CHAT = ChatFormat(character_tokenizer(4096))

@@ -16,7 +16,7 @@ from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from asyncrl_cli.records.groups import Waiting
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.workers.scoring import RewardFailure, Scored
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 
 class NoTokens:

@@ -19,6 +19,7 @@ from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.orchestrator.resume import prepare
 from asyncrl_cli.records.groups import Candidate, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     checkpoint_name,
@@ -47,7 +48,7 @@ def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict
         serial = step - first + 1
         candidate = Candidate(serial, prompts(1)[0], (1, 2), {"epoch": 0, "position": serial})
         (admission,) = book.admit([candidate]).admissions
-        book.record([rollout(f"{admission.group_id}-0")], [Outcome(f"{admission.group_id}-0", 1.0)])
+        book.record([rollout(f"{admission.group_id}-0")], [Outcome(f"{admission.group_id}-0", Scored(1.0))])
         assert book.take(step) is None
         book.publish(PublishRecord(step + 1, step + 1, "sum", 0.0, 0.0, 0.0, 0.0))
         if step < trained:

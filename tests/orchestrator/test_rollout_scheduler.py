@@ -37,7 +37,8 @@ from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, 
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken, Waiting
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 
 TURNS = 100
 """Turns of the loop after which everything has happened that can."""

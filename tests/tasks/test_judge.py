@@ -13,9 +13,10 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.ready.judge import Judge
 from asyncrl_cli.tasks.ready.matching import MissingField
-from asyncrl_cli.workers.scoring import RewardFailure, Scored, score_async
+from asyncrl_cli.workers.scoring import score_async
 
 PROMPT = Prompt("row/1", "What is 2+2?", {"answer": "4"})
 

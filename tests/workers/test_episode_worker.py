@@ -15,11 +15,11 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.episode_actor import EpisodeActor
 from asyncrl_cli.workers.messages import Played, Retry
-from asyncrl_cli.workers.scoring import RewardFailure, Scored
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
 from asyncrl_cli.workers.reward_actor import RewardActor
-from asyncrl_cli.workers.scoring import Response, RewardFailure, Scored
+from asyncrl_cli.workers.scoring import Response
 
 pytestmark = pytest.mark.slow
 

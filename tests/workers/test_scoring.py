@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.function_task import FunctionTask
-from asyncrl_cli.workers.scoring import RewardFailure, Scored, score
+from asyncrl_cli.workers.scoring import score
 
 RESPONSE = (Prompt("row/7", "2+2="), "4", True)
 

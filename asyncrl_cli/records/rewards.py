@@ -1,0 +1,21 @@
+"""What the task says of a rollout: a reward, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A response's reward, and what its task measured beside it. All numbers are finite."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong."""
+
+    reason: str
