@@ -72,6 +72,7 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.train.model.tokenizer import load_tokenizer, probe_ids
     from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+    from asyncrl_cli.weights.copies import Copies
     from asyncrl_cli.weights.layout import size_of
     from asyncrl_cli.weights.manifest import Manifest
     from asyncrl_cli.weights.mapped import MappedReplica
@@ -93,7 +94,7 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
             started = time.perf_counter()
             with mapped.open(path, version) as tensors:
                 for name, begin, own in shards(model, 0, 1, 0):
-                    write_shard(tensors[name], begin, own)
+                    write_shard(tensors[name], begin, own, Copies())
             found["write"].append(time.perf_counter() - started)
             started = time.perf_counter()
             manifest = Manifest.of(version, slots, 1, [replica.digest(version, [0], threads)])

@@ -156,9 +156,9 @@ class Engine:
             layout = [asdict(part) for slot in slots for part in slot.parts or (slot,)]
             await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest({"slots": layout}))
             self._layout = slots
-        if all(await self._vllm.collective_rpc("prepare_weights", args=(version, path))):
-            while not all(await self._vllm.collective_rpc("weights_prepared")):
-                await asyncio.sleep(PREPARE_POLL_S)
+        await self._vllm.collective_rpc("prepare_weights", args=(version, path))
+        while not all(await self._vllm.collective_rpc("weights_prepared")):
+            await asyncio.sleep(PREPARE_POLL_S)
 
     async def _load(self, version: int, path: str, policy: str, on_pause: Callable[[], None]) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, chec
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; whoever started them waits less."""
+LAYER = re.compile(r".*?\.\d+\.")
+"""The front of a weight's name up to the number of its layer, such as `model.layers.3.`"""
 REDUCE_NUMBERS = 2**24
 """Numbers of gradients that ranks add up together. A larger gradient goes alone, and is not copied for it."""
 
@@ -220,9 +224,20 @@ def gathered(parameters: list[torch.Tensor], zero_stage: int) -> Iterator[None]:
 
 def full_weights(model: torch.nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
     """The weights of a model, each complete until the next is taken. Collective: all ranks take all of them."""
-    for weight in plain_weights(model):
-        with gathered(weight.parts, zero_stage), torch.no_grad():
-            yield weight
+    for layer in by_layer(plain_weights(model)):
+        with gathered([part for weight in layer for part in weight.parts], zero_stage), torch.no_grad():
+            yield from layer
+
+
+def by_layer(weights: Iterable[PlainWeight]) -> Iterator[list[PlainWeight]]:
+    """The weights in their order: those of one transformer layer together, to be gathered at once, others alone."""
+    for _, layer in groupby(weights, _layer_name):
+        yield list(layer)
+
+
+def _layer_name(weight: PlainWeight) -> str:
+    found = LAYER.match(weight.name)
+    return weight.name if found is None else found[0]
 
 
 def _gather_by_layer(module: torch.nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Each rank's own part of the weights, as engines have them.
 
 Rank r of T has elements [r * ceil(n / T), (r + 1) * ceil(n / T)) of every flat weight of n elements. That is ZeRO-3's
-own partition, so no weight is gathered for a publish: only an adapter's two small matrices are (decision 0038).
+own partition, so no weight is gathered for a publish: only the small matrices of a layer's adapters are (decision
+0038).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.train.deepspeed_engine import full_shape, gathered
+from asyncrl_cli.train.deepspeed_engine import by_layer, full_shape, gathered
 from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
 from asyncrl_cli.train.model.lora import plain_weights
+from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
 
 
@@ -34,19 +36,21 @@ def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator
 
     Merged weights are float32, the others have the trainer's dtype. Collective: all ranks take all of them.
     """
-    for weight in plain_weights(model):
-        begin, end = shard_of(prod(full_shape(weight.parameter)), rank, ranks)
-        with gathered(weight.adapter_parts, zero_stage), torch.no_grad():
-            own = _own(weight.parameter, begin, end, zero_stage)
-            if weight.adapter is not None:
-                # The whole product on every rank: rows of it alone may differ in the last bits.
-                own = own.float() + weight.delta().reshape(-1)[begin:end].to(own.device)
-            yield weight.name, begin, own
+    for layer in by_layer(plain_weights(model)):
+        adapters = [part for weight in layer for part in weight.adapter_parts]
+        with gathered(adapters, zero_stage), torch.no_grad():
+            for weight in layer:
+                begin, end = shard_of(prod(full_shape(weight.parameter)), rank, ranks)
+                own = _own(weight.parameter, begin, end, zero_stage)
+                if weight.adapter is not None:
+                    # The whole product on every rank: rows of it alone may differ in the last bits.
+                    own = own.float() + weight.delta().reshape(-1)[begin:end].to(own.device)
+                yield weight.name, begin, own
 
 
-def write_shard(target: Tensor, begin: int, own: Tensor) -> None:
-    """Copy elements into the full tensor that engines get, in its dtype, from its element ``begin`` on."""
-    target.view(-1)[begin : begin + own.numel()].copy_(own)
+def write_shard(target: Tensor, begin: int, own: Tensor, copies: Copies) -> None:
+    """Begin to copy elements into the full tensor that engines get, in its dtype, from its element ``begin`` on."""
+    copies.copy(target.view(-1)[begin : begin + own.numel()], own)
 
 
 def _own(parameter: Tensor, begin: int, end: int, zero_stage: int) -> Tensor:

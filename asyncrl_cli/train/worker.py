@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ class TrainerWorker:
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
         from asyncrl_cli.train.shards import engine_layout
         from asyncrl_cli.train.step import Learner
+        from asyncrl_cli.weights.copies import copies_of
+        from asyncrl_cli.weights.layout import chunks_of, pages_of
         from asyncrl_cli.weights.mapped import MappedReplica
 
         trainer = self._spec.trainer
@@ -126,7 +129,9 @@ class TrainerWorker:
         limit = SkipLimit(trainer.max_skipped_updates)
         self._learner = Learner(self._spec, self._rank, objective, self._engine, limit, reference, critic)
         self._layout = engine_layout(self._model, getattr(torch, self._spec.rollout.dtype))
-        self._replica = MappedReplica(self._layout)
+        own = pages_of(chunk for chunk in chunks_of(self._layout, trainer.ranks) if chunk.rank == self._rank)
+        self._copies = copies_of(self._engine.device)
+        self._replica = MappedReplica(self._layout, self._copies, own)
         tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
         vocabulary = self._model.config.get_text_config().vocab_size
         self._probe_ids = probe_ids(tokenizer, vocabulary, min(PROBE_TOKENS, self._spec.model.max_length - 1))
@@ -164,17 +169,20 @@ class TrainerWorker:
         from asyncrl_cli.train.shards import shards, write_shard
         from asyncrl_cli.weights.manifest import ReplicaGone
 
-        own = shards(self._model, self._rank, self._spec.trainer.ranks, self._spec.trainer.zero_stage)
+        trainer = self._spec.trainer
         missing: ReplicaGone | None = None
-        try:
-            with self._replica.open(paths[self._rank], version) as tensors:
-                for name, begin, elements in own:
-                    write_shard(tensors[name], begin, elements)
-        except ReplicaGone as gone:
-            missing = gone
-            for _ in own:  # the other ranks gather adapters with this one
-                pass
-        ids, logprobs = self._probe()  # on all ranks: the forward pass is collective (decision 0003)
+        tensors: dict[str, Any] = {}
+        with ExitStack() as writing:
+            try:
+                tensors = writing.enter_context(self._replica.open(paths[self._rank], version))
+            except ReplicaGone as gone:
+                missing = gone
+            # All of them, with or without memory: the other ranks gather adapters with this one.
+            for name, begin, own in shards(self._model, self._rank, trainer.ranks, trainer.zero_stage):
+                if missing is None:
+                    write_shard(tensors[name], begin, own, self._copies)
+            # On all ranks, as the forward pass is collective (decision 0003), while a GPU copies what was begun above.
+            ids, logprobs = self._probe()
         if missing is not None:
             raise missing
         return Probe(ids, logprobs) if self._rank == 0 else None

@@ -6,6 +6,7 @@ module does not import torch.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,8 @@ ALIGNMENT = 64
 """Bytes. Tensors start on cache-line boundaries."""
 CHUNK_BYTES = 4 * 2**20
 """The largest chunk: small enough to ask another holder for soon, large enough that a request costs little."""
+
+PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,20 @@ def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
         if ranges:
             chunks.append(Chunk(len(chunks), rank, tuple(ranges)))
     return tuple(chunks)
+
+
+def pages_of(chunks: Iterable[Chunk]) -> tuple[ByteRange, ...]:
+    """The memory pages that have bytes of the chunks, in ranges as long as possible; the last may end after the memory.
+
+    Bytes that are neighbours are in one range.
+    """
+    found: list[ByteRange] = []
+    for part in sorted(part for chunk in chunks for part in chunk.ranges):
+        start, stop = part.start // PAGE * PAGE, -(-part.stop // PAGE) * PAGE
+        if found and start <= found[-1].stop:
+            start = found.pop().start
+        found.append(ByteRange(start, stop))
+    return tuple(found)
 
 
 def _aligned(offset: int) -> int:

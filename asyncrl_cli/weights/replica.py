@@ -11,19 +11,18 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.weights.layout import ALIGNMENT, ByteRange, Chunk, TensorSlot, chunks_of, size_of
+from asyncrl_cli.weights.layout import ALIGNMENT, ByteRange, TensorSlot, chunks_of, pages_of, size_of
 from asyncrl_cli.weights.manifest import Manifest
 
 VERSION_BYTES = 8
 """Behind the weights: the version that the memory is of, by which a reader recognizes an outdated path."""
 GIB = 2**30
-PAGE = mmap.PAGESIZE
 
 
 class Buffer:
@@ -262,7 +261,7 @@ class Replica:
                     continue
                 descriptor = buffer.lend()
             everything = len(wanted) == self.ranks
-            parts = [(0, size)] if everything else _pages(chunk for chunk in self.chunks if chunk.rank in wanted)
+            parts = [ByteRange(0, size)] if everything else self._pages(wanted)
             try:
                 for start, stop in parts:
                     os.posix_fallocate(descriptor, start, min(stop, size) - start)
@@ -272,6 +271,9 @@ class Replica:
                 os.close(descriptor)
             with self._lock:
                 buffer.allocated = wanted
+
+    def _pages(self, ranks: Collection[int]) -> Sequence[ByteRange]:
+        return pages_of(chunk for chunk in self.chunks if chunk.rank in ranks)
 
     def _pin(self, buffer: Buffer | None) -> ExitStack:
         """Keeps the buffer's bytes from being overwritten until the context ends. Called with the lock held."""
@@ -284,17 +286,6 @@ class Replica:
     def _unpin(self, buffer: Buffer) -> None:
         with self._lock:
             buffer.pins -= 1
-
-
-def _pages(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
-    """The pages that have bytes of the chunks, in ranges as long as possible."""
-    found: list[tuple[int, int]] = []
-    for part in sorted(part for chunk in chunks for part in chunk.ranges):
-        start, stop = part.start // PAGE * PAGE, -(-part.stop // PAGE) * PAGE
-        if found and start <= found[-1][1]:
-            start = found.pop()[0]
-        found.append((start, stop))
-    return found
 
 
 def digest_of(views: Iterable[memoryview]) -> str:

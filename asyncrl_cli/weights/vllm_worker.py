@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -24,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl_cli.system.process_tree import die_with
+from asyncrl_cli.weights.copies import copies_of
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.mapped import MappedReplica
 
@@ -56,24 +56,26 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: ReplicaInitInfo) -> None:
-        self.replica = MappedReplica(tuple(TensorSlot(**slot) for slot in init_info.slots))
+        self.replica = MappedReplica(tuple(TensorSlot(**slot) for slot in init_info.slots), copies_of(self.device))
         self.reading = ExitStack()
         self.thread = ThreadPoolExecutor(1, "weights")
-        self.next: Future[NextLayers] | None = None
+        self.preparing: Future[NextLayers | None]
+        self.next: NextLayers | None = None
 
-    def prepare(self, version: int, path: str) -> bool:
-        """Begin to make the layers of ``version`` beside those that serve; False when they are loaded in the pause."""
+    def prepare(self, version: int, path: str) -> None:
+        """Begin what can be done for ``version`` while the engine generates: make its layers beside those that serve,
+        or map its memory, which pins it."""
         from asyncrl_cli.weights.next_layers import can_be_made
 
         self.next = None  # of an update that failed
-        if can_be_made(self.model, self.device):
-            self.next = self.thread.submit(self._make_next, version, path)
-        return self.next is not None
+        begin = self._make_next if can_be_made(self.model, self.device) else self._map
+        self.preparing = self.thread.submit(begin, version, path)
 
     def prepared(self) -> bool:
-        """Whether they are made. Raises ``ReplicaGone`` when the memory is of another version by now."""
-        assert self.next is not None
-        return self.next.done() and self.next.result() is not None
+        """Whether that is done. Raises ``ReplicaGone`` when the memory is of another version by now."""
+        if self.preparing.done():
+            self.next = self.preparing.result()
+        return self.preparing.done()
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -90,7 +92,7 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
         """Load every tensor; raises ``ReplicaGone`` when the memory is of another version by now."""
         if self.next is not None:
-            self.next.result().install()
+            self.next.install()
             return
         self.reading.close()  # of an update that failed
         # Until ``finish_weight_update``: the layerwise reload reads some tensors no earlier, such as padded ones.
@@ -102,14 +104,16 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self.next is not None:
-            self.thread.submit(self.next.result().clear)
+            self.thread.submit(self.next.clear)
             self.next = None
             return
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_tied_head()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()  # before the memory is given back
         self.reading.close()
+
+    def _map(self, version: int, path: str) -> None:
+        with self.replica.open(path, version):
+            pass
 
     def _make_next(self, version: int, path: str) -> NextLayers:
         from asyncrl_cli.weights.next_layers import NextLayers
@@ -136,7 +140,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
     def shutdown(self) -> None:
-        self.__dict__.pop("replica", None)
+        if (replica := self.__dict__.pop("replica", None)) is not None:
+            replica.close()
 
 
 class WorkerExtension:
@@ -144,9 +149,9 @@ class WorkerExtension:
 
     weight_transfer_engine: ReplicaTransferEngine
 
-    def prepare_weights(self, version: int, path: str) -> bool:
+    def prepare_weights(self, version: int, path: str) -> None:
         """As ``ReplicaTransferEngine.prepare``."""
-        return self.weight_transfer_engine.prepare(version, path)
+        self.weight_transfer_engine.prepare(version, path)
 
     def weights_prepared(self) -> bool:
         """As ``ReplicaTransferEngine.prepared``."""

@@ -61,6 +61,7 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
     import torch
 
     from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+    from asyncrl_cli.weights.copies import Copies
 
     stage, dtype, engine_dtype, kind, _ = setting
     optimizer = spec.trainer.optimizer.model_copy(update={"learning_rate": 0.01})
@@ -88,7 +89,7 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
     again = {name: torch.full_like(tensor, torch.nan) for name, tensor in memory.items()}
     for targets in (memory, again):  # the first time must leave the model as it was
         for name, begin, own in shards(model, rank, spec.trainer.ranks, stage):
-            write_shard(targets[name], begin, own)
+            write_shard(targets[name], begin, own, Copies())
     full = {weight.name: weight.merged().to(to).clone() for weight in ds.full_weights(model, stage)}
     engine.destroy()
     return memory, again, full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from math import prod
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from asyncrl_cli.weights.layout import (
     ByteRange,
     TensorSlot,
     chunks_of,
+    pages_of,
     plan_slots,
     shard_of,
     size_of,
@@ -77,6 +79,28 @@ def test_chunks_have_every_byte_of_every_tensor_once(tensors: Tensors, ranks: in
     assert found == Counter(wanted), "each once, and no byte of the gaps between tensors"
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     assert all(0 < chunk.nbytes <= chunk_bytes for chunk in chunks)
+
+
+@given(tensors_strategy(), st.integers(1, 9), st.integers(1, 300), st.sampled_from([16, 64, 128]))
+@settings(deadline=None, max_examples=300)
+def test_the_part_of_a_tensor_that_a_rank_writes_is_in_one_range_of_its_pages(
+    tensors: Tensors, ranks: int, chunk_bytes: int, page: int
+) -> None:
+    slots = plan_slots(tensors)
+    with patch.object(layout, "CHUNK_BYTES", chunk_bytes):
+        chunks = chunks_of.__wrapped__(slots, ranks)
+    for rank in range(ranks):
+        with patch.object(layout, "PAGE", page):
+            pages = pages_of(chunk for chunk in chunks if chunk.rank == rank)
+        assert all(one.stop < other.start for one, other in pairwise(pages))
+        assert all(start % page == stop % page == 0 for start, stop in pages)
+        written = set[int]()
+        for slot in slots:
+            begin, end = (slot.offset + index * slot.itemsize for index in shard_of(slot.numel, rank, ranks))
+            if begin < end:
+                assert sum(start <= begin and end <= stop for start, stop in pages) == 1
+                written.update(range(begin // page, -(-end // page)))
+        assert written == {position // page for position in bytes_of(pages)}
 
 
 @given(tensors_strategy(), st.integers(1, 9), st.integers(1, 300))

@@ -20,9 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.weights import layout
-from asyncrl_cli.weights.layout import chunks_of, plan_slots, size_of
+from asyncrl_cli.weights.layout import PAGE, chunks_of, plan_slots, size_of
 from asyncrl_cli.weights.manifest import Manifest
-from asyncrl_cli.weights.replica import PAGE, Replica, digest_of
+from asyncrl_cli.weights.replica import Replica, digest_of
 
 RANKS = 3
 SLOTS = plan_slots([("a", torch.float32, (17, 3)), ("b", torch.bfloat16, ()), ("c", torch.int8, (100,))])

@@ -1,0 +1,160 @@
+"""Copies from and to the replica: on CPU as they are, on CUDA what is asked of the driver, which is a stand-in here.
+
+`make gpu` makes the same calls of a real one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from asyncrl_cli.weights import copies
+from asyncrl_cli.weights.copies import Copies, CudaCopies, copies_of
+from asyncrl_cli.weights.layout import ByteRange, chunks_of, pages_of, plan_slots, size_of
+from asyncrl_cli.weights.mapped import MappedReplica
+from asyncrl_cli.weights.replica import Replica
+
+SLOTS = plan_slots(
+    [("one", torch.float32, (5000,)), ("two", torch.bfloat16, (3, 7)), ("three", torch.float32, (9000,))]
+)
+GPU = torch.device("cuda", 1)
+
+
+class Answer(NamedTuple):
+    """As CUDA's errors are."""
+
+    value: int
+
+
+class Driver:
+    """What the driver has pinned, by address; as a real one it refuses memory that is pinned already."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.room = 10**9
+        self.forgotten = self.synchronized = 0
+        self.devices: list[torch.device] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> Answer:
+        assert self.devices[-1] == GPU
+        assert flags == 0
+        overlaps = any(address < other + of and other < address + size for other, of in self.pinned.items())
+        if overlaps or size > self.room:
+            return Answer(712 if overlaps else 2)
+        self.pinned[address] = size
+        return Answer(0)
+
+    def cudaHostUnregister(self, address: int) -> Answer:
+        return Answer(0 if self.pinned.pop(address, None) else 713)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == GPU
+        self.synchronized += 1
+
+    def ones(self, _: int, device: torch.device) -> None:
+        assert device == GPU
+        self.forgotten += 1
+        raise RuntimeError("CUDA error: out of memory")  # what the failed call has left
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    for name, value in {
+        "cudart": lambda: driver,
+        "device": driver.device,
+        "Stream": lambda device: None,
+        "synchronize": driver.synchronize,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(copies.torch, "ones", driver.ones)
+    return driver
+
+
+def published(replica: Replica, mapped: MappedReplica, version: int, value: float, on: Copies) -> dict[str, Any]:
+    """The tensors of a version that has ``value`` everywhere."""
+    path = replica.begin(version)
+    with mapped.open(path, version) as tensors:
+        for tensor in tensors.values():
+            on.copy(tensor, torch.full(tensor.shape, value))
+    with mapped.open(path, version) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def test_on_cpu_a_copy_is_made_in_the_dtype_of_its_target() -> None:
+    on = copies_of(torch.device("cpu"))
+    assert type(on) is Copies
+    with closing(Replica(SLOTS, 1)) as replica, closing(MappedReplica(SLOTS, on)) as mapped:
+        tensors = published(replica, mapped, 1, 0.3, on)
+    assert torch.equal(tensors["one"], torch.full((5000,), 0.3))
+    assert torch.equal(tensors["two"], torch.full((3, 7), 0.3, dtype=torch.bfloat16))
+
+
+def test_each_buffer_is_pinned_once_and_given_back(driver: Driver) -> None:
+    on = copies_of(GPU)
+    assert type(on) is CudaCopies
+    with closing(Replica(SLOTS, 1)) as replica:
+        mapped = MappedReplica(SLOTS, on)
+        for version in range(4):
+            # Tensors on CPU, as of a rank with ``offload: all``.
+            tensors = published(replica, mapped, version, version, on)
+            assert all(bool((tensor == version).all()) for tensor in tensors.values())
+            assert driver.synchronized == 2 * (version + 1), "no copy is under way when the memory is given back"
+        sizes = list(driver.pinned.values())
+        assert sizes == [sizes[0]] * len(sizes)
+        assert sizes[0] >= size_of(SLOTS)
+        assert len(sizes) in (1, 2)
+        mapped.close()
+    assert not driver.pinned
+    assert not driver.forgotten
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_pins_the_pages_of_its_own_shards_alone(driver: Driver, ranks: int) -> None:
+    for rank in range(ranks):
+        own = pages_of(chunk for chunk in chunks_of(SLOTS, ranks) if chunk.rank == rank)
+        on = CudaCopies(GPU)
+        with (
+            closing(Replica(SLOTS, ranks)) as replica,
+            closing(MappedReplica(SLOTS, on, own)) as mapped,
+            mapped.open(replica.begin(0), 0) as tensors,
+        ):
+            base = tensors["one"].data_ptr()
+            pinned = {address - base: size for address, size in driver.pinned.items()}
+            assert pinned == {start: stop - start for start, stop in own}
+        assert not driver.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.room = 100
+    on = CudaCopies(GPU)
+    with closing(Replica(SLOTS, 1)) as replica, closing(MappedReplica(SLOTS, on)) as mapped:
+        with caplog.at_level(logging.WARNING):
+            tensors = published(replica, mapped, 1, 2.0, on)
+        assert all(bool((tensor == 2).all()) for tensor in tensors.values())
+    assert caplog.messages == [f"weights are copied slowly: {size_of(SLOTS) + 8} bytes cannot be pinned (CUDA error 2)"]
+    assert driver.forgotten == 1, "else the next kernel would fail with the error that CUDA keeps"
+
+
+def test_parts_that_are_pinned_before_one_fails_are_given_back(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, on = torch.zeros(5000, dtype=torch.uint8), CudaCopies(GPU)
+    driver.room = 1000
+    on.pin(memory, [ByteRange(0, 1000), ByteRange(1000, 3000), ByteRange(3000, 4000)])
+    assert list(driver.pinned.values()) == [1000]
+    on.unpin(memory)
+    on.unpin(memory)
+    assert not driver.pinned
+    assert len(caplog.messages) == 1
