@@ -190,17 +190,17 @@ class TrainerWorker:
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
         from asyncrl_cli.train import deepspeed_engine as ds
-        from asyncrl_cli.train.model.saving import save_model
+        from asyncrl_cli.train.model.saving import save_while_gathered
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
-        state = {}
-        # Collective, as in ``publish``: ranks that write nothing take part.
-        for weight in ds.full_weights(self._model, self._spec.trainer.zero_stage):
-            if self._rank == 0:
-                state[weight.name] = weight.merged().to(weight.parameter.dtype).cpu().clone()
+        # Collective, as in ``write``: ranks that write nothing take part.
+        weights = ds.full_weights(self._model, self._spec.trainer.zero_stage)
         if self._rank == 0:
-            save_model(self._model, self._model_dir, folder, state_dict=state)
+            save_while_gathered(self._model, self._model_dir, folder, self._layout, weights)
             load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
+        else:
+            for _ in weights:
+                pass
 
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's shard of weights, optimizer and counters, its random-number states, and the reference."""

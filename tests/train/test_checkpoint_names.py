@@ -10,6 +10,7 @@ import torch
 from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
 from asyncrl_cli.train.model.policy import PolicyError
 from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, size_of
 
 SMALL: dict[str, Any] = {
@@ -68,7 +69,7 @@ def test_the_memory_of_a_version_has_every_tensor_of_the_checkpoint(architecture
     memory = torch.zeros(size_of(slots), dtype=torch.uint8)
     own = {slot.name: view(memory, slot) for slot in slots}
     for name, begin, elements in shards(model, rank=0, ranks=1, zero_stage=0):
-        write_shard(own[name], begin, elements)
+        write_shard(own[name], begin, elements, Copies())
     parts = {part.name: part for slot in slots for part in slot.parts or (slot,)}
     saved = load_file(tmp_path / "model.safetensors")
     assert parts.keys() == saved.keys()

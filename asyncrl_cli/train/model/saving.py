@@ -6,11 +6,23 @@ loads, but does not save, one whose settings contradict each other, as those of 
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.weights.layout import TensorSlot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl_cli.train.model.lora import PlainWeight
 
 GENERATION_CONFIG = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+FILE_BYTES = 5 * 10**9
+"""Of weights in one file, at most. One tensor may be larger."""
 
 
 def save_model(model: Any, source: str | Path, folder: str | Path, **options: Any) -> None:
@@ -31,6 +43,49 @@ def save_model(model: Any, source: str | Path, folder: str | Path, **options: An
         model.save_pretrained(folder, **options)
     if text is not None:
         (Path(folder) / GENERATION_CONFIG).write_bytes(text)
+
+
+def save_while_gathered(
+    model: Any, source: str | Path, folder: str | Path, slots: Iterable[TensorSlot], weights: Iterable[PlainWeight]
+) -> None:
+    """Write what ``save_model`` writes, with two files of weights and one layer in memory at most.
+
+    ``weights`` are those of ``model``, each complete until the next is taken (``full_weights``); ``slots`` are those of
+    ``engine_layout``, which has their names in a checkpoint.
+    """
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    from asyncrl_cli.train.model.lora import plain_weights
+
+    folder = Path(folder)
+    save_model(model, source, folder, state_dict={})
+    for old in folder.glob("model*.safetensors*"):  # one file of all weights would be read before those of now
+        old.unlink()
+    left_out = model._keys_to_ignore_on_save or ()
+    saved = {slot.name: slot for slot in slots if slot.name not in left_out}
+    dtypes = {weight.name: weight.parameter.dtype for weight in plain_weights(model)}
+    sizes = {
+        part.name: torch.empty(part.shape, dtype=dtypes[slot.name], device="meta")
+        for slot in saved.values()
+        for part in slot.parts or (slot,)
+    }
+    plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
+    begun: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
+    for weight in weights:
+        if (found := saved.get(weight.name)) is None:
+            continue
+        full = weight.merged().reshape(-1)
+        for part in found.parts or (found,):
+            start, file = (part.offset - found.offset) // found.itemsize, plan.tensor_to_filename[part.name]
+            tensor = full[start : start + part.numel].view(part.shape)
+            begun[file][part.name] = tensor.to("cpu", dtypes[weight.name], copy=True)
+            if len(begun[file]) == len(plan.filename_to_tensors[file]):
+                save_file(begun.pop(file), folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def copy_generation_config(source: str | Path, folder: Path) -> None:
