@@ -22,11 +22,11 @@ from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import Probe
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, ActorLost, Unreachable, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
-from asyncrl_cli.weights.layout import TensorSlot
+from asyncrl_cli.weights.layout import TensorSlot, patience_s
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed, ReplicaGone
 
 CALL_S = 120.0
-"""Seconds that an agent may take to answer a call that waits for no other host."""
+"""Seconds that an agent may take to answer a call that waits for no other host, besides those for its bytes."""
 PULL_S = 600.0
 """Seconds after which a pull is begun again; it continues with the chunks that it has."""
 PEERS = 16
@@ -161,7 +161,7 @@ class Replicas:
         pulled: Pulled | None = None
         while pulled is None:
             try:
-                pulled = await self._call(node, "pull", manifest, self._holders(agent), PULL_S, limit_s=PULL_S + CALL_S)
+                pulled = await self._call(node, "pull", manifest, self._holders(agent), PULL_S, limit_s=PULL_S)
             except AgentLost:
                 continue
             except Overtaken:
@@ -202,13 +202,15 @@ class Replicas:
             agent = self._agents[node] = _Agent(node, process)
         return self._agents[node]
 
-    async def _call(self, node: str, method: str, *arguments: Any, limit_s: float = CALL_S) -> Any:
+    async def _call(self, node: str, method: str, *arguments: Any, limit_s: float = 0.0) -> Any:
         agent = self._agent(node)
         name = agent.process.name
         if agent.gone:
             raise HostGone(agent.gone, location=name)
         actor = await agent.process.running()
         try:
+            # Twice the bytes: the memory of two versions is allocated in one call.
+            limit_s += CALL_S + 2 * patience_s(self._slots)
             return await wait_for(getattr(actor, method).remote(*arguments), name, limit_s)
         except ActorLost as lost:
             await self._lose(agent, actor, lost)

@@ -131,11 +131,12 @@ def _buckets(spec: ExperimentSpec, trained: int) -> int:
 
     A host gives memory to the part that is written alone, a GPU to all of it.
     """
-    from asyncrl_cli.train.deepspeed_engine import REDUCE_NUMBERS
+    from asyncrl_cli.train.deepspeed_engine import reduce_numbers
 
     if spec.trainer.zero_stage < 2:
         return 0
-    numbers = REDUCE_NUMBERS if spec.trainer.gpus_per_rank else min(REDUCE_NUMBERS, trained)
+    collected = reduce_numbers(spec.trainer)
+    numbers = collected if spec.trainer.gpus_per_rank else min(collected, trained)
     return numbers * NUMBER_BYTES[spec.trainer.dtype]
 
 

@@ -175,7 +175,8 @@ class TrainerSpec(Section):
     ranks: Count = 1
     """Trainer processes, one Ray actor each."""
     threads_per_rank: Count = 1
-    """CPU threads of a rank. On GPU they compute the optimizer's step with `offload`, and little else."""
+    """CPU threads of a rank. On GPU they compute the optimizer's step with `offload`, one of them about 0.8 billion
+    weights a second, and little else."""
     gpus_per_rank: OneGpu = 0
     """1 trains on GPU with NCCL, 0 on CPU with gloo. A share such as 0.5 has each rank on one GPU with an engine."""
     zero_stage: Literal[0, 1, 2, 3] = 3

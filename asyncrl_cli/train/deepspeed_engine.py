@@ -23,7 +23,9 @@ MEETING = timedelta(minutes=30)
 LAYER = re.compile(r".*?\.\d+\.")
 """The front of a weight's name up to the number of its layer, such as `model.layers.3.`"""
 REDUCE_NUMBERS = 2**24
-"""Numbers of gradients that ranks add up together. A larger gradient goes alone, and is not copied for it."""
+GPU_REDUCE_NUMBERS = 2 * 10**8
+"""Numbers of gradients that ranks add up together. A larger gradient goes alone, and is not copied for it. Networks of
+GPUs need larger messages: each rank gets the sum of its own part, which many ranks make small."""
 
 
 def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -33,13 +35,14 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "DS_LOG_LEVEL": "warning",
+        # On GPUs as well: with ``offload`` the optimizer's step is computed by these threads.
+        "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
     }
     if spec.trainer.gpus_per_rank == 0:
         environment |= {
             "DS_ACCELERATOR": "cpu",
             # One device. Without it DeepSpeed counts NUMA nodes by running numactl, for every micro-batch.
             "LOCAL_SIZE": "1",
-            "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
             # Waiting threads sleep. If they spin while other work runs on their cores, they take time from the thread
             # that they wait for: a warm start of a minute took ten beside another.
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -100,7 +103,7 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
         "memory_efficient_linear": trainer.ranks > 1,
-        "reduce_bucket_size": REDUCE_NUMBERS,
+        "reduce_bucket_size": reduce_numbers(trainer),
     }
     if trainer.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -118,6 +121,11 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
         "steps_per_print": 10**9,
         "checkpoint": {"load_universal": load_universal},
     }
+
+
+def reduce_numbers(trainer: TrainerSpec) -> int:
+    """How many numbers of gradients a rank collects before ranks add them up."""
+    return GPU_REDUCE_NUMBERS if trainer.gpus_per_rank and trainer.ranks > 1 else REDUCE_NUMBERS
 
 
 def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:

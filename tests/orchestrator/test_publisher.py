@@ -15,6 +15,7 @@ from stand_in_hosts import StandInAgent, StandInHosts, checksum, layout
 from stand_ins import LIMIT_S, Notes, run, spec, turns
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator import publisher
 from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.replicas import HostGone
 from asyncrl_cli.orchestrator.trainers import TrainerLost
@@ -22,7 +23,8 @@ from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
-from asyncrl_cli.system.remote import Unreachable
+from asyncrl_cli.system.remote import Unreachable, wait_for
+from asyncrl_cli.weights import layout as layouts
 from asyncrl_cli.weights.manifest import Overtaken, ReplicaGone
 
 PROBE = (1, 2, 3, 4)
@@ -376,6 +378,23 @@ def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pyte
         assert (engine.loaded, state.serving, harness.notes) == ([1], True, [])
 
     run(check())
+
+
+def test_an_engine_has_more_time_for_more_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would otherwise be ended in the middle of every load of a large model."""
+    limits: list[float] = []
+
+    async def recorded(call: Any, who: str, limit_s: float) -> Any:
+        limits.append(limit_s)
+        return await wait_for(call, who, limit_s)
+
+    monkeypatch.setattr(publisher, "wait_for", recorded)
+    engine = Engine()
+    asyncio.run(Harness(engine).serve(0))
+    monkeypatch.setattr(layouts, "SLOW_BYTES_S", layouts.size_of(layout(RANKS)) / 1000)
+    asyncio.run(Harness(engine).serve(0))
+    usual = spec().rollout.hang_seconds
+    assert limits == [pytest.approx(usual, abs=1), pytest.approx(usual + 1000)]
 
 
 def test_the_only_host_that_has_to_fetch_is_given_the_time_that_it_needs() -> None:
