@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from gpu_report.copies import copy_speeds
 from gpu_report.runs import Bench, checksums, rows
 
 QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
@@ -67,18 +68,22 @@ def exactness(bench: Bench) -> dict[str, Any]:
 
 
 def publish(bench: Bench) -> dict[str, Any]:
-    """How long a publish takes and holds engines up, and the bandwidth that this is."""
-    found = rows(_timed(bench, "async"))[SKIPPED_STEPS:]
+    """How long a publish and its parts take and hold engines up, the bandwidth that this is, and that of the copies."""
+    every = rows(_timed(bench, "async"))
+    found = every[SKIPPED_STEPS:]
     size = _weight_bytes(_timed(bench, "async"))
-    seconds = _median(found, "publish/seconds")
+    seconds, write = _median(found, "publish/seconds"), _median(found, "publish/write_s")
     return {
         "weights MB": round(size / 1e6, 1),
         "seconds": seconds,
-        "trainer writes s": _median(found, "publish/write_s"),
+        "trainer writes and probes s": write,
+        "digests, fetch, loading and proof s": round(seconds - write, 5),
         "engines stall s": _median(found, "publish/stall_s"),
+        "seconds of the first": [row["publish/seconds"] for row in every[:SKIPPED_STEPS]],
         "GB/s": size / 1e9 / seconds,
         "GB/s while engines stall": size / 1e9 / max(_median(found, "publish/stall_s"), 1e-9),
         "probe gap max (nats)": max(row["publish/probe_gap"] for row in found),
+        "copies": copy_speeds(bench.device),
     }
 
 
