@@ -66,6 +66,9 @@ def test_the_uses_that_matter_most_are_found(found: tuple[list[Use], list[Unknow
         "ray.util.placement_group.placement_group",
         "ray._private.state.state.get_draining_nodes",
         "torch.optim.AdamW",
+        "torch.cuda.cudart",
+        "torch.cuda.Stream",
+        "torch.cuda.synchronize",
     }
 
 

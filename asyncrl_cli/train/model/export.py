@@ -14,28 +14,34 @@ from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.inputs import LoraSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 PREFIX = "model."
 """The model's name in a ``Policy``."""
 
 
-def consolidate(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Full float32 weights by their names in the model, from any ZeRO stage and any number of ranks.
+def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Full weights by their names in the model, from any ZeRO stage and any number of ranks.
 
-    They are the optimizer's own; only ZeRO 0 in bfloat16 gives the rounded weights, which the engines had. Raises
-    ``RunError`` when the shards cannot be read.
+    They are the optimizer's own, in float32; only ZeRO 0 in bfloat16 gives the rounded weights, which the engines had.
+    With a ``dtype`` they are rounded one by one: of ZeRO 3 the model is never whole in float32. Raises ``RunError``
+    when the shards cannot be read.
     """
+    import torch
+
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         state = _unsharded(checkpoint) if checkpoint.trainer().zero_stage == 0 else _from_shards(checkpoint)
+        # A tied weight is there under both names, and is read once.
+        whole = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RunError(
             f"the weights cannot be read: {type(error).__name__}: {error}",
             location=str(checkpoint.folder),
             hint="check the checkpoint with `asyncrl checkpoint verify`",
         ) from error
-    return {name.removeprefix(PREFIX): tensor.float() for name, tensor in state.items()}
+    return {name.removeprefix(PREFIX): whole[id(tensor)] for name, tensor in state.items()}
 
 
 def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None) -> None:
@@ -63,10 +69,10 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from asyncrl_cli.train.model.lora import merge
-    from asyncrl_cli.train.model.saving import save_model
+    from asyncrl_cli.train.model.saving import FILE_BYTES, save_model
 
     dtype = getattr(torch, checkpoint.trainer().dtype)
-    weights = consolidate(checkpoint)
+    weights = consolidate(checkpoint, dtype if lora is None else torch.float32)
     config = AutoConfig.from_pretrained(model_stub)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -74,7 +80,7 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
             weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.tie_weights()
-    save_model(model, model_stub, folder)
+    save_model(model, model_stub, folder, max_shard_size=FILE_BYTES)
     AutoTokenizer.from_pretrained(model_stub).save_pretrained(folder)
 
 
@@ -98,7 +104,10 @@ def _from_shards(checkpoint: Checkpoint) -> dict[str, Tensor]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.folder), tag=STATE)
+        # Lazy: of ZeRO 3, objects that join the shards of a tensor when they are asked to be contiguous.
+        state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(
+            str(checkpoint.folder), tag=STATE, lazy_mode=True
+        )
     if checkpoint.trainer().zero_stage == 1:  # its shards lack what was not trained
         return _unsharded(checkpoint) | state
     return state
