@@ -27,6 +27,37 @@ GRACE_S = 30.0
 """Seconds for processes that are ending."""
 LIBRARIES = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"torch/_inductor/compile_worker")
 """Processes of libraries that end with the pytest process."""
+LONG = (
+    "e2e/test_quickstart.py",
+    "e2e/test_runs.py",
+    "e2e/gateway/test_episodes.py",
+    "e2e/test_ends.py",
+    "e2e/faults/test_elastic_engines.py",
+    "e2e/saved_model/test_saved_model.py",
+    "e2e/faults/test_killed_parts.py",
+    "e2e/test_data.py",
+    "e2e/faults/test_stalls.py",
+    "e2e/test_weights.py",
+    "cluster/test_runs.py",
+    "train/test_trainer_checkpoints.py",
+    "cluster/test_weights_between_hosts.py",
+    "cluster/test_preflight.py",
+    "train/test_step.py",
+    "cluster/test_hosts.py",
+    "cluster/test_ranks.py",
+    "rollout/test_segments.py",
+    "train/test_adapters_and_references.py",
+    "cli/test_track.py",
+    "train/test_shards.py",
+    "train/test_engine.py",
+)
+"""Files that take from half a minute to three, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first: processes take the tests by file, and none is to begin a long one when others are done."""
+    order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tests.e2e.conftest import ROOT, Runs, rows
 
-STEPS = 80
-"""Of the spec's 140: runs reward nine of ten sampled responses from step 70 on, and half of them in the first ten."""
+STEPS = 50
+"""Of the spec's 140: runs reward more than eight of ten sampled responses from step 30 on, and fewer than
+half of them in the first ten."""
 
 
 def train_quickstart(runs: Runs, *changes: str, limit_s: float) -> Path:
@@ -21,7 +22,7 @@ def train_quickstart(runs: Runs, *changes: str, limit_s: float) -> Path:
 
 
 def assert_learned(run: Path) -> None:
-    """Nine of ten sampled responses are right, and the model explains its steps, which it did not before."""
+    """Most sampled responses are right, and the model explains its steps, which it did not before."""
     last = rows(run, "metrics.jsonl")[-1]["step"]
     accuracy = {
         (kind, when): rows(run, f"evaluations/step-{step:06d}-{kind}.jsonl")[0]
@@ -29,7 +30,7 @@ def assert_learned(run: Path) -> None:
         for when, step in (("before", 0), ("after", last))
     }
     assert accuracy["greedy", "before"]["accuracy"] < 0.25
-    assert accuracy["greedy", "after"]["accuracy"] >= 0.95
+    assert accuracy["greedy", "after"]["accuracy"] >= 0.9
     assert accuracy["sampled", "before"]["accuracy"] < 0.35
-    assert accuracy["sampled", "after"]["accuracy"] >= 0.85
+    assert accuracy["sampled", "after"]["accuracy"] >= 0.75
     assert accuracy["greedy", "after"]["mean_length"] > 2 * accuracy["greedy", "before"]["mean_length"]

@@ -1,4 +1,5 @@
-"""A run on rows of a Parquet file in stages of difficulty, evaluated on further sets, and resumed."""
+"""A run on rows of a Parquet file in stages of difficulty, evaluated on further sets, and resumed. Its model has
+experts: each version that an engine serves is proved under the names of the model's checkpoints."""
 
 from __future__ import annotations
 
@@ -22,8 +23,22 @@ from .conftest import Runs, rows
 
 pytestmark = pytest.mark.stack
 
+MIXTRAL = {
+    "architecture": "mixtral",
+    "config": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "tokenizer": "characters",
+}
 
-def test_stages_sets_and_a_resume(shared_runs: Runs) -> None:
+
+def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs) -> None:
     words = [
         {"word": prompt.content.removesuffix(">"), "letters": prompt.fields["metadata"]["word_len"], **prompt.fields}
         for prompt in SpellBackward().prompts("train", 300)
@@ -40,6 +55,7 @@ def test_stages_sets_and_a_resume(shared_runs: Runs) -> None:
     )
     spec = shared_runs.write_spec(
         name="data",
+        model={"init": MIXTRAL, "warm_start": None},
         data={
             "train": {"path": "words.parquet", "template": "{word}>"},
             "curriculum": {"field": "letters", "stages": [{"until_prompt": 20, "max": 3}, {"min": 4}]},
@@ -65,6 +81,11 @@ def test_stages_sets_and_a_resume(shared_runs: Runs) -> None:
     run = shared_runs.newest()
     ended = shared_runs.run("resume", run, "--steps", "6")
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+
+    metrics = rows(run, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, 7))
+    # Experts that an engine loads in the wrong order are 0.01 nats off and more.
+    assert all(row["publish/probe_gap"] < 1e-3 for row in metrics)
 
     loaded = load_spec(spec).spec
     prompts = read_source(loaded.data.train, "train", Path())

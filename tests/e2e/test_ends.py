@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
@@ -50,8 +51,20 @@ def resumed(runs: Runs, more: int) -> Path:
     return run
 
 
-def test_a_killed_driver_leaves_no_process_and_can_be_resumed(own_runs: Runs) -> None:
-    process = own_runs.start("train", own_runs.write_spec(stop={"steps": 200}, checkpoints={"every": 2}))
+def interrupted(runs: Runs, process: subprocess.Popen[str]) -> Path:
+    """Press Ctrl-C; the run must say how it continues, in one line."""
+    process.send_signal(signal.SIGINT)
+    ended = runs.wait(process)
+    run = runs.newest()
+    assert ended.code == 130, ended.out + ended.err
+    assert f"asyncrl resume {run}" in ended.err
+    assert "Traceback" not in ended.err
+    assert json.loads((run / "state.json").read_text())["phase"] == "interrupted"
+    return run
+
+
+def test_a_killed_driver_leaves_no_process_and_the_run_can_be_resumed_interrupted_and_resumed(own_runs: Runs) -> None:
+    process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}, checkpoints={"every": 2}))
     until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
     until(lambda: list(own_runs.newest().glob("checkpoints/step-*")) or process.poll() is not None, "a checkpoint")
     mark = mark_of(process.pid)
@@ -62,36 +75,27 @@ def test_a_killed_driver_leaves_no_process_and_can_be_resumed(own_runs: Runs) ->
     until(lambda: not processes_of(mark), "the run's processes to end", 60)
     listed = own_runs.run("runs", "--runs-dir", own_runs.folder, "--json")
     assert [run["phase"] for run in json.loads(listed.out)] == ["died"]
-    resumed(own_runs, more=4)
 
+    trained = len(steps_of(own_runs.newest()))
+    process = own_runs.start("resume", own_runs.newest().name[:-2], "--runs-dir", own_runs.folder)
+    until(lambda: step_of(own_runs) >= trained + 3 or process.poll() is not None, "three more steps")
+    refused = own_runs.run("resume", "latest", "--runs-dir", own_runs.folder)
+    assert refused.code == 2, "it is being driven"
+    assert f"pid {process.pid}" in refused.err
+    interrupted(own_runs, process)
 
-@pytest.mark.parametrize("moment", ["reaper.log", "trainer-0.log", "three steps"])
-def test_ctrl_c_ends_a_run_that_can_be_resumed(own_runs: Runs, moment: str) -> None:
-    process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
-    until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
-
-    def has_come() -> bool:
-        return step_of(own_runs) >= 3 if moment == "three steps" else (own_runs.newest() / "logs" / moment).exists()
-
-    until(lambda: has_come() or process.poll() is not None, moment)
-    if moment == "three steps":
-        refused = own_runs.run("resume", "latest", "--runs-dir", own_runs.folder)
-        assert refused.code == 2, "it is being driven"
-        assert f"pid {process.pid}" in refused.err
-    process.send_signal(signal.SIGINT)
-    ended = own_runs.wait(process)
-    run = own_runs.newest()
-    assert ended.code == 130, ended.out + ended.err
-    assert f"asyncrl resume {run}" in ended.err
-    assert "Traceback" not in ended.err
-    assert json.loads((run / "state.json").read_text())["phase"] == "interrupted"
-    if moment != "three steps":  # the other moments are before the run's first step: it starts as a new one does
-        return
-    resumed(own_runs, more=3)
-
+    run = resumed(own_runs, more=3)
     again = own_runs.run("resume", run.name, "--runs-dir", own_runs.folder)
     assert again.code == 2
     assert "--steps" in again.err
+
+
+@pytest.mark.parametrize("log", ["reaper.log", "trainer-0.log"])
+def test_ctrl_c_ends_a_run_that_starts(own_runs: Runs, log: str) -> None:
+    process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
+    until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
+    until(lambda: (own_runs.newest() / "logs" / log).exists() or process.poll() is not None, log)
+    interrupted(own_runs, process)
 
 
 @pytest.mark.nightly  # what fails is held by test_outside_faults, the end of the run by the last test here

@@ -36,31 +36,6 @@ FAULTS = {
 }
 
 
-def test_rewards_that_fail_cost_their_groups_and_nothing_else(tmp_path: Path) -> None:
-    prompts = [{"uid": f"good-{index}", "prompt": f"word {index}"} for index in range(40)]
-    for place, (name, fault) in enumerate(FAULTS.items()):
-        prompts.insert(2 * place, {"uid": f"bad-{name}", "prompt": name, "fault": fault})
-    (tmp_path / "bad_reward.py").write_text(textwrap.dedent(REWARD))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    run = Runs(tmp_path).train(
-        model={"warm_start": None},
-        task={"use": "bad_reward:reward", "reward_timeout_s": 0.5},
-        data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 10}, "shuffle": False},
-        rollout={"group_size": 2, "max_failed_share": 1.0},
-        pipeline={"groups_per_step": 4},
-        stop={"steps": 4},
-    )
-    assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2, 3, 4]
-    with closing(open_for_reading(run / FILE)) as journal:
-        bad = journal.execute(
-            "SELECT DISTINCT uid, state, reason FROM groups WHERE uid LIKE 'bad-%' ORDER BY uid"
-        ).fetchall()
-        causes = journal.execute("SELECT DISTINCT failure FROM rollouts WHERE failure != ''").fetchall()
-    assert bad == [(f"bad-{name}", "rejected", "failed") for name in sorted(FAULTS)]
-    for cause in ("no such answer", "nan", "took more than 0.5 s", "exit status 3"):
-        assert any(cause in text for (text,) in causes), (cause, causes)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     (tmp_path / "server").mkdir()
@@ -69,12 +44,34 @@ def server(tmp_path: Path) -> Iterator[Server]:
     late.stop()
 
 
-def test_an_mlflow_server_may_come_up_late(tmp_path: Path, server: Server) -> None:
+def failed_prompts(run: Path) -> list[tuple[str, str, str]]:
+    """Prompts whose reward must fail: their groups that have ended."""
+    with closing(open_for_reading(run / FILE)) as journal:
+        return journal.execute(
+            "SELECT DISTINCT uid, state, reason FROM groups WHERE uid LIKE 'bad-%' "
+            "AND state NOT IN ('running', 'finished') ORDER BY uid"
+        ).fetchall()
+
+
+def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late(
+    tmp_path: Path, server: Server
+) -> None:
     from mlflow.tracking import MlflowClient
 
+    prompts = [{"uid": f"good-{index}", "prompt": f"word {index}"} for index in range(4000)]
+    for place, (name, fault) in enumerate(FAULTS.items()):
+        prompts.insert(2 * place, {"uid": f"bad-{name}", "prompt": name, "fault": fault})
+    (tmp_path / "bad_reward.py").write_text(textwrap.dedent(REWARD))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     runs = Runs(tmp_path)
     spec = runs.write_spec(
-        model={"warm_start": None}, tracking={"mlflow": True, "uri": server.uri}, stop={"steps": 10_000}
+        model={"warm_start": None},
+        task={"use": "bad_reward:reward", "reward_timeout_s": 0.5},
+        data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 10}, "shuffle": False},
+        rollout={"group_size": 2, "max_failed_share": 1.0},
+        pipeline={"groups_per_step": 4},
+        tracking={"mlflow": True, "uri": server.uri},
+        stop={"steps": 10_000},
     )
     process = runs.start("train", spec)
 
@@ -82,18 +79,28 @@ def test_an_mlflow_server_may_come_up_late(tmp_path: Path, server: Server) -> No
         files = list(tmp_path.glob("*/metrics.jsonl"))
         return len(files[0].read_text().splitlines()) if files else 0
 
-    until(lambda: steps_done() >= 2 or process.poll() is not None, "two steps without a server")
+    until(lambda: steps_done() >= 4 or process.poll() is not None, "four steps without a server")
+    run = runs.newest()
+    bad = [(f"bad-{name}", "rejected", "failed") for name in sorted(FAULTS)]
+    until(lambda: failed_prompts(run) == bad or process.poll() is not None, "failed groups to be rejected")
     server.start()
-    note = runs.newest() / "mlflow.json"
+    note = run / "mlflow.json"
     until(lambda: (note.exists() and json.loads(note.read_text())["step"] >= 2) or process.poll() is not None, "MLflow")
     process.send_signal(signal.SIGINT)
     ended = runs.wait(process)
     assert ended.code == 130, ended.out + ended.err + runs.logs()
+    steps = [row["step"] for row in rows(run, "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert failed_prompts(run) == bad
+    with closing(open_for_reading(run / FILE)) as journal:
+        causes = journal.execute("SELECT DISTINCT failure FROM rollouts WHERE failure != ''").fetchall()
+    for cause in ("no such answer", "nan", "took more than 0.5 s", "exit status 3"):
+        assert any(cause in text for (text,) in causes), (cause, causes)
 
     sent = runs.run("track", "--runs-dir", tmp_path)
     assert sent.code == 0, sent.out + sent.err
     mlflow_run = json.loads(note.read_text())["run_id"]
     client = MlflowClient(tracking_uri=server.uri)
     logged = client.get_metric_history(mlflow_run, "reward/mean")
-    assert sorted(point.step for point in logged) == [row["step"] for row in rows(runs.newest(), "metrics.jsonl")]
+    assert sorted(point.step for point in logged) == steps
     assert client.get_run(mlflow_run).info.status == "KILLED"

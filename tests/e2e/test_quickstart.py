@@ -1,4 +1,4 @@
-"""The main job of the README: what it learns. It has the machine to itself (Makefile), as it takes minutes."""
+"""The main job of the README: what it learns."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def sync_run(shared_runs: Runs) -> Path:
     return shared_runs.train(pipeline={"mode": "sync", "max_staleness": 0})
 
 
-@pytest.mark.parametrize("engines", [1, 2])
+# Two engines race for the same groups, which one does not; the runs with one are the same but for that.
+@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run: Path, engines: int) -> None:
     run = shared_runs.train(
         pipeline={"mode": "async", "max_staleness": 0, "weight_update": "keep"},

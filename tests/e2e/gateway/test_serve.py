@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +13,9 @@ import openai
 import pytest
 import torch
 
-from ..conftest import Runs, mark_of, processes_of, until
+from ..conftest import Runs, until
 from ..faults.parts import processes_of_part
+from ..served import logprobs_of, serving
 
 pytestmark = pytest.mark.stack
 
@@ -36,51 +32,6 @@ TINY = {
         "initializer_range": 0.1,
     },
 }
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server that runs."""
-
-    process: subprocess.Popen[str]
-    base_url: str
-    api_key: str
-    model: str
-    mark: str
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0)
-
-    def end(self, number: int) -> int:
-        """Send a signal; returns the exit code when the process and all others of it are gone."""
-        self.process.send_signal(number)
-        self.process.communicate(timeout=60)
-        until(lambda: not processes_of(self.mark), "the server's processes to end", 60)
-        return self.process.returncode
-
-
-@contextmanager
-def serving(runs: Runs, *arguments: str | Path) -> Iterator[Server]:
-    process = runs.start("serve", *arguments, "--json")
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate()[1]
-        yield Server(process, **json.loads(line), mark=mark_of(process.pid))
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def logprobs_of(folder: Path, prompt_ids: list[int], token_ids: list[int]) -> list[float]:
-    """The log-probs of a text by transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0]
-    values = logits.log_softmax(-1)[len(prompt_ids) - 1 : -1].gather(1, torch.tensor(token_ids)[:, None])
-    return [float(value) for value in values[:, 0]]
 
 
 def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
@@ -138,28 +89,6 @@ def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
 
         until(answers, "another gateway at the same address, under the same key", 120)
         assert server.end(signal.SIGINT) == 130
-
-
-def test_a_runs_model_is_served_and_a_kill_leaves_nothing(shared_runs: Runs) -> None:
-    run = shared_runs.train(checkpoints={"every": 1}, stop={"steps": 2})
-    exported = run / "exported"
-    assert shared_runs.run("checkpoint", "export", run, "--step", "1", "--to", exported).code == 0
-    for arguments, folder in ((("--step", "1"), exported), ((), run / "model")):
-        with serving(shared_runs, run, *arguments) as server:
-            assert server.model == run.name
-            ids: Any = {"return_token_ids": True}
-            (choice,) = (
-                server.client()
-                .completions.create(
-                    model=server.model, prompt="abc=", max_tokens=20, seed=3, logprobs=0, extra_body=ids
-                )
-                .choices
-            )
-            theirs: Any = choice
-            expected = logprobs_of(folder, theirs.prompt_token_ids, theirs.token_ids)
-            assert choice.logprobs is not None
-            torch.testing.assert_close(choice.logprobs.token_logprobs, expected, atol=1e-4, rtol=0)
-            server.end(signal.SIGKILL)
 
 
 def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path) -> None:

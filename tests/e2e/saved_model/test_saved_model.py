@@ -1,11 +1,13 @@
 """A saved model from `asyncrl init` to its export: byte-level BPE, a chat template with tools and reasoning, several
-end tokens, and no supervised training. One run, which is resumed; every test looks at what it left."""
+end tokens, and no supervised training. One run, which is resumed; every test looks at what it left, or serves it."""
 
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from asyncrl_cli.journal.queries import GroupRecord, group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
 
 from ..conftest import Ended, Runs, rows
+from ..served import logprobs_of, serving
 
 pytestmark = pytest.mark.stack
 
@@ -125,3 +128,26 @@ def test_the_exported_model_is_the_trained_one_with_all_its_files(saved: Saved) 
         assert (same.eos_token, same.pad_token) == (tokenizer.eos_token, tokenizer.pad_token)
         name = "generation_config.json"
         assert (folder / name).read_bytes() == (saved.initial / name).read_bytes()
+
+
+@pytest.mark.parametrize("options", [("--step", str(STEPS)), ()], ids=["checkpoint", "final"])
+def test_its_models_are_served_and_a_kill_leaves_nothing(
+    saved: Saved, shared_runs: Runs, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    folder = saved.run / "model"
+    if options:
+        folder = tmp_path / "exported"
+        assert shared_runs.run("checkpoint", "export", saved.run, *options, "--to", folder).code == 0
+    with serving(shared_runs, saved.run, *options) as server:
+        assert server.model == saved.run.name
+        ids: Any = {"return_token_ids": True}
+        (choice,) = (
+            server.client()
+            .completions.create(model=server.model, prompt="abc=", max_tokens=20, seed=3, logprobs=0, extra_body=ids)
+            .choices
+        )
+        theirs: Any = choice
+        expected = logprobs_of(folder, theirs.prompt_token_ids, theirs.token_ids)
+        assert choice.logprobs is not None
+        torch.testing.assert_close(choice.logprobs.token_logprobs, expected, atol=1e-4, rtol=0)
+        server.end(signal.SIGKILL)
