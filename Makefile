@@ -29,7 +29,7 @@ test: install
 
 # Pure logic and small real parts.
 test-fast: install
-	$(BIN)/python -m pytest -m "not slow and not stack and not nightly" -n logical
+	$(BIN)/python -m pytest -m "not slow and not stack and not nightly" -n logical --dist loadfile --no-loadscope-reorder
 
 # What takes hours: rare combinations, the fault campaign, agent libraries in bulk, the spec fuzzer.
 nightly: install faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -52,6 +53,15 @@ LONG = (
     "train/test_engine.py",
 )
 """Files that take from half a minute to three, the longest first."""
+
+
+# Collecting imports torch and transformers; a third of that would be the garbage collector's (decision 0044).
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on memory is collected."""
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

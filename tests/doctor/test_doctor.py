@@ -194,6 +194,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run("--deep")[0] == 2, "--quick and --deep exclude each other"
 
 
+@pytest.mark.slow  # Ray's import, and a head that does not answer
 def test_the_command_for_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,7 @@ ODD = (
 )
 
 
+@pytest.mark.slow  # vLLM's import
 @given(st.lists(PIECES, max_size=8).map("".join))
 @settings(deadline=None)
 def test_hermes_reads_what_vllm_reads(text: str) -> None:
