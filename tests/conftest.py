@@ -45,7 +45,7 @@ LONG = (
     "cluster/test_preflight.py",
     "train/test_step.py",
     "cluster/test_hosts.py",
-    "cluster/test_ranks.py",
+    "doctor/test_doctor.py",
     "rollout/test_segments.py",
     "train/test_adapters_and_references.py",
     "cli/test_track.py",

@@ -40,7 +40,9 @@ def interface(host: Host, address: str) -> str:
     return host.python(INTERFACE, address).strip()
 
 
+# test_runs.py compares what such ranks train bit by bit, and tests/orchestrator/test_placement.py has them packed.
 @pytest.mark.stack
+@pytest.mark.nightly
 def test_two_ranks_on_two_hosts_train_the_weights_of_two_ranks_on_one(ray_cluster: RayCluster) -> None:
     head, other = ray_cluster.hosts(head=2, other=1)
     addresses, one_host = trained(ray_cluster, held=0)

@@ -206,7 +206,7 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
         model=SMALL["model"],
         pipeline=SMALL["pipeline"],
         rollout=ROLLOUT | {"retries": 0, "max_failed_share": 1.0},
-        task={"use": "players:bad", "episode": {"timeout_s": 30, "max_calls": 8}},
+        task={"use": "players:bad", "episode": {"timeout_s": 20, "max_calls": 8}},
         data={"train": {"path": "all.jsonl"}, "eval": {"path": "plays-fair.jsonl", "size": 2}, "shuffle": False},
     )
     reasons: dict[str, set[str]] = {kind: set() for kind in kinds}
@@ -215,7 +215,7 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
         kind = rollout.uid.partition("/")[0].replace("-", " ")
         ended[kind].add(rollout.state)
         reasons[kind] |= {rollout.failure} - {""}
-    assert all("had not ended after 30 s" in reason for reason in reasons["never returns"]) and reasons["never returns"]
+    assert all("had not ended after 20 s" in reason for reason in reasons["never returns"]) and reasons["never returns"]
     assert all("has had its 8 calls" in reason for reason in reasons["floods"]) and reasons["floods"]
     assert all("exit status 5" in reason for reason in reasons["ends its process"]) and reasons["ends its process"]
     assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
