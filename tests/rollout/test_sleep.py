@@ -50,8 +50,8 @@ class Vllm:
         self.touch("resume")
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
-        assert method == "prepare_weights"
-        return [False]  # a GPU engine prepares nothing
+        assert method in ("prepare_weights", "weights_prepared")  # of a GPU: it maps and pins memory of the host
+        return [True]
 
     async def start_weight_update(self) -> None:
         self.touch("start")
