@@ -1,7 +1,7 @@
 """Saving and pruning checkpoints during a run.
 
-The trainer writes its shards between two steps; everything else that is slow runs on a thread. The driver's loop never
-waits for a disk, so generation continues. ``runs.checkpoints`` says what a checkpoint is.
+Ranks write their shards and compute their checksums between two steps; everything else that is slow runs on a thread.
+The driver's loop never waits for a disk, so generation continues. ``runs.checkpoints`` says what a checkpoint is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from asyncrl_cli.runs.checkpoints import (
     sweep,
     verify,
 )
+from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -75,9 +76,9 @@ class Checkpoints:
                     return final
                 await asyncio.to_thread(remove, final)
             unfinished = await asyncio.to_thread(self._make_folder, final.folder.name)
-            await self._trainers.save_checkpoint(unfinished)
+            written = await self._trainers.save_checkpoint(unfinished)
             full_state = {**state, "trainer": asdict(self._layout)}
-            await asyncio.to_thread(self._complete, unfinished, final.folder, full_state, check)
+            await asyncio.to_thread(self._complete, unfinished, final.folder, full_state, written, check)
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -97,9 +98,11 @@ class Checkpoints:
         unfinished.mkdir(parents=True)
         return unfinished
 
-    def _complete(self, unfinished: Path, final: Path, state: Mapping[str, Any], check: Check) -> None:
+    def _complete(
+        self, unfinished: Path, final: Path, state: Mapping[str, Any], written: Mapping[str, Digest], check: Check
+    ) -> None:
         (unfinished / RUN_FILE).write_text(json.dumps(state) + "\n")
-        seal(unfinished, check)
+        seal(unfinished, check, written)
         check()
         # Last, when every byte is synced: the name makes it a checkpoint (decision 0011).
         rename(unfinished, final)

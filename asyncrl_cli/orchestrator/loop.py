@@ -160,7 +160,8 @@ class Orchestrator:
         await self._steps.flush()
         state = {"step": step, **await self._buffer.fallback(step)}
         saving = self._trainer.save(step, lambda: self._checkpoints.save(step, state))
-        saved = await self._watchdog.until(saving, "the trainer", f"the checkpoint of step {step}")
+        what = f"the checkpoint of step {step}"
+        saved = await self._watchdog.until(saving, "the trainer", what, self._ranks.saving_s)
         removed = await self._checkpoints.prune(self._accuracies, self._evaluating)
         await self._buffer.checkpointed(step, saved.folder.name, time.monotonic() - started, removed)
 

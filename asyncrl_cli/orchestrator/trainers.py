@@ -14,11 +14,16 @@ from typing import Any
 
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, wait_for
+from asyncrl_cli.runs.digests import Digest
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for
 from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
 """Seconds that the other ranks have to end a call after one rank has failed."""
+
+STATES = 8
+"""Bytes of a checkpoint for each byte of a bfloat16 model: weights, their float32 copies and Adam's moments, rounded
+up."""
 
 
 class TrainerLost(Exception):
@@ -64,11 +69,17 @@ class TrainerRanks:
         self._warn = warn
         self._actors: list[Any] = []
         self._model_dir = ""
+        self._model_bytes = 0
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The Ray nodes of the ranks, rank by rank."""
         return tuple(seat.node_id for seat in self.seats)
+
+    @property
+    def saving_s(self) -> float:
+        """Seconds that a checkpoint may take for its size, beside what any call may take."""
+        return seconds_for(STATES * self._model_bytes)
 
     async def preload(self) -> None:
         """End what is left of the ranks, ask Ray for others, number them, and have them import what ``start`` needs.
@@ -112,7 +123,10 @@ class TrainerRanks:
         """Load the initial model, or a checkpoint over it."""
         folder = checkpoint and str(checkpoint)
         arguments = (self._model_dir, self._address, self._port, folder, str(self._search_path))
-        await self._call("start", *arguments, limit_s=START_TIMEOUT_S)
+        self._model_bytes = await asyncio.to_thread(weight_bytes, self._model_dir)
+        # Policy, and reference or critic; then the states of a checkpoint.
+        seconds = seconds_for(2 * self._model_bytes) + (self.saving_s if checkpoint else 0.0)
+        await self._call("start", *arguments, limit_s=START_TIMEOUT_S + seconds)
 
     async def restart(self, checkpoint: Path | None) -> None:
         """End what is left of the ranks, and start all of them from a checkpoint, or from the initial model."""
@@ -144,18 +158,34 @@ class TrainerRanks:
         probe: Probe = (await self._call("write", version, paths))[0]
         return probe
 
-    async def save_checkpoint(self, folder: Path) -> None:
-        """Write every rank's shard."""
-        await self._call("save_checkpoint", str(folder))
+    async def save_checkpoint(self, folder: Path) -> dict[str, Digest]:
+        """Write every rank's shard; returns the checksums of the large files, by the path in ``folder``."""
+        limit_s = self._limit_s + self.saving_s
+        written: list[dict[str, Digest]] = await self._call("save_checkpoint", str(folder), limit_s=limit_s)
+        return {path: digest for files in written for path, digest in files.items()}
 
     async def save_model(self, folder: Path) -> None:
         """Write the weights as a model that others can load."""
-        await self._call("save_model", str(folder))
+        await self._call("save_model", str(folder), limit_s=self._limit_s + seconds_for(2 * self._model_bytes))
 
     async def _call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
         """Call all ranks alike; returns their answers, rank by rank."""
         calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         return await _all(calls, limit_s or self._limit_s)
+
+
+def weight_bytes(model: str) -> int:
+    """Bytes of a model's weights, by its folder or hub id; 0 where this host does not have them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            config = try_to_load_from_cache(model, "config.json")
+        except ValueError:  # a folder that this host does not have
+            return 0
+        folder = Path(config).parent if isinstance(config, str) else folder
+    return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
 
 
 def _look_at(actor: Any) -> Awaitable[Any]:

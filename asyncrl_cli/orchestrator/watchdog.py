@@ -24,10 +24,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait; ``progress`` says that things move, and the clock starts again."""
+    """One wait; ``progress`` says that things move, and the clock starts again. It may take ``extra_s`` seconds more
+    than others."""
 
     who: str
     what: str
+    extra_s: float = 0.0
     since: float = field(default_factory=time.monotonic)
     warned: bool = False
 
@@ -53,18 +55,19 @@ class Watchdog:
         self._waits: list[Wait] = []
 
     @contextmanager
-    def waiting(self, who: str, what: str) -> Iterator[Wait]:
-        """For the length of the block ``who`` waits for ``what``."""
-        wait = Wait(who, what)
+    def waiting(self, who: str, what: str, extra_s: float = 0.0) -> Iterator[Wait]:
+        """For the length of the block ``who`` waits for ``what``, ``extra_s`` seconds longer than the limit if need be:
+        for what takes longer with a larger model."""
+        wait = Wait(who, what, extra_s)
         self._waits.append(wait)
         try:
             yield wait
         finally:
             self._waits.remove(wait)
 
-    async def until(self, work: Awaitable[T], who: str, what: str) -> T:
-        """The result of ``work``, which ``who`` waits for."""
-        with self.waiting(who, what):
+    async def until(self, work: Awaitable[T], who: str, what: str, extra_s: float = 0.0) -> T:
+        """The result of ``work``, which ``who`` waits for as in ``waiting``."""
+        with self.waiting(who, what, extra_s):
             return await work
 
     def progress(self) -> None:
@@ -85,7 +88,8 @@ class Watchdog:
             await asyncio.sleep(interval)
             now = time.monotonic()
             for wait in sorted(self._waits, key=lambda wait: wait.since):
-                if now - wait.since > self._limit_s:
+                limit_s = self._limit_s + wait.extra_s
+                if now - wait.since > limit_s:
                     others = [str(other) for other in self._waits if other is not wait]
                     raise RunError(
                         "; ".join([f"no progress: {wait}", *others]),
@@ -93,7 +97,7 @@ class Watchdog:
                         hint="look at that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
                         "`asyncrl resume` continues from here",
                     )
-                if now - wait.since > self._limit_s / 2 and not wait.warned:
+                if now - wait.since > limit_s / 2 and not wait.warned:
                     wait.warned = True
                     self._warn(str(wait))
                     self.on_stall(wait)

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_write, rename, sync
+from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -182,21 +183,30 @@ class Cancelled(Exception):
     """The result of this work is no longer wanted."""
 
 
-def seal(folder: Path, check: Check = lambda: None) -> None:
+def seal(folder: Path, check: Check = lambda: None, written: Mapping[str, Digest] | None = None) -> None:
     """List every file of a checkpoint with its checksum, and sync all of it to disk.
 
-    Raises what ``check`` raises, which is called every few hundred kilobytes, by several threads.
+    ``written``: checksums by the path in the folder, of files that are on disk already; the others are read. Raises
+    what ``check`` raises, which is called every few hundred kilobytes, by several threads, and ``RunError`` when
+    a file that was written is not here, or not whole.
     """
-    paths = list(_files(folder))
-    # A shard of each rank, and a thread reads 4 GB/s: one after the other took minutes for a large model.
+    found = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    digests = dict(written or {})
+    for name, digest in digests.items():
+        if name not in found or found[name].stat().st_size != digest.bytes:
+            raise RunError(
+                f"a trainer rank wrote {name}, and the driver's host does not have all of it",
+                location=str(folder),
+                hint="put runs_dir where all hosts have the same files, such as NFS",
+            )
+    others = [path for name, path in found.items() if name not in digests]
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        digests = list(threads.map(partial(_digest, check=check), paths))
-    listing = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "blake3": digest}
-        for path, digest in zip(paths, digests, strict=True)
-    }
+        for path, checksum in zip(others, threads.map(partial(_digest, check=check), others), strict=True):
+            digests[path.relative_to(folder).as_posix()] = Digest(path.stat().st_size, checksum)
+    listing = {name: asdict(digests[name]) for name in found}
     (folder / FILES_FILE).write_text(json.dumps(listing, indent=1) + "\n")
-    for path in (*folder.rglob("*"), folder):
+    folders = [path for path in folder.rglob("*") if path.is_dir()]
+    for path in (*others, folder / FILES_FILE, *folders, folder):
         check()
         sync(path)
 

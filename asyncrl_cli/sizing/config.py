@@ -37,13 +37,18 @@ def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
 
 def read_config(folder: Path, location: str) -> PreTrainedConfig:
     """The config in a folder. Raises ``ConfigError``."""
-    from transformers import AutoConfig
-
     if not (folder / "config.json").is_file():
         hint = "name a folder that has the model's config.json"
         raise ConfigError(f"{folder} has no config.json", location=location, hint=hint)
+    return load_config(folder, location)
+
+
+def load_config(model: Path | str, location: str) -> PreTrainedConfig:
+    """The config of a saved model, by its folder or hub id. Raises ``ConfigError``."""
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(model)
     except Exception as error:  # of transformers and of what the file holds
         message = f"no model config: {' '.join(str(error).split())[:300]}"
         hint = "transformers must know the model_type in its config.json"

@@ -69,12 +69,22 @@ def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple
         number = _count(kind.engines, "engine")
         parts.append(Part("engines", kind.engines * of_engine, number))
         parts.append(Part("key-value caches", kind.engines * cache, number))
-    loading = kind.ranks * model.parameters * NUMBER_BYTES[spec.trainer.dtype] if on_gpu else 0
+    loading = _loading(spec, model, kind) if on_gpu else Part("loading", 0, "")
     replica = Part("weights in shared memory", 2 * version_bytes(spec, model), "two versions, for engines to load")
-    parts.append(max(replica, Part("loading", loading, "the model, whole, by every rank"), key=lambda part: part.bytes))
+    parts.append(max(replica, loading, key=lambda part: part.bytes))
     parts.append(Part("processes", _processes(spec, kind), "without weights"))
     parts.append(Part("object store", 2 * STORED_BYTES * step_tokens(spec), "two batches of tokens"))
     return some(parts)
+
+
+def _loading(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> Part:
+    """What ranks have in host memory while they load the model, before it is on their GPUs."""
+    number = NUMBER_BYTES[spec.trainer.dtype]
+    if spec.trainer.zero_stage < 3:
+        return Part("loading", kind.ranks * model.parameters * number, "the model, whole, by every rank")
+    # A weight is at most its layer, and is there twice while experts become one tensor.
+    largest = max(model.embeddings, model.head, *model.layers)
+    return Part("loading", 2 * largest * number, "a weight at a time, by rank 0")
 
 
 def version_bytes(spec: ExperimentSpec, model: SizedModel) -> int:

@@ -53,16 +53,22 @@ def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
     Raises what transformers raises for a config that it cannot build, and ``ConfigError`` for adapters that the model
     cannot have.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = without_weights(config)
     if spec.model.lora is not None:
         from asyncrl_cli.train.model.lora import add_adapters
 
         add_adapters(model, spec.model.lora, seed=0)
     return sized(spec, config, model)
+
+
+def without_weights(config: Any) -> Any:
+    """A config's causal language model on torch's meta device. Raises what transformers raises where it cannot build
+    it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:

@@ -54,7 +54,10 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
         largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
     else:  # what a pass frees does not go back to the system before the step
         largest = (*passes, *step, Part("DeepSpeed", CPU_RANK_BYTES, "of its own, and gloo's"))
-    reference = Part("reference model", _reference(spec, model), "whole on every rank")
+    stage = trainer.zero_stage
+    reference = Part(
+        "reference model", _reference(spec, model), f"{trainer.dtype}, ZeRO {stage}" if stage == 3 else "whole"
+    )
     offloaded: list[Part] = []
     if trainer.gpus_per_rank and trainer.offload != "none":
         offloaded = [part for part in states if part.name != "gradients"]
@@ -123,7 +126,8 @@ def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
     algorithm = spec.algorithm
     if not algorithm.kl_coef or (spec.model.lora is not None and not algorithm.reference_update_every):
         return 0
-    return model.parameters * NUMBER_BYTES[spec.trainer.dtype]
+    trainer = spec.trainer
+    return _shared(model.parameters * NUMBER_BYTES[trainer.dtype], trainer.ranks, trainer.zero_stage == 3)
 
 
 def _buckets(spec: ExperimentSpec, trained: int) -> int:

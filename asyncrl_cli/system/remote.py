@@ -11,6 +11,14 @@ from asyncrl_cli.core.errors import RunError, UserError
 START_TIMEOUT_S = 600.0
 """Seconds that one actor may take for one part of its start."""
 
+SLOWEST_BYTES_PER_S = 200e6
+"""Of a disk or a network with which a run is still worth its time; what is slower counts as hanging."""
+
+
+def seconds_for(nbytes: float) -> float:
+    """What a limit of time has to allow for reading or writing so many bytes."""
+    return nbytes / SLOWEST_BYTES_PER_S
+
 
 class ActorLost(RunError):
     """An actor is of no use any more."""

@@ -26,6 +26,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
+from asyncrl_cli.runs.digests import Digest, DigestedFile
 from asyncrl_cli.spec.sections import TrainerSpec
 
 UNIVERSAL = "universal"
@@ -132,14 +133,41 @@ def to_universal(source: Source) -> None:
         )
 
 
-def save_state(engine: Any, folder: Path, rank: int, updates: int) -> None:
-    """Write this rank's shards and random-number states, and the counters; collective."""
+def save_state(engine: Any, folder: Path, rank: int, updates: int) -> dict[Path, Digest]:
+    """Write this rank's shards and random-number states, and the counters; collective.
+
+    Returns the checksums of the shards, which are on disk then.
+    """
+    engine.checkpoint_engine, written = _digesting_writer()
     engine.save_checkpoint(str(folder), tag=STATE)
     _save_random_states(_random_states(folder, rank))
     if rank == 0:
         # DeepSpeed counts a skipped update as a step.
         counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
         (folder / STATE / COUNTERS_FILE).write_text(json.dumps(asdict(counters)) + "\n")
+    return written
+
+
+def save_file(state: Any, path: Path) -> Digest:
+    """Write what torch can save; returns the file's checksum."""
+    import torch
+
+    with DigestedFile(path) as file:
+        torch.save(state, file)  # type: ignore[arg-type]  # it only writes and flushes
+        return file.digest
+
+
+def _digesting_writer() -> tuple[Any, dict[Path, Digest]]:
+    """What DeepSpeed writes shards with, and the checksums of those that it has written."""
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    written: dict[Path, Digest] = {}
+
+    class Writer(TorchCheckpointEngine):  # type: ignore[misc]
+        def save(self, state_dict: Any, path: str) -> None:
+            written[Path(path)] = save_file(state_dict, Path(path))
+
+    return Writer(), written
 
 
 def load_state(engine: Any, source: Source, rank: int) -> None:

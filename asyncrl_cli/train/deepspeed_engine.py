@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.lora import PlainWeight, add_adapters, plain_weights
 from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, check_policy
+from asyncrl_cli.train.model.streaming import streamed
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; whoever started them waits less."""
@@ -160,12 +161,13 @@ def load_model(trainer: TrainerSpec, model_dir: str) -> Any:
 
     # from_pretrained shards the model only while this object exists.
     sharding = HfDeepSpeedConfig(deepspeed_settings(trainer)) if trainer.zero_stage == 3 else None
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=getattr(torch, trainer.dtype),
-        attn_implementation=trainer.attention,
-        local_files_only=os.path.isdir(model_dir),
-    )
+    with streamed() if sharding is not None else nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=getattr(torch, trainer.dtype),
+            attn_implementation=trainer.attention,
+            local_files_only=os.path.isdir(model_dir),
+        )
     del sharding
     if trainer.gradient_checkpointing:
         recompute_activations(model)
@@ -207,6 +209,18 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
     return engine
 
 
+def without_optimizer(module: torch.nn.Module, trainer: TrainerSpec) -> Any:
+    """The ZeRO-3 engine around a module that is not trained: shards that are gathered for a pass; collective."""
+    import deepspeed
+
+    settings = deepspeed_settings(trainer)
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    _gather_by_layer(module)
+    engine, *_ = deepspeed.initialize(model=module, config=settings)
+    _restore_rotary_frequencies(module)
+    return engine
+
+
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
     """Set the rate of every parameter group."""
     for group in engine.optimizer.param_groups:
@@ -227,6 +241,18 @@ def gathered(parameters: list[torch.Tensor], zero_stage: int) -> Iterator[None]:
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(parameters):
+        yield
+
+
+@contextmanager
+def replaced(parameters: list[torch.Tensor], zero_stage: int) -> Iterator[None]:
+    """As ``gathered``; after the block all ranks have rank 0's values."""
+    if zero_stage < 3:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
         yield
 
 

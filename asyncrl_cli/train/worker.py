@@ -17,6 +17,7 @@ from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
+from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.network import family_of
@@ -150,7 +151,7 @@ class TrainerWorker:
 
         # Before the first update: the reference of this step is the policy at its start.
         if isinstance(reference := self._learner.reference, Copy):
-            reference.before_step(batch.step, self._model, self._spec.trainer.zero_stage)
+            reference.before_step(batch.step, self._model)
         with full_gpu_explained(self._spec, self._rank):
             report, self._updates = train_batch(self._learner, batch, self._updates)
         give_back(self._spec)
@@ -202,17 +203,21 @@ class TrainerWorker:
             for _ in weights:
                 pass
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Write this rank's shard of weights, optimizer and counters, its random-number states, and the reference."""
+    def save_checkpoint(self, folder: str) -> dict[str, Digest]:
+        """Write this rank's shard of weights, optimizer and counters, its random-number states, and the reference.
+
+        Returns the checksums of what it has put on disk, by the path in ``folder``.
+        """
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
         from asyncrl_cli.train.model.reference import Copy
 
         # Policy, then critic, on every rank: DeepSpeed's saving has barriers.
-        save_state(self._engine, Path(folder), self._rank, self._updates)
+        written = save_state(self._engine, Path(folder), self._rank, self._updates)
         if self._learner.critic is not None:
-            save_state(self._learner.critic, Path(folder) / CRITIC, self._rank, self._updates)
-        if self._rank == 0 and isinstance(self._learner.reference, Copy):
-            self._learner.reference.save(Path(folder))
+            written |= save_state(self._learner.critic, Path(folder) / CRITIC, self._rank, self._updates)
+        if isinstance(self._learner.reference, Copy):
+            written |= self._learner.reference.save(Path(folder), self._rank)
+        return {path.relative_to(folder).as_posix(): digest for path, digest in written.items()}
 
     def _probe(self) -> tuple[tuple[int, ...], Any]:
         import torch

@@ -363,11 +363,12 @@ class Rank(Actor):
             return Probe((1, 2), probe(self._weights))
 
     @remote
-    async def save_checkpoint(self, folder: str) -> None:
+    async def save_checkpoint(self, folder: str) -> dict[str, Any]:
         async with self._turn:
             await self._work(0.1)
             Path(folder, "state").mkdir(exist_ok=True)
             Path(folder, "state/weights").write_text(json.dumps(self._weights))
+            return {}
 
     @remote
     async def save_model(self, folder: str) -> None:

@@ -17,6 +17,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
 from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, complete_checkpoints, verified_checkpoint, verify
+from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -29,12 +30,13 @@ class StandInRanks:
         self.dies = False
         self._size = size
 
-    async def save_checkpoint(self, folder: Path) -> None:
+    async def save_checkpoint(self, folder: Path) -> dict[str, Digest]:
         self.saves.append(folder.name)
         (folder / "state").mkdir()
         (folder / "state/shard").write_bytes(b"%d" % len(self.saves) * self._size)
         if self.dies:
             raise RunError("the process died", location="trainer-0")
+        return {}
 
 
 @pytest.fixture
@@ -129,14 +131,14 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     reading, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
     seal = subject.seal
 
-    def seal_slowly(folder: Path, check: Any) -> None:
+    def seal_slowly(folder: Path, check: Any, written: Any) -> None:
         def check_slowly() -> None:
             reading.set()
             assert cancelled.wait(60)
             check()
 
         try:
-            seal(folder, check_slowly)
+            seal(folder, check_slowly, written)
         finally:
             ended.set()
 

@@ -12,9 +12,9 @@ from stand_ins import Actor, RoomyGroup, run
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
-from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks, weight_bytes
 from asyncrl_cli.records.training import Seat, TrainingBatch
-from asyncrl_cli.system.remote import NoAnswer
+from asyncrl_cli.system.remote import START_TIMEOUT_S, NoAnswer
 
 Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
 
@@ -321,3 +321,31 @@ def test_a_look_at_idle_ranks_finds_a_dead_one() -> None:
             await ranks.trainer.check()
 
     run(check())
+
+
+def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GB of weights: the file takes no disk."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(4_000_000_000)
+    limits = {}
+
+    async def note(self: TrainerRanks, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
+        limits[method] = limit_s
+        return [{f"state/{rank}": rank} for rank in range(2)]
+
+    monkeypatch.setattr(TrainerRanks, "_call", note)
+
+    async def check() -> None:
+        ranks = TrainerRanks(pytest.fail, RoomyGroup("the trainer", 2), Path("/search"), 60.0, pytest.fail)
+        ranks._model_dir, ranks._address, ranks._port = str(tmp_path), "", 0
+        await ranks.start(None)
+        assert limits["start"] == START_TIMEOUT_S + 40
+        assert await ranks.save_checkpoint(Path("/x")) == {"state/0": 0, "state/1": 1}
+        assert limits["save_checkpoint"] == 60 + ranks.saving_s == 60 + 160
+        await ranks.save_model(Path("/x"))
+        assert limits["save_model"] == 60 + 40
+        await ranks.start(Path("/checkpoint"))
+        assert limits["start"] == START_TIMEOUT_S + 40 + 160
+
+    run(check())
+    assert weight_bytes("/no/such/folder") == weight_bytes("nobody/model") == 0

@@ -91,6 +91,23 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
     assert "asyncrl resume" in error.value.hint
 
 
+def test_what_takes_longer_with_a_larger_model_has_longer() -> None:
+    async def check() -> None:
+        harness = Harness()
+        with harness.dog.waiting("the trainer", "a checkpoint", extra_s=LIMIT_S) as wait:
+            wait.since -= 0.9 * LIMIT_S
+            await harness.look()
+            assert harness.warned == []
+            wait.since -= LIMIT_S
+            await harness.look()
+            assert len(harness.warned) == 1
+            wait.since -= LIMIT_S
+            with pytest.raises(RunError, match="a checkpoint"):
+                await harness.look()
+
+    asyncio.run(check())
+
+
 def test_a_wait_says_since_when() -> None:
     with Watchdog(LIMIT_S, print).waiting("the trainer", "a batch") as wait:
         wait.since -= 7200.0

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.runs import checkpoints
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     Damage,
@@ -29,6 +30,7 @@ from asyncrl_cli.runs.checkpoints import (
     verified_checkpoint,
     verify,
 )
+from asyncrl_cli.runs.digests import Digest, DigestedFile
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
@@ -79,6 +81,58 @@ def test_a_seal_that_is_cancelled_ends(tmp_path: Path) -> None:
 
     with pytest.raises(InterruptedError):
         seal(tmp_path, check)
+    assert not (tmp_path / "files.json").exists()
+
+
+@given(parts=st.lists(st.binary(max_size=2000), max_size=5))
+def test_a_checksum_made_while_writing_is_the_files(
+    parts: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("digested") / "file"
+    with DigestedFile(path) as file:
+        for part in parts:
+            assert file.write(memoryview(part)) == len(part)
+        digest = file.digest
+    assert path.read_bytes() == b"".join(parts)
+    assert digest == Digest(path.stat().st_size, blake3(path.read_bytes()).hexdigest())
+
+
+def test_what_torch_saves_is_digested(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from asyncrl_cli.train.checkpoints import save_file
+
+    state = {"weights": torch.randn(300_000), "step": 3}
+    digest = save_file(state, tmp_path / "shard.pt")
+    assert digest.blake3 == blake3((tmp_path / "shard.pt").read_bytes()).hexdigest()
+    for mapped in (False, True):
+        loaded = torch.load(tmp_path / "shard.pt", mmap=mapped)
+        assert torch.equal(loaded["weights"], state["weights"]) and loaded["step"] == 3
+
+
+def test_what_ranks_have_digested_is_not_read_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run.path / "checkpoints" / checkpoint_name(40)
+    (folder / "state").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"step": 40, "trainer": TRAINER}))
+    with DigestedFile(folder / SHARD) as file:
+        file.write(b"shard of 40")
+    with monkeypatch.context() as patched:
+        read = []
+        digest = checkpoints._digest
+        patched.setattr(checkpoints, "_digest", lambda path, check: (read.append(path.name), digest(path, check))[1])
+        seal(folder, written={SHARD: file.digest})
+    assert read == ["run.json"]
+    assert verify(Checkpoint(folder, 40)) == []
+    (folder / SHARD).write_bytes(b"shard of 41")
+    assert verify(Checkpoint(folder, 40)) == [Damage(SHARD, "has changed")]
+
+
+@pytest.mark.parametrize("content", [None, b"shard of"])
+def test_a_shard_that_does_not_reach_the_drivers_host_is_no_checkpoint(tmp_path: Path, content: bytes | None) -> None:
+    (tmp_path / "state").mkdir()
+    if content is not None:
+        (tmp_path / SHARD).write_bytes(content)
+    with pytest.raises(RunError, match=f"wrote {SHARD}"):
+        seal(tmp_path, written={SHARD: Digest(11, "0" * 64)})
     assert not (tmp_path / "files.json").exists()
 
 

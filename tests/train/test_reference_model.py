@@ -14,6 +14,11 @@ from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.model.reference import Copy, Unadapted
 
 
+def copied(every: int = 0) -> Copy:
+    policy = Policy(make(None), 1.0)
+    return Copy(policy, policy.model, 0, every)
+
+
 def answers(reference: Any) -> torch.Tensor:
     found: torch.Tensor = reference(IDS, MASK)
     assert not found.requires_grad
@@ -27,26 +32,26 @@ def test_it_becomes_the_policy_when_it_is_time(adapted: bool, tmp_path: Path) ->
     if not adapted:
         for parameter in policy.parameters():
             parameter.data.mul_(1.1)
-    reference = Copy(Policy(make(None), 1.0), every=3)
+    reference = copied(every=3)
     for step in range(3):
-        reference.before_step(step, policy, 0)
+        reference.before_step(step, policy)
         assert torch.equal(answers(reference), initial), step
-    reference.before_step(3, policy, 0)
+    reference.before_step(3, policy)
     torch.testing.assert_close(answers(reference), logprobs(policy), rtol=1e-5, atol=1e-5)
     assert (answers(reference) - initial).abs().max() > 1e-3
 
     (tmp_path / "state").mkdir()
-    reference.save(tmp_path)
-    resumed = Copy(Policy(make(None), 1.0), every=3)
+    reference.save(tmp_path, 0)
+    resumed = copied(every=3)
     resumed.load(tmp_path)
     assert torch.equal(answers(resumed), answers(reference))
 
 
 def test_one_that_never_changes_takes_no_file(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
-    reference = Copy(Policy(make(None), 1.0))
-    reference.before_step(5, trained(LORA), 0)
-    reference.save(tmp_path)
+    reference = copied()
+    reference.before_step(5, trained(LORA))
+    reference.save(tmp_path, 0)
     assert not list((tmp_path / "state").iterdir())
     reference.load(tmp_path)
     assert torch.equal(answers(reference), logprobs(make(None)))

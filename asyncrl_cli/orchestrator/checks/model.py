@@ -6,17 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.sizing.model import SizedModel, sized
+from asyncrl_cli.sizing.model import SizedModel, sized, without_weights
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 HUB_S = 5.0
 """Seconds that the model hub has to answer."""
@@ -69,17 +66,6 @@ def _check_hub_model(name: str) -> str | Finding:
     return f"{name} on the hub" if not cached else f"{name}, from the cache"
 
 
-def load_model_config(folder: Path | str, location: str) -> PreTrainedConfig:
-    """The model's config. Raises ``ConfigError``."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:  # of transformers and of what the file holds
-        hint = "transformers must know the model_type in its config.json"
-        raise ConfigError(f"no model config: {_one_line(error)}", location=location, hint=hint) from error
-
-
 def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
     """The tokenizer that ``load`` gives. Raises ``ConfigError`` when there is none."""
     try:
@@ -96,14 +82,10 @@ def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
 
 def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, SizedModel]:
     """transformers builds the model, the adapters find their layers, and tokens and lengths are within its tables."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     key = "model.init.config" if spec.model.init is not None else "model.path"
     _check_config(config.get_text_config(), key)
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = without_weights(config)
     except Exception as error:  # of any layer
         hint = "change the sizes in model.init.config" if spec.model.init else "name a causal language model"
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {_one_line(error)}"

@@ -36,6 +36,7 @@ from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
+from asyncrl_cli.sizing.config import load_config
 from asyncrl_cli.sizing.host import version_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.inputs import SplitSpec
@@ -246,7 +247,7 @@ class StartChecks:
 
     def _model(self) -> str:
         location = "model.init.config" if self._spec.model.init is not None else "model.path"
-        self._config = model_checks.load_model_config(self._model_dir, location)
+        self._config = load_config(self._model_dir, location)
         found, self._sized = model_checks.check_model(self._spec, self._config, self._tokenizer)
         return found
 

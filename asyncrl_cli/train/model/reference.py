@@ -1,9 +1,9 @@
 """The reference model of the KL penalty: the initial model, or the policy as it was some steps ago.
 
 A reference is called as a ``Policy`` is, without gradient. With adapters the initial model is the policy without them,
-which takes no memory. Otherwise it is a separate model, frozen and complete on every rank; with
-``algorithm.reference_update_every`` it becomes the policy before every step whose number that divides, so a run that
-resumes from a checkpoint needs the reference of that step: it is a file of the checkpoint.
+which takes no memory. Otherwise it is a separate model, sharded over the ranks where ZeRO-3 shards the policy and else
+complete on every rank; with ``algorithm.reference_update_every`` it becomes the policy before every step whose number
+that divides, so a run that resumes from a checkpoint needs the reference of that step: it is a file of the checkpoint.
 
     state/reference.pt      the weights, where they are not those of the initial model
 """
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.runs.checkpoints import STATE
+from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.deepspeed_engine import full_weights
-from asyncrl_cli.train.model.lora import without_adapters
+from asyncrl_cli.train.checkpoints import save_file
+from asyncrl_cli.train.deepspeed_engine import full_weights, load_model, replaced, without_optimizer
+from asyncrl_cli.train.model.lora import plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
 
 FILE = "reference.pt"
@@ -41,38 +43,55 @@ class Unadapted:
 class Copy:
     """A separate model."""
 
-    def __init__(self, policy: Policy, every: int = 0) -> None:
-        """``every``: steps from one refresh to the next; 0: never."""
-        self._policy = policy
+    def __init__(self, score: Any, model: nn.Module, zero_stage: int, every: int = 0) -> None:
+        """``score`` calls the ``Policy`` around ``model``, a transformers model. ``every``: steps from one refresh to
+        the next; 0: never."""
+        self._score = score
+        self._model = model
+        self._zero_stage = zero_stage
         self._every = every
 
     def __call__(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
-        """As ``Policy.forward``."""
+        """As ``Policy.forward``; collective under ZeRO-3."""
         with torch.no_grad():
-            logprobs: Tensor = self._policy(input_ids, response_mask)
+            logprobs: Tensor = self._score(input_ids, response_mask)
         return logprobs
 
-    def before_step(self, step: int, model: nn.Module, zero_stage: int) -> None:
+    def before_step(self, step: int, model: nn.Module) -> None:
         """Become the policy if it is due before ``step``; collective. ``model`` is the policy's."""
         if not self._every or step % self._every or not step:
             return
-        own = self._policy.model.state_dict()  # the same memory
-        for weight in full_weights(model, zero_stage):
-            own[weight.name].copy_(weight.merged())
+        own = self._own()
+        for weight in full_weights(model, self._zero_stage):
+            with replaced([own[weight.name]], self._zero_stage), torch.no_grad():
+                own[weight.name].copy_(weight.merged())
 
-    def save(self, folder: Path) -> None:
-        """Write what a checkpoint in ``folder`` needs. For rank 0."""
-        if self._every:
-            torch.save(self._policy.model.state_dict(), folder / STATE / FILE)
+    def save(self, folder: Path, rank: int) -> dict[Path, Digest]:
+        """Write what a checkpoint in ``folder`` needs; collective. Rank 0 writes, and returns the checksum."""
+        if not self._every:
+            return {}
+        state = {}
+        for weight in full_weights(self._model, self._zero_stage):
+            if rank == 0:
+                state[weight.name] = weight.parameter.detach().cpu().clone()
+        path = folder / STATE / FILE
+        return {path: save_file(state, path)} if rank == 0 else {}
 
     def load(self, folder: Path) -> None:
-        """Become what ``save`` has written; without a file it remains the initial model."""
-        if (folder / STATE / FILE).is_file():
-            self._policy.model.load_state_dict(torch.load(folder / STATE / FILE, map_location="cpu"))
+        """Become what ``save`` has written; without a file it remains the initial model. Collective."""
+        if not (folder / STATE / FILE).is_file():
+            return
+        state = torch.load(folder / STATE / FILE, map_location="cpu", mmap=True)
+        for name, own in self._own().items():
+            with replaced([own], self._zero_stage), torch.no_grad():
+                own.copy_(state[name])
+
+    def _own(self) -> dict[str, Tensor]:
+        return {weight.name: weight.parameter for weight in plain_weights(self._model)}
 
 
 def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapted | Copy | None:
-    """The reference of a spec, which is the initial model; None when there is no penalty.
+    """The reference of a spec, which is the initial model; None when there is no penalty. Collective.
 
     ``model_dir`` has the initial model; ``engine`` is that of the policy.
     """
@@ -81,11 +100,7 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
         return None
     if spec.model.lora is not None and not algorithm.reference_update_every:
         return Unadapted(engine)
-    from transformers import AutoModelForCausalLM
-
-    trainer = spec.trainer
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=getattr(torch, trainer.dtype), attn_implementation=trainer.attention
-    )
-    model = model.to(engine.device).eval().requires_grad_(False)
-    return Copy(Policy(model, spec.rollout.sampling.temperature, trainer.packing), algorithm.reference_update_every)
+    policy = Policy(load_model(spec.trainer, model_dir), spec.rollout.sampling.temperature, spec.trainer.packing)
+    policy.eval().requires_grad_(False)
+    score = without_optimizer(policy, spec.trainer) if spec.trainer.zero_stage == 3 else policy.to(engine.device)
+    return Copy(score, policy.model, spec.trainer.zero_stage, algorithm.reference_update_every)

@@ -1,0 +1,151 @@
+"""Loading a saved model into ZeRO-3's shards, one weight at a time.
+
+By itself ``from_pretrained`` has every rank merge all files of the checkpoint and convert what the model has in another
+form, such as the experts of a layer as one tensor. Here rank 0 alone reads, and a host has at most one converted weight
+beside the shards. Which tensors make which weights, and how, is transformers' own (decision 0058).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl_cli.train.model.policy import PolicyError
+
+
+@contextmanager
+def streamed() -> Iterator[None]:
+    """Inside the block ``from_pretrained`` under ZeRO-3 loads safetensors weight by weight; collective.
+
+    It then raises ``PolicyError`` on all ranks where rank 0 cannot read a weight, or finds it of another shape.
+    """
+    from transformers import PreTrainedModel
+
+    whole = PreTrainedModel._load_pretrained_model
+    PreTrainedModel._load_pretrained_model = staticmethod(partial(_load, whole))
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(whole)
+
+
+def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, config: Any, *rest: Any) -> Any:
+    """In place of ``PreTrainedModel._load_pretrained_model``, which is ``whole``."""
+    from transformers.modeling_utils import LoadStateDictInfo
+
+    if state_dict is not None or not files or not all(str(file).endswith(".safetensors") for file in files):
+        return whole(model, state_dict, files, config, *rest)
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    missing = set(model.state_dict())
+    with ExitStack() as opened:
+        # On all ranks: planning marks which conversions the checkpoint needs, and saving reverts those.
+        plan = _plan(model, files, config.weight_mapping or [], opened)
+        weights = _converted(model, plan, own) if torch.distributed.get_rank() == 0 else None
+        for name, value in _announced(weights):
+            _fill(own[name], value)
+            del value  # before the next one is read
+            missing.discard(name)
+    if config.weight_mapping:
+        model._weight_conversions = config.weight_mapping
+    nothing: dict[str, Any] = {"unexpected_keys": set(), "mismatched_keys": set(), "skipped_pp_keys": set()}
+    info = LoadStateDictInfo(missing_keys=missing, error_msgs=[], conversion_errors={}, **nothing)
+    return info, None
+
+
+def _plan(model: Any, files: list[str], mapping: list[Any], opened: ExitStack) -> dict[str, Any]:
+    """What makes each weight, or several of them, by the first one's name: a conversion whose tensors are not yet read.
+
+    As in ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
+    """
+    from safetensors import safe_open
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    sources: dict[str, Any] = {}
+    for file in files:
+        # Read and not mapped: what is mapped stays in a process's memory as long as there is room.
+        tensors = opened.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
+        sources |= {name: partial(tensors.get_tensor, name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
+    names, prefix = model.state_dict(), model.base_model_prefix
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    plan: dict[str, Any] = {}
+    for source in sorted(sources, key=dot_natural_key):
+        target, pattern = rename_source_key(source, renamings, converters, prefix, names)
+        if target not in names and source in names:
+            target, pattern = rename_source_key(source, [], [], prefix, names)
+        if target not in names:
+            continue
+        if pattern is None:
+            conversion, pattern = WeightRenaming(source, target), source
+        else:
+            conversion = copy.deepcopy(by_pattern[pattern])
+        plan.setdefault(target, conversion).add_tensor(target, source, pattern, sources[source])
+    return plan
+
+
+def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights by their names in the model, read and converted one conversion at a time.
+
+    Raises ``ValueError`` for a weight whose shape is not the model's.
+    """
+    from asyncrl_cli.train.deepspeed_engine import full_shape
+
+    for target in list(plan):
+        made = plan.pop(target).convert(target, model=model, config=model.config)
+        for name in list(made):
+            value = made.pop(name)
+            value = value[0] if isinstance(value, list) else value
+            if name not in own:
+                continue
+            if tuple(value.shape) != full_shape(own[name]):
+                raise ValueError(f"{name} is {list(value.shape)}, and the model has {list(full_shape(own[name]))}")
+            yield name, value
+            del value
+
+
+def _announced(weights: Iterator[tuple[str, Tensor]] | None) -> Iterator[tuple[str, Tensor | None]]:
+    """Rank 0's ``weights`` on all ranks, with the values on rank 0 alone; the others have no ``weights``.
+
+    Raises ``PolicyError`` on all ranks when rank 0 fails: none waits for the others in a collective call.
+    """
+    while True:
+        name, value, failed = None, None, None
+        if weights is not None:
+            try:
+                name, value = next(weights, (None, None))
+            except Exception as error:  # of a file, or of a conversion of transformers
+                failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        stated: list[Any] = [name, failed]
+        torch.distributed.broadcast_object_list(stated, src=0)
+        name, failed = stated
+        if failed is not None:
+            raise PolicyError(
+                f"the weights cannot be loaded: {failed}", hint="check the *.safetensors files in the model's folder"
+            )
+        if name is None:
+            return
+        yield name, value
+
+
+def _fill(own: Tensor, value: Tensor | None) -> None:
+    """Rank 0's ``value`` into a sharded parameter, or into a buffer, which every rank has whole; collective."""
+    from asyncrl_cli.train.deepspeed_engine import replaced
+
+    with torch.no_grad():
+        if isinstance(own, nn.Parameter):
+            with replaced([own], zero_stage=3):
+                if value is not None:
+                    own.copy_(value)
+        else:
+            stated = [value]
+            torch.distributed.broadcast_object_list(stated, src=0)
+            assert stated[0] is not None
+            own.copy_(stated[0])
+    own._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws what is not

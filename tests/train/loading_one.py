@@ -1,0 +1,139 @@
+"""One rank that loads saved models: the program of test_loading.py.
+
+python loading_one.py OUT.pt RANK PORT MODELS [KEY=VALUE ...]
+
+Saves, by model, ZeRO stage and dtype, which weights or buffers are not those of ``from_pretrained``; the message for a
+damaged model; log-probs of references; and the bytes of its own memory that loading the largest model took.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from train_one import SPEC
+
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.train import deepspeed_engine as ds
+from asyncrl_cli.train.model.policy import PolicyError
+
+MEMORY, BROKEN = "memory", "broken"
+"""Models in the folder that are not compared."""
+REFERENCES = ("qwen3", "qwen3_moe")
+
+
+def main() -> None:
+    out, rank, port, models, *overrides = sys.argv[1:]
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    os.environ.update(ds.trainer_environment(spec))
+    import torch
+
+    torch.set_num_threads(1)
+    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    results: dict[Any, Any] = {}
+    for folder in sorted(Path(models).iterdir()):
+        if folder.name in (MEMORY, BROKEN):
+            continue
+        for stage, dtype in ((0, "float32"), (3, "float32"), (3, "bfloat16")):
+            trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": dtype})
+            results[folder.name, stage, dtype] = differences(trainer, str(folder))
+    for name in REFERENCES:
+        for stage in (0, 3):
+            results["reference", name, stage] = reference(spec, str(Path(models) / name), stage)
+    sharded = spec.trainer.model_copy(update={"zero_stage": 3})
+    if (Path(models) / BROKEN).is_dir():
+        try:
+            ds.load_model(sharded, str(Path(models) / BROKEN))
+        except PolicyError as error:
+            results[BROKEN] = str(error)
+    if (Path(models) / MEMORY).is_dir():
+        kept: list[Any] = []
+        results[MEMORY] = own_memory(lambda: kept.append(ds.load_model(sharded, str(Path(models) / MEMORY))))
+    torch.save(results, out)
+
+
+def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
+    """A reference's log-probs, those after it became another policy, and the numbers of weights that it has here."""
+    import torch
+
+    from asyncrl_cli.train.model.reference import Copy, load_reference
+
+    algorithm = spec.algorithm.model_copy(update={"kl_coef": 0.1, "reference_update_every": 2})
+    trainer = spec.trainer.model_copy(update={"zero_stage": stage})
+    made = load_reference(
+        spec.model_copy(update={"algorithm": algorithm, "trainer": trainer}), folder, SimpleNamespace(device="cpu")
+    )
+    assert isinstance(made, Copy)
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(12).expand(2, 12) > 4
+    before = made(ids, mask)
+    policy = ds.load_model(trainer, folder)
+    for weight in ds.plain_weights(policy):
+        with ds.replaced([weight.parameter], stage), torch.no_grad():
+            weight.parameter.mul_(1.1)
+    made.before_step(2, policy)
+    own = sum(getattr(each, "ds_tensor", each).numel() for each in made._model.parameters())
+    return {"before": before, "after": made(ids, mask), "own": own}
+
+
+def differences(trainer: TrainerSpec, folder: str) -> list[str]:
+    """Names of what a loaded model has otherwise than the one that transformers loads by itself."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, trainer.dtype))
+    model = ds.load_model(trainer, folder)
+    ds._restore_rotary_frequencies(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with ds.gathered(list(model.parameters()), trainer.zero_stage):
+        own = tensors(model)
+        wanted = tensors(expected)
+        different = sorted(own.keys() ^ wanted.keys())
+        different += [
+            name
+            for name, tensor in wanted.items()
+            if name in own and (own[name].dtype != tensor.dtype or not torch.equal(own[name], tensor))
+        ]
+    tied = expected.get_input_embeddings().weight is expected.get_output_embeddings().weight
+    if (parameters["model.embed_tokens.weight"] is parameters["lm_head.weight"]) != tied:
+        different.append("tied")
+    return different
+
+
+def tensors(model: Any) -> dict[str, Any]:
+    """Parameters and buffers, also those that checkpoints do not have."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def own_memory(work: Callable[[], None]) -> int:
+    """Most bytes that this process has of its own (not of files) during ``work``, above those before it."""
+    most, ended = 0, threading.Event()
+
+    def look() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(next(line for line in text.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.002):
+            most = max(most, look())
+
+    before = look()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        ended.set()
+        watcher.join()
+    return max(most, look()) - before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Real DeepSpeed: a loaded model is the one that transformers loads by itself, and no rank holds all of it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loading_one import BROKEN, MEMORY, REFERENCES
+from ranks import run_ranks
+from test_checkpoint_names import ARCHITECTURES, SMALL, model_of
+
+pytestmark = pytest.mark.stack
+
+TIED = "qwen3-tied"
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_hidden_layers": 12}
+LARGE = {**SMALL, **EXPERTS, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 1000}
+"""75 M weights, 302 MB, in 12 layers with fused experts: the largest weight has 16.8 MB."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved models: of every architecture, one with tied embeddings, one that is damaged, and a larger one."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models")
+    for architecture in ("qwen3", "qwen3_moe", "mixtral", "gemma3_text", "deepseek_v3"):
+        model_of(architecture).save_pretrained(folder / architecture, max_shard_size="200KB")
+    for name, architecture, sizes in ((TIED, "qwen3", SMALL), (MEMORY, "qwen3_moe", LARGE)):
+        config = AutoConfig.for_model(architecture, **sizes, tie_word_embeddings=name == TIED)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+    model_of("qwen3").save_pretrained(folder / BROKEN)
+    weights = load_file(folder / BROKEN / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 5)
+    save_file(weights, folder / BROKEN / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank has saved."""
+    folder = tmp_path_factory.mktemp("loading")
+    run_ranks("loading_one.py", folder, (f"trainer.ranks={request.param}",), models)
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]
+
+
+def test_it_is_the_model_that_transformers_loads(results: Any) -> None:
+    for rank in results:
+        compared = {kind: names for kind, names in rank.items() if isinstance(kind, tuple) and kind[0] != "reference"}
+        assert len(compared) == 3 * 6 and {name for name, *_ in compared} <= {*ARCHITECTURES, TIED}
+        assert {kind: names for kind, names in compared.items() if names} == {}
+
+
+def test_all_ranks_refuse_a_damaged_model(results: Any) -> None:
+    for rank in results:
+        assert "model.layers.1.mlp.up_proj.weight is [3, 5], and the model has [128, 64]" in rank[BROKEN]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_sharded_reference_is_the_whole_one_to_the_bit(results: Any, name: str) -> None:
+    for rank in results:
+        whole, sharded = rank["reference", name, 0], rank["reference", name, 3]
+        assert torch.equal(sharded["before"], whole["before"])
+        assert torch.equal(sharded["after"], whole["after"])
+        assert not torch.equal(whole["after"], whole["before"])
+        assert sharded["own"] < whole["own"] / len(results) * 1.01
+
+
+def test_a_rank_holds_its_shards_and_a_few_weights(results: Any, models: Path) -> None:
+    """Two copies of the largest weight are rank 0's while it converts it, two are gathered or on their way."""
+    whole = sum(file.stat().st_size for file in (models / MEMORY).glob("*.safetensors"))
+    assert whole > 300e6
+    largest = 16 * 2 * 256 * 512 * 4
+    for rank in results:
+        assert rank[MEMORY] < whole / len(results) + 5 * largest, f"{rank[MEMORY] / 1e6:.0f} MB"
