@@ -127,7 +127,7 @@ def test_what_ranks_have_digested_is_not_read_again(run: RunDirectory, monkeypat
 
 
 @pytest.mark.parametrize("content", [None, b"shard of"])
-def test_a_shard_that_does_not_reach_the_drivers_host_is_no_checkpoint(tmp_path: Path, content: bytes | None) -> None:
+def test_a_shard_that_does_not_reach_the_drivers_host_is_refused(tmp_path: Path, content: bytes | None) -> None:
     (tmp_path / "state").mkdir()
     if content is not None:
         (tmp_path / SHARD).write_bytes(content)

@@ -51,8 +51,7 @@ def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, conf
             _fill(own[name], value)
             del value  # before the next one is read
             missing.discard(name)
-    if config.weight_mapping:
-        model._weight_conversions = config.weight_mapping
+    model._weight_conversions = [entry for entry in config.weight_mapping or [] if entry.was_used()]
     nothing: dict[str, Any] = {"unexpected_keys": set(), "mismatched_keys": set(), "skipped_pp_keys": set()}
     info = LoadStateDictInfo(missing_keys=missing, error_msgs=[], conversion_errors={}, **nothing)
     return info, None
