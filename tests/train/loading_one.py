@@ -3,7 +3,8 @@
 python loading_one.py OUT.pt RANK PORT MODELS [KEY=VALUE ...]
 
 Saves, by model, ZeRO stage and dtype, which weights or buffers are not those of ``from_pretrained``; the message for a
-damaged model; log-probs of references; and the bytes of its own memory that loading the largest model took.
+damaged model; log-probs of references; and the bytes of its own memory that loading the largest model took, weight by
+weight and by transformers alone.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from train_one import SPEC
 
@@ -36,7 +39,15 @@ def main() -> None:
 
     torch.set_num_threads(1)
     ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    sharded = spec.trainer.model_copy(update={"zero_stage": 3})
     results: dict[Any, Any] = {}
+    ds.load_model(sharded, str(Path(models) / "qwen3_moe"))  # code that is loaded late
+    kept = []
+    for streamed in (ds.streamed, nullcontext):
+        with patch.object(ds, "streamed", streamed):
+            taken = own_memory(lambda: kept.append(ds.load_model(sharded, str(Path(models) / MEMORY))))
+        results[MEMORY, streamed is nullcontext] = taken
+        kept.clear()
     for folder in sorted(Path(models).iterdir()):
         if folder.name in (MEMORY, BROKEN):
             continue
@@ -46,15 +57,11 @@ def main() -> None:
     for name in REFERENCES:
         for stage in (0, 3):
             results["reference", name, stage] = reference(spec, str(Path(models) / name), stage)
-    sharded = spec.trainer.model_copy(update={"zero_stage": 3})
     if (Path(models) / BROKEN).is_dir():
         try:
             ds.load_model(sharded, str(Path(models) / BROKEN))
         except PolicyError as error:
             results[BROKEN] = str(error)
-    if (Path(models) / MEMORY).is_dir():
-        kept: list[Any] = []
-        results[MEMORY] = own_memory(lambda: kept.append(ds.load_model(sharded, str(Path(models) / MEMORY))))
     torch.save(results, out)
 
 
