@@ -75,5 +75,6 @@ def test_no_rank_holds_the_whole_model_beside_its_shards(results: Any, models: P
     assert whole > 300e6
     for rank in results:
         taken, alone = rank[MEMORY, False], rank[MEMORY, True]
-        assert taken < whole / len(results) + 0.6 * whole, f"{taken / 1e6:.0f} MB"
-        assert taken < alone - 0.4 * whole, f"{taken / 1e6:.0f} and {alone / 1e6:.0f} MB"
+        # One rank's shards are the whole model: less is left to save.
+        saved = 0.5 * whole if len(results) > 1 else 0.1 * whole
+        assert taken < alone - saved, f"{taken / 1e6:.0f} and {alone / 1e6:.0f} MB"
