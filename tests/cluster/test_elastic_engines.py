@@ -1,4 +1,4 @@
-"""What a run hears of nodes that are given back, or are gone, from a real Ray."""
+"""A real Ray over the hosts: what a run hears of a node that is given back or is gone, and that it comes back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import sys, time, ray
 from asyncrl_cli.orchestrator.engine_source import RayEngines
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 
-@ray.remote(num_cpus=1, label_selector={"host": "other"})
+@ray.remote(num_cpus=1, label_selector={"role": "rollout"})
 class Busy:  # Ray ends a node that is drained and idle
     def node(self):
         return ray.get_runtime_context().get_node_id()
@@ -32,8 +32,9 @@ while said != "its node is gone":
 """
 
 
-def test_a_drain_notice_and_a_death_are_heard(ray_cluster: RayCluster) -> None:
-    head, other = ray_cluster.hosts(head=1, other=1)
+def test_a_drain_notice_and_a_death_are_heard_and_the_host_comes_back_and_leaves(ray_cluster: RayCluster) -> None:
+    head, other = ray_cluster.host("head"), ray_cluster.host("other", labels={"role": "rollout"})
+    first_id = ray_cluster.nodes()[other.address]
     watching = head.start(sys.executable, "-c", WATCHES, ray_cluster.address)
 
     def heard() -> list[str]:
@@ -45,3 +46,10 @@ def test_a_drain_notice_and_a_death_are_heard(ray_cluster: RayCluster) -> None:
     other.kill()
     until(lambda: heard()[2:] == ["it says: its node is gone"], "Ray to notice the death", 60)
     assert watching.wait(30) == 0, watching.said()
+    assert other.address not in ray_cluster.nodes()
+    other.boot()
+    ray_cluster.start(other)
+    ray_cluster.wait_for(other)
+    assert ray_cluster.nodes()[other.address] != first_id
+    ray_cluster.drain(other)  # idle now, so Ray ends it
+    until(lambda: other.address not in ray_cluster.nodes(), "the drained host to leave", 60)

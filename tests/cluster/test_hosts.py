@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import ROOT, Host, HostError, Network, until
-from tests.cluster.ray_cluster import RayCluster
 
 SERVER = """
 import socket
@@ -166,25 +165,3 @@ def _lives(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-@pytest.mark.stack
-def test_ray_spans_the_hosts_and_sees_one_go_come_back_and_leave(ray_cluster: RayCluster) -> None:
-    head, second = ray_cluster.host("head"), ray_cluster.host("second", labels={"role": "rollout"})
-    where = (
-        "import ray, socket\n"
-        "ray.init(address='auto', logging_level='ERROR')\n"
-        "@ray.remote(label_selector={'role': 'rollout'})\n"
-        "def name(): return socket.gethostname()\n"
-        "print('ran on', ray.get(name.remote()))"
-    )
-    assert "ran on second" in head.python(where)
-    first_id = ray_cluster.nodes()[second.address]
-    second.kill()
-    until(lambda: second.address not in ray_cluster.nodes(), "Ray's notice of the dead host", 90)
-    second.boot()
-    ray_cluster.start(second)
-    ray_cluster.wait_for(second)
-    assert ray_cluster.nodes()[second.address] != first_id
-    ray_cluster.drain(second)
-    until(lambda: second.address not in ray_cluster.nodes(), "the drained host to leave", 60)

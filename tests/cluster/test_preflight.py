@@ -48,42 +48,35 @@ def test_hosts_that_can_work_together(hosts: list[Host]) -> None:
     assert not (hosts[0].network.folder / "runs").exists()
 
 
-def test_a_pair_that_loses_packets_is_named_with_both_ends(hosts: list[Host]) -> None:
-    _, second, third = hosts
+def test_what_is_wrong_is_named_each_with_its_hosts(hosts: list[Host]) -> None:
+    """A pair that loses packets, a slow host, and a folder that each host has alone."""
+    first, second, third = hosts
+    first.slow(5_000_000)
     second.lose(third)
     try:
-        found = doctor(hosts[0])["connections"]
+        found = doctor(first, "--runs-dir", "/tmp/runs")
     finally:
         second.find(third)
-    one, other = (f"{host.name} ({host.address})" for host in (second, third))
-    failures = {finding["found"] for finding in found if finding["status"] == "failure"}
+        first.fast()
+    links = found["connections"]
+    far, one, other = (f"{host.name} ({host.address})" for host in hosts)
+    failures = {finding["found"] for finding in links if finding["status"] == "failure"}
     assert failures == {f"{a} -> {b}: {b} gave no answer within 5 s" for a, b in ((one, other), (other, one))}
-    assert all("firewall" in finding["hint"] for finding in found if finding["status"] == "failure")
-    assert found[-1]["found"].startswith("4 of 6 pairs: ")
+    assert all("firewall" in finding["hint"] for finding in links if finding["status"] == "failure")
+    assert links[-1]["found"].startswith("4 of 6 pairs: ")
 
-
-def test_a_slow_link_is_named_with_its_speed(hosts: list[Host]) -> None:
-    third = hosts[2]
-    third.slow(5_000_000)
-    try:
-        found = doctor(hosts[0])["connections"]
-    finally:
-        third.fast()
-    (slow,) = (finding for finding in found if finding["found"].startswith("slow: "))
+    (slow,) = (finding for finding in links if finding["found"].startswith("slow: "))
     assert slow["status"] == "warning"
-    for other in hosts[:2]:
-        for pair in ((other, third), (third, other)):
-            arrow = " -> ".join(f"{host.name} ({host.address})" for host in pair)
+    for near in (one, other):
+        for arrow in (f"{near} -> {far}", f"{far} -> {near}"):
             (figure,) = (part for part in slow["found"].split("; ") if arrow in part)
             assert float(figure.rpartition(": ")[2].removesuffix(" MB/s")) < 8
 
-
-def test_a_folder_that_each_host_has_alone_is_named(hosts: list[Host]) -> None:
-    (found,) = doctor(hosts[0], "--runs-dir", "/tmp/runs")["shared folder"]
-    assert found["status"] == "failure"
-    for host in hosts[1:]:
-        assert f"{host.name} ({host.address}) has no folder /tmp/runs" in found["found"]
-    assert "head" not in found["found"]
+    (folder,) = found["shared folder"]
+    assert folder["status"] == "failure"
+    for host in (second, third):
+        assert f"{host.name} ({host.address}) has no folder /tmp/runs" in folder["found"]
+    assert "head" not in folder["found"]
 
 
 SRUN = """#!/bin/bash
