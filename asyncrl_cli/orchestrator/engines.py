@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,11 +14,13 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import EnginePlace
 from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, Unreachable, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorCrashed, ActorLost, Unreachable, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 STOP_S = 5.0
 """Seconds that an engine may take to stop its processes before it is killed."""
+MAX_EQUAL_CRASHES = 3
+"""An engine that crashes so often in the same way, while none has completed a request, ends the run."""
 
 
 class EngineProcess(SupervisedActor):
@@ -121,6 +125,7 @@ class EngineKeeper:
         self._client = client
         self._weights = weights
         self._may_start = may_start or _at_once
+        self._crashes: Counter[tuple[str, str]] = Counter()  # by engine and cause
         self.on_serving: Callable[[EngineState], None] = lambda _: None
         self.why_left: Callable[[EngineState, bool], Awaitable[str]] = _stays
 
@@ -139,14 +144,31 @@ class EngineKeeper:
                 continue  # withdrawn: it lives, and serves again when its host has the weights
             except (EngineLost, RunError) as lost:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
-                unreachable = isinstance(lost, Unreachable) or isinstance(lost.__cause__, Unreachable)
+                reasons = (lost, lost.__cause__)
+                unreachable = any(isinstance(reason, Unreachable) for reason in reasons)
+                crashed = any(isinstance(reason, ActorCrashed) for reason in reasons)
             # Its requests first: other engines continue them while this one starts (decision 0015).
             self._client.reclaim(engine)
             if why := await self.why_left(engine, unreachable):
                 return why
             await engine.process.lose(engine.process.actor, cause)
+            if crashed:
+                self._count_crash(engine.name, cause)
             await self._may_start()
             await engine.process.running()
+
+    def _count_crash(self, name: str, cause: str) -> None:
+        """Raise ``RunError`` when this would come back at every start: nothing has ever worked."""
+        if any(engine.has_completed for engine in self._client.engines):
+            return
+        kind = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # without addresses, process ids and times
+        self._crashes[kind] += 1
+        if self._crashes[kind] >= MAX_EQUAL_CRASHES:
+            raise RunError(
+                f"it crashed {MAX_EQUAL_CRASHES} times in the same way before any engine completed a request: {cause}",
+                location=name,
+                hint=f"correct the setting or installation that the error is about (see logs/{name}.log)",
+            )
 
 
 async def _at_once() -> None:

@@ -68,7 +68,8 @@ class EngineState:
 
     ``pending`` are the requests assigned to it; those in ``outbox`` have not been sent yet. ``to_cancel`` are ids that
     it still has to cancel. ``dead_because`` is why its process was ended. While it is ``leaving`` it returns its
-    requests; ``emptied`` is set when the last has left it.
+    requests; ``emptied`` is set when the last has left it. ``has_completed``: it has completed a request, in this
+    process or in one before.
     """
 
     process: EngineHandle
@@ -78,6 +79,7 @@ class EngineState:
     to_abort: bool = False
     activity: EngineActivity = field(default_factory=EngineActivity)
     serving: bool = False
+    has_completed: bool = False
     leaving: bool = False
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
     dead_because: str = ""
@@ -418,6 +420,7 @@ class GenerationClient:
         ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
         aborted = [engine.pending[name] for name in delivery.aborted if name in engine.pending]
         failed: list[_Open] = []
+        engine.has_completed |= bool(delivery.rollouts)
         results: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
         for result in results:
             entry = engine.pending.get(result.rollout_id)

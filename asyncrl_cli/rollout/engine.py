@@ -7,6 +7,7 @@ runs while the weights change is one request, and so is one that continues where
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,10 +19,12 @@ import numpy as np
 
 from asyncrl_cli.records.generation import Attestation, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
+from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens, sampled_logprobs
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
 
 if TYPE_CHECKING:
@@ -47,7 +50,9 @@ class Engine:
         """
         from transformers import AutoTokenizer
 
-        self._vllm = start_vllm(spec, model_dir, "auto" if own_weights else "dummy", log)
+        self._log = LogSince(log)
+        self._vllm = start_vllm(spec, model_dir, "auto" if own_weights else "dummy", self._log)
+        self._children = multiprocessing.active_children()
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
@@ -124,6 +129,10 @@ class Engine:
     def dead(self) -> bool:
         """Whether vLLM's core process is gone; ``segments`` still gives what had arrived from it."""
         return bool(self._vllm.errored)
+
+    async def death(self) -> ActorDied:
+        """Why vLLM's core process is gone. For an engine that is ``dead``."""
+        return await asyncio.to_thread(death, self._children, self._log)
 
     async def serve_own(self, version: int) -> None:
         """Serve the weights of the folder that the engine was started on, as ``version``."""

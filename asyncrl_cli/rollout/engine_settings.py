@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.rollout.engine_death import LogSince, start_failure
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, tensor_parallel
-from asyncrl_cli.system.remote import ActorDied
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -46,10 +45,6 @@ BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """As in the trainer: logits are not rounded to bfloat16."""
-CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
-"""In vLLM's error: exit codes by process."""
-RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
-"""The last line of a traceback in a log."""
 
 
 def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -225,8 +220,8 @@ def _check_head_size(model: ModelConfig) -> None:
         )
 
 
-def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path | None = None) -> AsyncLLM:
-    """A running engine. ``log`` is where this process writes its output.
+def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: LogSince) -> AsyncLLM:
+    """A running engine. ``log`` has what this process writes from now on.
 
     Raises ``ConfigError`` when vLLM refuses the settings, ``ActorDied`` when its core process was killed, and
     ``RunError`` with the cause found in ``log`` when the core failed by itself.
@@ -234,46 +229,15 @@ def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: Path
     from vllm.v1.engine.async_llm import AsyncLLM
 
     args, config = engine_config(spec, model_dir, load_format)
-    written = log.stat().st_size if log is not None and log.is_file() else 0
     try:
         return AsyncLLM.from_vllm_config(
             config, enable_log_requests=args.enable_log_requests, disable_log_stats=args.disable_log_stats
         )
     except RuntimeError as error:
-        failure = _start_failure(str(error), log, written)
+        failure = start_failure(str(error), log)
         if failure is None:
             raise
         raise failure from error
-
-
-def _start_failure(text: str, log: Path | None, written: int) -> RunError | None:
-    """What vLLM's error ``text`` means; None when it is not about the core process.
-
-    A core that is killed writes no cause. Its exit code alone does not tell: vLLM asks for it as soon as the process
-    is gone, and sometimes gets none yet.
-    """
-    failed = CORE_FAILED.search(text)
-    if failed is None:
-        return None
-    codes: dict[str, Any] = ast.literal_eval(failed[1])
-    killed = any(isinstance(code, int) and code < 0 for code in codes.values())
-    cause = root_cause(log, written) if log is not None else None
-    if killed or (log is not None and cause is None):
-        return ActorDied(f"vLLM's core process was killed ({failed[1]})", location="engine")
-    return RunError(
-        f"vLLM does not start: {cause or text}",
-        location="rollout",
-        hint="change the setting that it names" + (f"; {log} has vLLM's traceback" if log is not None else ""),
-    )
-
-
-def root_cause(log: Path, start: int) -> str | None:
-    """The error that a process wrote last to its log, from the byte ``start`` on; None when there is none."""
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
-    raised = [found[1] for line in lines if (found := RAISED.search(line)) and not CORE_FAILED.search(line)]
-    return raised[-1] if raised else None
 
 
 def _refusal(error: Exception) -> str:

@@ -132,7 +132,7 @@ class RolloutWorker:
         the first.
 
         When the engine's process dies, its rollouts have not failed: they continue elsewhere. Their tokens are
-        delivered, and then ``collect`` raises ``RuntimeError``.
+        delivered, and then ``collect`` raises ``ActorDied`` with the cause.
         """
         await self._wait_for_news(timeout_s)
         ended, self._ended = self._ended, []
@@ -155,23 +155,29 @@ class RolloutWorker:
             self._news.clear()
             self._awaited_news.clear()
         elif not (rollouts or segments):
-            raise RuntimeError("vLLM's core process has died")
+            raise await self._engine.death()
         activity = self._clock.read(self._engine.sampled_tokens())
         return Delivery(rollouts, [] if dead else failures, segments, activity, aborted, self._got_sigterm)
 
     async def update_weights(
         self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, probe_ids: tuple[int, ...]
     ) -> Attestation:
-        """Load ``version`` from the host's replica, and prove it. Raises ``ReplicaGone`` when its memory is gone."""
+        """Load ``version`` from the host's replica, and prove it. Raises ``ReplicaGone`` when its memory is gone, and
+        ``ActorDied`` when the engine's process dies of it."""
         # While nothing has changed yet: an update that fails halfway costs the engine.
         if not os.path.exists(path):
             raise ReplicaGone(f"the memory of weight version {version} is gone")
         stall_s = 0.0
         try:
-            stall_s = await self._engine.update_weights(version, path, slots, policy, self._on_pause)
-        finally:
-            self._clock.end_update(stall_s)
-        return await self._engine.attest(probe_ids, stall_s)
+            try:
+                stall_s = await self._engine.update_weights(version, path, slots, policy, self._on_pause)
+            finally:
+                self._clock.end_update(stall_s)
+            return await self._engine.attest(probe_ids, stall_s)
+        except Exception as error:
+            if self._engine.dead:
+                raise await self._engine.death() from error
+            raise
 
     async def sleep(self) -> None:
         """Give the GPU's memory back until ``wake_up``; running rollouts keep their tokens, and wait."""

@@ -28,6 +28,10 @@ class ActorDied(ActorLost):
     """The process of an actor is gone."""
 
 
+class ActorCrashed(ActorDied):
+    """It ended by an error of its own, which is likely to come back."""
+
+
 class Unreachable(ActorDied):
     """The connection to an actor is lost, and Ray does not know yet what became of it: its node may be gone."""
 

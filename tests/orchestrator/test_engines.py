@@ -17,10 +17,10 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.watchdog import Watchdog
-from asyncrl_cli.records.generation import Attestation, EngineActivity
+from asyncrl_cli.records.generation import Attestation, Delivery, EngineActivity
 from asyncrl_cli.records.training import Probe
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.system.remote import ActorLost
+from asyncrl_cli.system.remote import ActorCrashed, ActorLost
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 PROBE = np.zeros(3, np.float32)
@@ -229,6 +229,55 @@ def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
     cause = ended_by(error.value)
     assert isinstance(cause, RunError)
     assert "restarted 1 times in 6 hours, and it failed again; the first cause: engine-1: it is slow" in str(cause)
+
+
+class CrashingEngine(LoadingEngine):
+    """Dies of its first request; ``number`` differs from one process to the next."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    @remote
+    async def collect(self, timeout_s: float) -> Delivery:
+        while not self.submitted:
+            await asyncio.sleep(0)
+        raise ActorCrashed(f"vLLM's core process has died: ValueError: head size 24 at 0x{self.number:x}")
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_an_engine_that_crashes_in_the_same_way_before_anything_worked_ends_the_run(completed: bool) -> None:
+    notes: list[Any] = []
+
+    async def check() -> None:
+        async with kept(1) as harness:
+            notes.append(harness.notes)
+            (process,) = harness.processes
+            if completed:
+                await harness.ask("a")
+                await process.actor.deliver(rollout("a"))
+
+            def make() -> LoadingEngine:
+                process.made.append(CrashingEngine(len(process.made)))
+                return process.made[-1]
+
+            process._make = make
+            process.actor.die()
+            await harness.ask("b")
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(ExceptionGroup) as error:
+        run(check())
+    cause = ended_by(error.value)
+    assert isinstance(cause, RunError)
+    crashes = [note for note in notes[0] if "head size" in note[2]]
+    if completed:
+        assert "restarted 10 times" in cause.message
+        assert len(crashes) == 10
+    else:
+        assert "it crashed 3 times in the same way before any engine completed a request" in cause.message
+        assert "ValueError: head size 24" in cause.message
+        assert len(crashes) == 3, "each is recorded"
 
 
 def test_while_no_host_has_its_weights_a_restarted_engine_waits() -> None:

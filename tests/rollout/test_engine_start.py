@@ -1,21 +1,32 @@
-"""A start of vLLM that fails: a killed core is worth another try, a mistake in the settings is not."""
+"""Why a core process of vLLM ended: a killed one is worth another try, a mistake in the settings is not."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.rollout.engine_settings import _start_failure
-from asyncrl_cli.system.remote import ActorDied
+from asyncrl_cli.rollout.engine_death import LogSince, death, start_failure
+from asyncrl_cli.system.remote import ActorCrashed, ActorDied
 
 FAILED = "Engine core initialization failed. See root cause above. Failed core proc(s): %s"
 BEFORE = "ValueError: of an earlier start\n"
 
 
 def failure(codes: str, log: Path, wrote: str) -> BaseException | None:
+    return start_failure(FAILED % codes, written(log, wrote))
+
+
+def written(log: Path, wrote: str) -> LogSince:
+    log.write_text(BEFORE)
+    since = LogSince(log)
     log.write_text(BEFORE + wrote)
-    return _start_failure(FAILED % codes, log, len(BEFORE))
+    return since
 
 
 @pytest.mark.parametrize("codes", ["{}", "{'EngineCore_DP0': -9}", "{'EngineCore_DP0': 0}"])
@@ -32,4 +43,43 @@ def test_a_core_that_names_a_cause_is_not_started_again(tmp_path: Path, codes: s
 
 
 def test_other_errors_are_not_about_the_core() -> None:
-    assert _start_failure("CUDA out of memory", None, 0) is None
+    assert start_failure("CUDA out of memory", LogSince(None)) is None
+
+
+def core_that(how: Callable[[], object]) -> multiprocessing.Process:
+    core = multiprocessing.get_context("fork").Process(target=how)
+    core.start()
+    return core
+
+
+def end_by(number: signal.Signals) -> None:
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)  # of pytest's fault handler
+    os.kill(os.getpid(), number)
+
+
+ERROR = "Traceback\nValueError: head size 24 is not supported\n"
+GONE = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "wrote", "said"),
+    [
+        (partial(os._exit, 1), ERROR + GONE, ": ValueError: head size 24 is not supported"),
+        (partial(end_by, signal.SIGTERM), ERROR, ": ValueError: head size 24 is not supported"),
+        (partial(end_by, signal.SIGABRT), "", ": SIGABRT"),
+    ],
+)
+def test_a_core_that_fails_by_itself_has_crashed(
+    tmp_path: Path, how: Callable[[], object], wrote: str, said: str
+) -> None:
+    error = death([core_that(how)], written(tmp_path / "engine.log", wrote))
+    assert isinstance(error, ActorCrashed)
+    assert error.message == f"vLLM's core process has died{said}"
+
+
+@pytest.mark.parametrize(("number", "wrote"), [(signal.SIGKILL, ERROR), (signal.SIGTERM, GONE)])
+def test_a_core_that_others_end_has_not_crashed(tmp_path: Path, number: signal.Signals, wrote: str) -> None:
+    error = death([core_that(partial(end_by, number))], written(tmp_path / "engine.log", wrote))
+    assert isinstance(error, ActorDied)
+    assert not isinstance(error, ActorCrashed)

@@ -21,6 +21,7 @@ from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import ActorDied
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
 from tests.orchestrator.stand_ins import Actor, RemoteMethod, StandInProcess
@@ -380,7 +381,7 @@ def test_rollouts_survive_the_death_of_their_engine(
                 add(saved, delivery.segments)
                 left.difference_update(rollout.rollout_id for rollout in delivery.rollouts)
 
-        with pytest.raises(RuntimeError, match="core process has died"):
+        with pytest.raises(ActorDied, match="core process has died: it was killed"):
             await asyncio.wait_for(collect_all(), LIMIT_S)
         assert len(left) > 8
         for segment in held:

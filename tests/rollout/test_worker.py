@@ -25,6 +25,7 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.remote import ActorCrashed, ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import ReplicaGone
 
@@ -67,6 +68,9 @@ class StandInEngine:
 
     def sampled_tokens(self) -> int:
         return sum(self.tokens.values())
+
+    async def death(self) -> ActorDied:
+        return ActorCrashed("vLLM's core process has died: SIGSEGV")
 
     async def update_weights(
         self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, on_pause: Callable[[], None]
@@ -308,7 +312,7 @@ def test_when_the_engine_dies_its_last_tokens_come_and_no_rollout_has_failed(wor
         delivery = await worker.collect(60.0)
         assert bounds(delivery) == [("1-0", 0, 4), ("1-1", 0, 5)]
         assert (ids(delivery), delivery.failures) == (["1-2"], [])
-        with pytest.raises(RuntimeError, match="core process has died"):
+        with pytest.raises(ActorDied, match="core process has died"):
             await worker.collect(60.0)
 
     asyncio.run(check())
@@ -318,10 +322,22 @@ def test_the_death_of_an_idle_engine_is_noticed(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine: Any = worker._engine
         engine.dead = True
-        with pytest.raises(RuntimeError, match="core process has died"):
+        with pytest.raises(ActorDied, match="core process has died"):
             await worker.collect(0.01)
 
     asyncio.run(check())
+
+
+def test_an_engine_that_dies_of_the_probe_says_why(worker: RolloutWorker) -> None:
+    engine: Any = worker._engine
+
+    async def attest(probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
+        engine.dead = True
+        raise RuntimeError("EngineCore encountered an issue")
+
+    engine.attest = attest
+    with pytest.raises(ActorCrashed, match="SIGSEGV"):
+        asyncio.run(worker.update_weights(1, PATH, (), "keep", (1, 2)))
 
 
 def test_an_engine_without_new_tokens_is_silent(worker: RolloutWorker) -> None:

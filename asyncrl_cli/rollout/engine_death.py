@@ -1,0 +1,84 @@
+"""Why vLLM's core process has ended, from its exit code and from what was written to the engine's log.
+
+A core that is killed writes no cause. One that fails by itself writes a traceback, or ends by a signal such as SIGSEGV,
+and is likely to fail in the same way again: ``ActorCrashed``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+from collections.abc import Iterable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.system.remote import ActorCrashed, ActorDied
+
+CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
+"""In vLLM's error: exit codes by process."""
+RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+"""The last line of a traceback in a log."""
+FOLLOWS = re.compile(r"EngineDeadError|EngineCore encountered an issue")
+"""In errors of vLLM that only say that the core is gone."""
+EXIT_S = 2.0
+"""Seconds that a core which has reported its failure may take to end."""
+ASKED = frozenset({signal.SIGTERM, signal.SIGINT})
+"""Signals by which others ask a process to end."""
+
+
+class LogSince:
+    """What a process and its children write to their log from now on."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._start = path.stat().st_size if path is not None and path.is_file() else 0
+
+    def root_cause(self) -> str | None:
+        """The error that was written last; None when there is none."""
+        if self.path is None:
+            return None
+        with self.path.open("rb") as file:
+            file.seek(self._start)
+            lines = file.read().decode(errors="replace").splitlines()
+        raised = [found[1] for line in lines if (found := RAISED.search(line)) and not CORE_FAILED.search(line)]
+        return next((cause for cause in reversed(raised) if not FOLLOWS.search(cause)), None)
+
+
+def start_failure(text: str, log: LogSince) -> RunError | None:
+    """What vLLM's error ``text`` of a start means; None when it is not about the core process.
+
+    The exit code alone does not tell: vLLM asks for it as soon as the process is gone, and sometimes gets none yet.
+    """
+    failed = CORE_FAILED.search(text)
+    if failed is None:
+        return None
+    codes: dict[str, Any] = ast.literal_eval(failed[1])
+    killed = any(isinstance(code, int) and code < 0 for code in codes.values())
+    cause = log.root_cause()
+    if killed or (log.path is not None and cause is None):
+        return ActorDied(f"vLLM's core process was killed ({failed[1]})", location="engine")
+    return RunError(
+        f"vLLM does not start: {cause or text}",
+        location="rollout",
+        hint="change the setting that it names"
+        + (f"; {log.path} has vLLM's traceback" if log.path is not None else ""),
+    )
+
+
+def death(children: Iterable[BaseProcess], log: LogSince) -> ActorDied:
+    """Why an engine that had started is dead; ``children``: vLLM's processes. Waits up to ``EXIT_S`` for their end."""
+    died, signals = "vLLM's core process has died", set()
+    for child in children:
+        child.join(EXIT_S)
+        if child.exitcode is not None and child.exitcode < 0:
+            signals.add(signal.Signals(-child.exitcode))
+    if signal.SIGKILL in signals:
+        return ActorDied(f"{died}: it was killed", location="engine")
+    # vLLM ends a core that has reported its error by SIGTERM.
+    cause = log.root_cause() or ", ".join(sorted(found.name for found in signals - ASKED))
+    if cause:
+        return ActorCrashed(f"{died}: {cause}", location="engine")
+    return ActorDied(died, location="engine")
